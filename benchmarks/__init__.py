@@ -1,0 +1,1 @@
+"""Measurements of the training step, alone and beside its peer. Run from the repository's root."""

@@ -1,0 +1,123 @@
+"""Our own training step on a case: teacher first, then the student's stock schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.op_profile import LOSS_RANGE
+from benchmarks.subject import (
+    OPTIMIZER,
+    STUDENT_SEED,
+    TEACHER_SEED,
+    StepFigures,
+    TrainingState,
+    architecture,
+    execution,
+    training_state,
+)
+from megatron_distill.losses import Term
+from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
+from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Signal
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+from megatron_distill.train.step import Student, train_step
+from megatron_distill.train.teacher import OnlineTeacher
+
+
+class MarkedObjective(TokenObjective):
+    """The objective, visible as a range in a profile."""
+
+    def __call__(
+        self,
+        hidden_sbh: Tensor,
+        head: HiddenStateGPT,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the objective returns."""
+        with torch.profiler.record_function(LOSS_RANGE):
+            return super().__call__(hidden_sbh, head, batch, signal, step)
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """The parts of the training loop that one step needs."""
+
+    student: Student
+    teacher: OnlineTeacher
+    objective: TokenObjective
+    training: TrainingState
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The student's chunks and the teacher."""
+        return [*self.student.chunks, self.teacher.model]
+
+    def step(self, batches: StepBatches) -> StepFigures:
+        """Do what the training loop does between two batches of the loader."""
+        started = time.perf_counter()
+        signals = self.teacher.signals(batches.micro_batches)
+        teacher_seconds = time.perf_counter() - started
+        report = train_step(
+            self.student,
+            self.training.optimizer,
+            self.training.schedule,
+            list(zip(batches.micro_batches, signals, strict=True)),
+            self.objective,
+            batches,
+            clip_grad_norm=OPTIMIZER.clip_grad_norm,
+        )
+        return StepFigures(report.values["ce"], report.values["kd"], teacher_seconds)
+
+
+def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnStep:
+    """Assemble teacher, student, objective and optimizer of a case."""
+    shape = architecture(case.workload.student, case)
+    run = execution(case, device)
+    length = case.workload.sequence_length
+    chunks = build_gpt(shape, groups=groups, execution=run, seed=STUDENT_SEED)
+    wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
+    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
+    return OwnStep(
+        student=Student(chunks, wrapped, groups, length),
+        teacher=_teacher(case, groups=groups, device=device),
+        objective=MarkedObjective(
+            ce_weight=1.0,
+            terms=(Term("forward_kl"),),
+            chunk_tokens=case.chunk_tokens,
+            shard=vocab_shard(shape, groups),
+            logit_softcap=None,
+            has_teacher=True,
+            groups=groups,
+        ),
+        training=training_state(wrapped, dtype=run.dtype),
+    )
+
+
+def _teacher(case: Case, *, groups: Groups, device: torch.device) -> OnlineTeacher:
+    shape = architecture(case.workload.teacher, case)
+    (model,) = build_gpt(
+        shape,
+        groups=groups,
+        execution=execution(case, device),
+        seed=TEACHER_SEED,
+        interleaved=False,
+    )
+    model.requires_grad_(False)
+    model.eval()
+    return OnlineTeacher(
+        model=model,
+        architecture=shape,
+        head_weight=model.head_weight().detach() if groups.is_last_stage else None,
+        groups=groups,
+        sequence_length=case.workload.sequence_length,
+    )

@@ -1,0 +1,235 @@
+"""The peer's training step: Megatron-Core with ModelOpt's distillation plugin, at its best.
+
+Stock GPTModels with an output layer, wrapped by `modelopt.torch.distill`, under Megatron-Core's
+stock schedule, data parallelism, distributed optimizer and gradient finalisation; the loss function
+is the one of Megatron-LM's post-training entry (sum over tokens, divided by their number in the
+finalisation). Layers, attention (torch SDPA), weights, data and optimizer settings are ours.
+
+What was done for the peer, beyond its defaults:
+
+* `skip_lm_loss` false, so that it computes CE and KL as ours does;
+* a plain sum as loss balancer (an argument the plugin offers): its own scales the KL by CE / KL of
+  each micro-batch, which is another objective and two more synchronisations;
+* in fp32 the student's CE runs on a copy of the logits: Megatron-Core's overwrites fp32 logits in
+  place before ModelOpt reads them, and the KL comes out wrong. `peer-unrepaired` leaves that out: a
+  wrong loss for one buffer less. bf16 needs no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import modelopt.torch.distill as mtd
+import modelopt.torch.distill.plugins.megatron as mtd_mcore
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from benchmarks.cases import Body, Case
+from benchmarks.op_profile import LOSS_RANGE
+from benchmarks.subject import (
+    OPTIMIZER,
+    STUDENT_SEED,
+    TEACHER_SEED,
+    StepFigures,
+    TrainingState,
+    architecture,
+    execution,
+    training_state,
+)
+from megatron_distill.models.architecture import transformer_config
+from megatron_distill.models.initialise import initialise
+from megatron_distill.models.specs import layer_specs
+from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.optimizer import wrap_data_parallel
+
+
+class SumOfLosses(mtd.DistillationLossBalancer):
+    """CE + KL, each with weight one."""
+
+    def forward(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        ce = losses.pop(mtd.loss_balancers.STUDENT_LOSS_KEY)
+        (kl,) = losses.values()
+        return {"kd_loss": ce + kl, "logits_loss": kl}
+
+
+class MarkedGPT(GPTModel):
+    """A GPTModel whose cross-entropy is visible as a range in a profile."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss per token [b, s]."""
+        with torch.profiler.record_function(LOSS_RANGE):
+            return super().compute_language_model_loss(labels, logits)
+
+
+class CopyingGPT(MarkedGPT):
+    """A GPTModel whose cross-entropy leaves fp32 logits as they are."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss per token [b, s]."""
+        with torch.profiler.record_function(LOSS_RANGE):
+            return super().compute_language_model_loss(labels, logits.clone())
+
+
+@dataclass(frozen=True)
+class PeerStep:
+    """The distillation model and what Megatron-LM's trainer puts around it."""
+
+    case: Case
+    model: Any  # what modelopt makes of the student's class at run time
+    training: TrainingState
+    groups: Groups
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The student, which holds the teacher."""
+        return [self.model]
+
+    def step(self, batches: StepBatches) -> StepFigures:
+        """Do what Megatron-LM's `train_step` does."""
+        training = self.training
+        for chunk in training.wrapped:
+            chunk.zero_grad_buffer()
+        training.optimizer.zero_grad()
+        training.schedule.step(1)
+        workload = self.case.workload
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(_forward, model=self.model),
+            data_iterator=iter(batches.micro_batches),
+            model=list(training.wrapped),
+            num_microbatches=len(batches.micro_batches),
+            seq_length=workload.sequence_length,
+            micro_batch_size=workload.micro_batch_size,
+            decoder_seq_length=workload.sequence_length,
+            forward_only=False,
+            adjust_tensor_shapes_fn=self._tensor_shapes(),
+        )
+        training.optimizer.step()
+        sums = torch.stack(reports).sum(0) if reports else torch.zeros(2)
+        for group in (self.groups.data_context, self.groups.pipeline):
+            dist.all_reduce(sums, group=group)
+        ce, kd = (sums / batches.positions).tolist()
+        return StepFigures(ce, kd, None)
+
+    def _tensor_shapes(self) -> Any:
+        workload = self.case.workload
+        return mtd_mcore.get_tensor_shapes_adjust_fn_for_distillation(
+            self.model,
+            seq_length=workload.sequence_length,
+            micro_batch_size=workload.micro_batch_size,
+            decoder_seq_length=workload.sequence_length,
+        )
+
+
+def _forward(
+    iterator: Iterator[Batch], wrapped: torch.nn.Module, *, model: Any
+) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    losses = wrapped(
+        input_ids=batch.tokens_bs,
+        position_ids=batch.position_ids_bs,
+        attention_mask=None,
+        labels=batch.labels_bs,
+    )
+    return losses, partial(_loss, batch.ce_mask_bs, model=model)
+
+
+def _loss(mask_bs: Tensor, losses_bs: Tensor, *, model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (sum over tokens, number of tokens, report), as Megatron-LM's loss function does."""
+    ce = _masked_sum(losses_bs, mask_bs)
+    with torch.profiler.record_function(LOSS_RANGE):
+        losses = model.compute_kd_loss(
+            student_loss=ce, loss_reduction_fn=partial(_masked_sum, mask_bs=mask_bs)
+        )
+    report = torch.stack([ce.detach(), losses["logits_loss"].detach()])
+    return losses["kd_loss"], mask_bs.sum().to(torch.int), report
+
+
+def _masked_sum(losses: Any, mask_bs: Tensor) -> Tensor:
+    vocabulary_parallel = False
+    if isinstance(losses, tuple):
+        losses, vocabulary_parallel, _ = losses
+    total = torch.sum(losses.reshape(-1).float() * mask_bs.reshape(-1).float())
+    if vocabulary_parallel:
+        dist.all_reduce(total, group=mtd_mcore.parallel_state.get_tensor_model_parallel_group())
+    return total
+
+
+def build_peer_step(
+    case: Case, *, groups: Groups, device: torch.device, repaired: bool = True
+) -> PeerStep:
+    """Assemble the peer on a case."""
+    copies = repaired and case.precision == "fp32"
+    student_class = CopyingGPT if copies else MarkedGPT
+    student = _gpt(
+        student_class, case.workload.student, case, STUDENT_SEED, groups=groups, device=device
+    )
+    teacher = _gpt(
+        GPTModel, case.workload.teacher, case, TEACHER_SEED, groups=groups, device=device
+    )
+    model = _distillation_model(student, teacher)
+    wrapped = wrap_data_parallel([model], OPTIMIZER, groups=groups)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.no_sync_func = wrapped[0].no_sync
+    return PeerStep(
+        case=case,
+        model=model,
+        training=training_state(wrapped, dtype=execution(case, device).dtype),
+        groups=groups,
+    )
+
+
+def _distillation_model(student: GPTModel, teacher: GPTModel) -> Any:
+    settings = mtd_mcore.setup_distillation_config(
+        mtd_mcore.DistillationConfig(skip_lm_loss=False, loss_balancer=SumOfLosses()),
+        student.config,
+        teacher.config,
+    )
+    mode = {
+        "teacher_model": teacher,
+        "criterion": settings.criterion,
+        "loss_balancer": settings.loss_balancer,
+    }
+    model = mtd.convert(student, mode=[("kd_loss", mode)])
+    mtd_mcore.adjust_distillation_model_for_mcore(model, settings)
+    model.train()
+    return model
+
+
+def _gpt(
+    kind: type[GPTModel],
+    body: Body,
+    case: Case,
+    seed: int,
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> GPTModel:
+    shape = architecture(body, case)
+    config = transformer_config(shape, groups.layout, execution(case, device))
+    model = kind(
+        config=config,
+        transformer_layer_spec=layer_specs(
+            shape, config, device=device, vp_stage=None, pp_rank=groups.pipeline.rank()
+        ),
+        vocab_size=shape.padded_vocab_size(groups.layout.tensor),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_base),
+        pg_collection=groups.megatron,
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=config.params_dtype)
+    initialise([model], shape, seed=seed, groups=groups)
+    return model

@@ -1,0 +1,44 @@
+"""Measuring on a machine that others use too: wait for a quiet moment, and tell a disturbed run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import psutil
+
+_LOOK_SECONDS = 3.0
+
+
+def busy_seconds() -> float:
+    """Return the processor seconds of all processes of this machine since it started."""
+    times = psutil.cpu_times()._asdict()
+    return sum(times[name] for name in times if name not in ("idle", "iowait", "guest"))
+
+
+def wait_until_quiet(cores: float) -> None:
+    """Return once fewer than `cores` processors are in use, looked at for some seconds."""
+    while True:
+        before = busy_seconds()
+        time.sleep(_LOOK_SECONDS)
+        if (busy_seconds() - before) / _LOOK_SECONDS < cores:
+            return
+
+
+def own_cpu_seconds(result: Mapping[str, Any]) -> list[float]:
+    """Return the processor seconds of each timed step, over all ranks."""
+    per_rank = (rank["cpu_seconds"] for rank in result["ranks"])
+    return [sum(step) for step in zip(*per_rank, strict=True)]
+
+
+def others(result: Mapping[str, Any]) -> list[float]:
+    """Return how many processors other processes used during each timed step."""
+    steps = zip(result["machine_seconds"], own_cpu_seconds(result), result["seconds"], strict=True)
+    return [max(0.0, machine - own) / seconds for machine, own, seconds in steps]
+
+
+def is_disturbed(result: Mapping[str, Any], cores: float) -> bool:
+    """Whether others used more than `cores` processors in half of the timed steps or more."""
+    return median(others(result)) > cores

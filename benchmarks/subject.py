@@ -1,0 +1,121 @@
+"""What both subjects of a measurement share: shapes, weights, data, data parallelism, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from benchmarks.cases import Body, Case
+from megatron_distill.config import OptimizerConfig, ScheduleConfig
+from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
+from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.device import PRECISIONS
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.optimizer import build_optimizer, build_schedule
+
+STUDENT_SEED, TEACHER_SEED, DATA_SEED = 11, 12, 13
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+SCHEDULE = ScheduleConfig(decay="constant")
+_SCHEDULE_STEPS = 1000
+# Larger than in training: distributions far from uniform, and a KL that a mistake would change.
+_INIT_STD = 0.05
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Global means of one step and the seconds that the teacher took, as far as they are known."""
+
+    ce: float
+    kd: float
+    teacher_seconds: float | None
+
+
+class StepSubject(Protocol):
+    """A training step that can be repeated."""
+
+    models: Sequence[torch.nn.Module]  # student chunks and teacher
+    training: TrainingState
+
+    def step(self, batches: StepBatches) -> StepFigures:
+        """Take one optimizer step."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Gradient buffers, optimizer and learning rate of a student."""
+
+    wrapped: Sequence[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+
+
+def training_state(
+    wrapped: Sequence[DistributedDataParallel], *, dtype: torch.dtype
+) -> TrainingState:
+    """Build Megatron's distributed AdamW over wrapped chunks, the same for both subjects."""
+    optimizer = build_optimizer(wrapped, OPTIMIZER, SCHEDULE, dtype=dtype)
+    schedule = build_schedule(optimizer, OPTIMIZER, SCHEDULE, steps=_SCHEDULE_STEPS)
+    return TrainingState(wrapped, optimizer, schedule)
+
+
+def architecture(body: Body, case: Case) -> Architecture:
+    """Return a body with the case's vocabulary and positions."""
+    moe = None
+    if body.num_experts is not None:
+        moe = MixtureOfExperts(body.num_experts, 2, body.ffn_hidden_size)
+    return Architecture(
+        num_layers=body.num_layers,
+        hidden_size=body.hidden_size,
+        ffn_hidden_size=body.ffn_hidden_size,
+        num_attention_heads=body.num_attention_heads,
+        num_kv_heads=body.num_kv_heads,
+        head_size=body.hidden_size // body.num_attention_heads,
+        vocab_size=case.workload.vocab_size,
+        max_position_embeddings=case.workload.sequence_length,
+        init_std=_INIT_STD,
+        moe=moe,
+    )
+
+
+def execution(case: Case, device: torch.device) -> Execution:
+    """Return how the case computes: no recomputation."""
+    return Execution(dtype=PRECISIONS[case.precision], device=device)
+
+
+def random_batches(case: Case, step: int, *, groups: Groups, device: torch.device) -> StepBatches:
+    """Return fixed random tokens of one step, all of them trained; the same for both subjects."""
+    workload, data_parallel = case.workload, case.ranks.data_parallel
+    generator = torch.Generator().manual_seed(DATA_SEED + step)
+    size, length = workload.micro_batch_size, workload.sequence_length
+    micro_batches = []
+    for _ in range(workload.micro_batches):
+        tokens = torch.randint(
+            workload.vocab_size, (data_parallel, size, length + 1), generator=generator
+        )
+        batch = _batch(tokens[groups.data.rank()]).to(device)
+        micro_batches.append(batch.context_shard(groups.context.rank(), groups.context.size()))
+    count = case.tokens_per_step
+    return StepBatches(tuple(micro_batches), ce_tokens=count, kd_tokens=count, positions=count)
+
+
+def _batch(tokens_bS1: torch.Tensor) -> Batch:
+    size, length = tokens_bS1.shape[0], tokens_bS1.shape[1] - 1
+    everywhere = torch.ones(size, length, dtype=torch.bool)
+    positions = torch.arange(length)
+    return Batch(
+        tokens_bs=tokens_bS1[:, :-1].contiguous(),
+        labels_bs=tokens_bS1[:, 1:].contiguous(),
+        ce_mask_bs=everywhere,
+        kd_mask_bs=everywhere,
+        position_ids_bs=positions.expand(size, -1).contiguous(),
+        document_ids_bS=torch.zeros(size, length, dtype=torch.int64),
+        sequence_index_s=positions,
+        sample_ids_b=torch.arange(size),
+        isolate_documents=False,
+    )

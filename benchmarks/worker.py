@@ -1,0 +1,130 @@
+"""One measurement in processes of its own, started by `benchmarks/step.py`.
+
+Reads a case, builds one subject, warms it up, times steps, then takes two more for memory, and
+writes one JSON object from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Case, Subject
+from benchmarks.quiet import busy_seconds
+from megatron_distill.runtime.torchrun import threads_per_process
+from megatron_distill.runtime.world import joined_world
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.groups import Groups
+
+_TIMEOUT_SECONDS = 600
+
+
+def main() -> None:
+    """Measure what the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", required=True, type=Path)
+    parser.add_argument("--subject", required=True)
+    parser.add_argument("--result", required=True, type=Path)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", type=Path)
+    arguments = parser.parse_args()
+    case = Case.from_dict(json.loads(arguments.case.read_text(encoding="utf-8")))
+    with joined_world(
+        device="auto",
+        backend="auto",
+        threads=threads_per_process(case.ranks.processes),
+        timeout_seconds=_TIMEOUT_SECONDS,
+    ) as device:
+        result = _measure(case, arguments, device.torch_device)
+        if dist.get_rank() == 0:
+            arguments.result.write_text(json.dumps(result), encoding="utf-8")
+
+
+def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    # Only now: these import Megatron-Core, which had to be prepared first.
+    from benchmarks.memory import persistent_bytes, step_peak
+    from benchmarks.op_profile import write_profile
+    from benchmarks.subject import random_batches
+
+    groups = _groups(case)
+    subject = _build(arguments.subject, case, groups=groups, device=device)
+    count = arguments.warmup + arguments.steps
+    batches = [random_batches(case, step, groups=groups, device=device) for step in range(count)]
+    figures, seconds, cpu_seconds, machine_seconds = [], [], [], []
+    for batch in batches:
+        dist.barrier()
+        started, cpu_started, machine_started = (
+            time.perf_counter(),
+            time.process_time(),
+            busy_seconds(),
+        )
+        figures.append(subject.step(batch))
+        _wait_for(device)
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
+        machine_seconds.append(busy_seconds() - machine_started)
+    peak = step_peak(lambda: subject.step(batches[-1]), device)
+    if arguments.profile is not None:
+        write_profile(lambda: subject.step(batches[-1]), arguments.profile, device)
+    own = {
+        "peak": asdict(peak),
+        "persistent": asdict(persistent_bytes(subject)),
+        "cpu_seconds": cpu_seconds[arguments.warmup :],
+        "teacher_seconds": [figure.teacher_seconds for figure in figures[arguments.warmup :]],
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return {
+        "subject": arguments.subject,
+        "seconds": seconds[arguments.warmup :],
+        "machine_seconds": machine_seconds[arguments.warmup :],
+        "losses": [{"ce": figure.ce, "kd": figure.kd} for figure in figures],
+        "ranks": ranks,
+    }
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _groups(case: Case) -> Groups:
+    from megatron_distill.runtime.groups import Layout, create_groups
+    from megatron_distill.runtime.seed import seed_everything
+
+    ranks = case.ranks
+    layout = Layout(
+        tensor=ranks.tensor,
+        pipeline=ranks.pipeline,
+        virtual_pipeline=ranks.virtual_pipeline,
+        context=ranks.context,
+        expert=ranks.expert,
+        sequence=ranks.sequence,
+    )
+    groups = create_groups(layout, timeout_minutes=_TIMEOUT_SECONDS // 60)
+    seed_everything(1, groups)
+    return groups
+
+
+def _build(subject: Subject, case: Case, *, groups: Groups, device: torch.device) -> Any:
+    if subject == "ours":
+        from benchmarks.own_step import build_own_step
+
+        return build_own_step(case, groups=groups, device=device)
+    from benchmarks.peer_modelopt import build_peer_step
+
+    return build_peer_step(case, groups=groups, device=device, repaired=subject == "peer")
+
+
+if __name__ == "__main__":
+    main()

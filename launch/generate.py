@@ -1,0 +1,94 @@
+"""Text from a trained student: launch/generate.py --run FOLDER --prompt TEXT.
+
+Runs in one process as it is, or under torchrun in the layout that `parallel` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill import log
+from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.generate import Sampling, generate
+from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.world import joined_world
+from megatron_distill.train.trained_run import load_trained_run
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = _parse()
+    log.configure(int(os.environ.get("RANK", "0")))
+    launch = Launch.from_environment()
+    return launch.status_of(lambda: _generate(arguments, launch))
+
+
+def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
+    text = _write(arguments, launch)
+    if launch.rank != 0:
+        return
+    if arguments.text is None:
+        sys.stdout.write(text + "\n")
+    else:
+        arguments.text.write_text(text, encoding="utf-8")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="output folder of the student's run")
+    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens to write")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", type=Path, help="write the text to this file, not out")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the run's configuration"
+    )
+    return parser.parse_args()
+
+
+def _write(arguments: argparse.Namespace, launch: Launch) -> str:
+    """Return prompt and continuation on the first rank; every rank takes part."""
+    with launch.together("configuration"):
+        config = load_trained_run(
+            arguments.run,
+            ["teacher=null", "objective.terms=[]", *arguments.overrides],
+            world_size=launch.size,
+        )
+    with joined_world(**config.runtime.model_dump(), launch=launch) as device:
+        from megatron_distill.train.assemble_evaluation import writer
+
+        with writer(config, device) as (next_token, tokenizer):
+            said: list[tuple[list[int], int] | None] = [None]
+            if tokenizer is not None:
+                said = [(tokenizer.encode_batch([arguments.prompt])[0].tolist(), tokenizer.eos_id)]
+            dist.broadcast_object_list(said, src=0)
+            assert said[0] is not None
+            prompt, eos_id = said[0]
+            if not prompt:
+                raise ConfigError("--prompt is empty: give at least one character")
+            sampling = Sampling(
+                max_new_tokens=arguments.tokens,
+                temperature=arguments.temperature,
+                top_p=arguments.top_p,
+                seed=arguments.seed,
+                eos_id=eos_id,
+            )
+            (written,) = generate(
+                next_token,
+                torch.tensor([prompt]),
+                sampling=sampling,
+                max_context=config.data.sequence_length,
+            )
+            return tokenizer.decode([*prompt, *written]) if tokenizer is not None else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

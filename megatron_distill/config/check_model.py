@@ -1,0 +1,117 @@
+"""Rules on the shape of one model: within itself, and against the layout."""
+
+from collections.abc import Iterator
+
+from megatron_distill.config.problems import Problem
+from megatron_distill.config.schema import ArchitectureConfig, ParallelConfig
+
+__all__ = ["architecture_problems"]
+
+
+def architecture_problems(
+    architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
+) -> Iterator[Problem]:
+    """Find what is wrong with the model `role` ('student' or 'teacher') on this layout."""
+    name = f"{role}.architecture"
+    yield from _heads(architecture, name)
+    yield from _positions(architecture, name, sequence_length)
+    yield from _tensor(architecture, name, parallel.tensor)
+    chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
+    yield from _layers(architecture, name, parallel.pipeline, chunks)
+    yield from _experts(architecture, name, parallel)
+
+
+def _heads(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    heads = f"{name}.num_attention_heads"
+    if shape.num_kv_heads is not None and shape.num_attention_heads % shape.num_kv_heads:
+        yield Problem(
+            (heads, f"{name}.num_kv_heads"),
+            f"{name}.num_kv_heads = {shape.num_kv_heads}: must divide {heads} = "
+            f"{shape.num_attention_heads}",
+        )
+    if shape.head_size is None and shape.hidden_size % shape.num_attention_heads:
+        yield Problem(
+            (heads, f"{name}.hidden_size", f"{name}.head_size"),
+            f"{name}.hidden_size = {shape.hidden_size}: not a multiple of {heads} = "
+            f"{shape.num_attention_heads}; change one of the two or give {name}.head_size",
+        )
+    elif shape.positions == "rope" and shape.head_width % 2:
+        yield Problem(
+            (f"{name}.head_size", f"{name}.hidden_size", heads, f"{name}.positions"),
+            f"{name}.head_size = {shape.head_width}: rotary positions need an even head size",
+        )
+
+
+def _positions(shape: ArchitectureConfig, name: str, length: int) -> Iterator[Problem]:
+    limit = shape.max_position_embeddings
+    if limit is not None and length > limit:
+        yield Problem(
+            ("data.sequence_length", f"{name}.max_position_embeddings"),
+            f"data.sequence_length = {length}: more than {name}.max_position_embeddings = "
+            f"{limit}; shorten the sequences or use a model with more positions",
+        )
+
+
+def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Problem]:
+    sizes = {
+        "num_attention_heads": shape.num_attention_heads,
+        "num_kv_heads": shape.kv_heads,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+    }
+    if shape.num_kv_heads is None:
+        del sizes["num_kv_heads"]
+    if shape.moe is not None and shape.moe.ffn_hidden_size is not None:
+        sizes["moe.ffn_hidden_size"] = shape.moe.ffn_hidden_size
+    for key, size in sizes.items():
+        if size % tensor:
+            yield Problem(
+                ("parallel.tensor", f"{name}.{key}"),
+                f"parallel.tensor = {tensor}: does not divide {name}.{key} = {size}; "
+                f"use {_divisors(size)}",
+            )
+
+
+def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) -> Iterator[Problem]:
+    if shape.num_layers % (pipeline * chunks) == 0:
+        return
+    keys = ["parallel.pipeline", f"{name}.num_layers"]
+    words = f"parallel.pipeline = {pipeline}"
+    if chunks > 1:
+        keys.append("parallel.virtual_pipeline")
+        words += f" times parallel.virtual_pipeline = {chunks}"
+    yield Problem(
+        tuple(keys),
+        f"{words}: does not divide {name}.num_layers = {shape.num_layers}; use "
+        f"{_divisors(shape.num_layers)} stages in all or another depth",
+    )
+
+
+def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> Iterator[Problem]:
+    if shape.moe is None:
+        return
+    if shape.moe.top_k > shape.moe.num_experts:
+        yield Problem(
+            (f"{name}.moe.top_k", f"{name}.moe.num_experts"),
+            f"{name}.moe.top_k = {shape.moe.top_k}: more than {name}.moe.num_experts = "
+            f"{shape.moe.num_experts}",
+        )
+    if shape.moe.num_experts % parallel.expert:
+        yield Problem(
+            ("parallel.expert", f"{name}.moe.num_experts"),
+            f"parallel.expert = {parallel.expert}: does not divide {name}.moe.num_experts = "
+            f"{shape.moe.num_experts}; use {_divisors(shape.moe.num_experts)}",
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield Problem(
+            ("parallel.sequence", "parallel.tensor", f"{name}.moe"),
+            f"parallel.sequence = false: {name}.moe with parallel.tensor = {parallel.tensor} "
+            "needs parallel.sequence=true",
+        )
+
+
+def _divisors(size: int) -> str:
+    """Say which numbers divide `size`; long lists are cut."""
+    found = [str(number) for number in range(1, size + 1) if size % number == 0]
+    if len(found) > 8:
+        return f"{', '.join(found[:8])}, ..."
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,164 @@
+"""Words for the schema: where a key lives, which keys exist, what a value may be."""
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from megatron_distill.config.schema import Section
+
+__all__ = ["Key", "dotted", "dotted_names", "field_key", "locate", "section_of", "shown"]
+
+_PLAIN = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the file, or one entry of a list in it.
+
+    A required key has an example, which stands in for a wrong value while the rules over several
+    keys look for more problems.
+    """
+
+    annotation: Any
+    bounds: tuple[Any, ...] = ()
+    required: bool = False
+    example: Any = None
+
+    @property
+    def nullable(self) -> bool:
+        """Whether null is a value of this key."""
+        return type(None) in get_args(self.annotation)
+
+    @property
+    def plain(self) -> Any:
+        """The type without null."""
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            kept = [arm for arm in get_args(self.annotation) if arm is not type(None)]
+            assert len(kept) == 1, "a key has one type, with or without null"
+            return kept[0]
+        return self.annotation
+
+    @property
+    def entry(self) -> "Key | None":
+        """What one entry is where this key is a list."""
+        return Key(get_args(self.plain)[0]) if get_origin(self.plain) is tuple else None
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The class of the section where this key is one."""
+        plain = self.plain
+        return plain if isinstance(plain, type) and issubclass(plain, Section) else None
+
+    @property
+    def type_name(self) -> str:
+        """The type in a word or two, for tables."""
+        if self.entry is not None:
+            name = "list of sections" if self.entry.section else f"list of {self.entry.type_name}"
+        elif self.section is not None:
+            name = "section"
+        elif get_origin(self.plain) is Literal:
+            name = "choice"
+        else:
+            name = {int: "integer", float: "number", str: "text", bool: "true/false"}[self.plain]
+        return f"{name} or null" if self.nullable else name
+
+    @property
+    def range_name(self) -> str:
+        """The values allowed, beyond the type: bounds or choices, or nothing."""
+        if get_origin(self.plain) is Literal:
+            return ", ".join(repr(choice) for choice in get_args(self.plain))
+        signs = {
+            annotated_types.Ge: (">=", "ge"),
+            annotated_types.Gt: (">", "gt"),
+            annotated_types.Le: ("<=", "le"),
+            annotated_types.Lt: ("<", "lt"),
+        }
+        words = []
+        for bound in self.bounds:
+            if type(bound) in signs:
+                sign, attribute = signs[type(bound)]
+                words.append(f"{sign} {getattr(bound, attribute)}")
+            elif isinstance(bound, annotated_types.MinLen):
+                words.append("not empty")
+        return " and ".join(words)
+
+    @property
+    def requirement(self) -> str:
+        """What a value must be, to finish the sentence 'must be ...'."""
+        if self.entry is not None:
+            words = f"a {self.type_name}"
+        elif self.section is not None:
+            words = f"a section with keys such as {', '.join(list(self.section.model_fields)[:3])}"
+        elif get_origin(self.plain) is Literal:
+            words = f"one of {self.range_name}"
+        else:
+            words = _PLAIN[self.plain]
+        if self.range_name and get_origin(self.plain) is not Literal:
+            words += f", {self.range_name}" if self.bounds_are_lengths else f" {self.range_name}"
+        return f"{words}, or null" if self.nullable else words
+
+    @property
+    def bounds_are_lengths(self) -> bool:
+        """Whether the bounds speak of the length of the value."""
+        return any(isinstance(bound, annotated_types.MinLen) for bound in self.bounds)
+
+
+def field_key(field: FieldInfo) -> Key:
+    """Describe one field of a section."""
+    example = field.examples[0] if field.examples else None
+    return Key(field.annotation, tuple(field.metadata), field.is_required(), example)
+
+
+def section_of(root: type[Section], place: Sequence[object]) -> type[Section] | None:
+    """Return the section class at a place such as ('data', 'sources', 0), if one is there."""
+    if not place:
+        return root
+    key = locate(root, place)
+    return None if key is None else key.section
+
+
+def locate(root: type[Section], place: Sequence[object]) -> Key | None:
+    """Return the key at a place such as ('data', 'sources', 0); None: not in the schema."""
+    section: type[Section] | None = root
+    key: Key | None = None
+    for part in place:
+        if isinstance(part, int):
+            key = None if key is None else key.entry
+        elif section is not None and str(part) in section.model_fields:
+            key = field_key(section.model_fields[str(part)])
+        else:
+            key = None
+        if key is None:
+            return None
+        section = key.section
+    return key
+
+
+def dotted(place: Sequence[object]) -> str:
+    """Write a place as the user writes it in an override."""
+    return ".".join(str(part) for part in place)
+
+
+def dotted_names(root: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every key of the file; entries of a list are entry 0."""
+    for name, field in root.model_fields.items():
+        yield prefix + name
+        key = field_key(field)
+        below = key if key.entry is None else key.entry
+        if below.section is not None:
+            step = "." if key.entry is None else ".0."
+            yield from dotted_names(below.section, f"{prefix}{name}{step}")
+
+
+def shown(value: object) -> str:
+    """Write a value of the file for a message: as YAML has it, shortened when long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."

@@ -1,0 +1,168 @@
+"""Read a run's YAML, apply dotted overrides, and report every problem at once."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from megatron_distill.config.check import rule_problems
+from megatron_distill.config.describe import locate
+from megatron_distill.config.problems import Problem, innermost, raise_problems, schema_problems
+from megatron_distill.config.schema import RunConfig
+from megatron_distill.errors import ConfigError
+
+__all__ = ["load_config", "to_yaml"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply overrides such as `parallel.tensor=2` in order, and check the result.
+
+    A value is YAML; `data.sources.0.weight=2` reaches into a list; a mapping is merged into what
+    is there, everything else replaces it. Rules that need the number of processes are left to
+    `check_layout`.
+
+    Raises ConfigError: the file is missing or not a YAML mapping, an override is malformed, or
+    keys or values are wrong; then every problem of the file is in the one message.
+    """
+    tree = _read_mapping(Path(path))
+    for override in overrides:
+        _apply(tree, override, Path(path))
+    subject = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    try:
+        resolved = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{subject}: {_first_line(error)}") from error
+    config, problems = _validate(resolved)
+    raise_problems(subject, problems)
+    assert config is not None, "no problems means a valid configuration"
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write the resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _read_mapping(path: Path) -> DictConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give --config a YAML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if not isinstance(root, yaml.MappingNode):
+        other = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        found = "nothing" if root is None else other
+        raise ConfigError(
+            f"{path}: holds {found}; write a mapping with the sections student, data and train"
+        )
+    try:
+        tree = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}") from error
+    assert isinstance(tree, DictConfig), "the root node is a mapping"
+    return tree
+
+
+def _apply(tree: DictConfig, override: str, path: Path) -> None:
+    """Set one dotted key of the tree, in place."""
+    name, equals, text = override.partition("=")
+    parts = name.split(".")
+    if not equals or not all(part and part == part.strip() for part in parts):
+        raise ConfigError(
+            f"override {override!r}: write key=value without spaces, such as parallel.tensor=2"
+        )
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {override!r}: the value is not valid YAML: {_one_line(error)}"
+        ) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"override {override!r}: {_first_line(error)}") from error
+    _check_list_steps(tree, parts, override, path)
+    try:
+        OmegaConf.update(tree, name, value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"override {override!r}: {_first_line(error)}") from error
+
+
+def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: Path) -> None:
+    """Refuse a step into a list that is not an entry of it, and a number where no list is."""
+    for depth, part in enumerate(parts):
+        name = ".".join(parts[:depth])
+        holder = OmegaConf.select(tree, name) if depth else tree
+        if isinstance(holder, ListConfig):
+            if not (part.isdecimal() and int(part) < len(holder)):
+                raise ConfigError(
+                    f"override {override!r}: {name} is a list with entries 0 to "
+                    f"{len(holder) - 1}, and {part!r} is none of them; to add one write the "
+                    f"whole list, {name}=[...]"
+                )
+        elif part.isdecimal():
+            raise ConfigError(
+                f"override {override!r}: {name or path} is not a list in {path}; "
+                f"write the whole list, {name}=[...]"
+            )
+
+
+def _validate(tree: Any) -> tuple[RunConfig | None, list[Problem]]:
+    """Check keys and values, then the rules over several keys, on as much as is sound.
+
+    When single keys are wrong, their defaults (or examples) stand in for them so that the rules
+    can still be read; what a rule then says about such a key is left out.
+    """
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        details = innermost(error)
+        problems = schema_problems(details)
+        wrong = [key for problem in problems for key in problem.keys]
+        stand_in = copy.deepcopy(tree)
+        for detail in details:
+            _repair(stand_in, detail["loc"])
+        try:
+            found = rule_problems(RunConfig.model_validate(stand_in))
+        except ValidationError:
+            found = []
+        return None, problems + [p for p in found if not any(map(p.concerns, wrong))]
+    return config, rule_problems(config)
+
+
+def _repair(tree: Any, place: Sequence[int | str]) -> None:
+    """Put a default or an example where the tree is wrong, in place."""
+    while isinstance(place[-1], int) and len(place) > 1:
+        place = place[:-1]
+    holder = tree
+    for part in place[:-1]:
+        try:
+            holder = holder[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if isinstance(holder, dict):
+        holder.pop(place[-1], None)
+        key = locate(RunConfig, place)
+        if key is not None and key.required:
+            holder[place[-1]] = copy.deepcopy(key.example)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,96 @@
+"""Write the reference page of the configuration from the schema.
+
+`python -m megatron_distill.config.reference docs/configuration.md`
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from megatron_distill.config.describe import Key, field_key
+from megatron_distill.config.schema import RunConfig, Section
+
+__all__ = ["reference_page", "write_reference"]
+
+# A vertical bar inside a cell of a Markdown table.
+_BAR = "\\|"
+
+_OPENING = """\
+# Configuration
+
+Written from the schema by `make docs`; do not edit.
+
+A run is one YAML file. Unknown keys and values out of range are errors, and all of them are
+reported at once. On the command line `key=value` overrides the file: `parallel.tensor=2`,
+`data.sources.0.weight=2`, `teacher=null`; the value is YAML. `--print-config` shows the resolved
+whole. A key without a default is required.
+"""
+
+
+def reference_page() -> str:
+    """Return the whole page as Markdown: one table per section, in the order of the file."""
+    return "\n".join([_OPENING, *_tables()])
+
+
+def write_reference(path: Path) -> None:
+    """Write the page to `path` and make its folder if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reference_page(), encoding="utf-8")
+
+
+def _tables() -> Iterator[str]:
+    yield _table("Top level", [], RunConfig)
+    for section, names in _sections().items():
+        yield _table(", ".join(f"`{name}`" for name in names), names, section)
+
+
+def _sections() -> dict[type[Section], list[str]]:
+    """Map every section class to the places of the file where it stands, in file order."""
+    places: dict[type[Section], list[str]] = {}
+
+    def visit(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            below, mark = _below(field_key(field))
+            if below is not None:
+                places.setdefault(below, []).append(f"{prefix}{name}{mark}")
+                visit(below, f"{prefix}{name}{mark}.")
+
+    visit(RunConfig, "")
+    return places
+
+
+def _below(key: Key) -> tuple[type[Section] | None, str]:
+    """Return the section class a key leads to, and the mark of a list on the way."""
+    return (key.section, "") if key.entry is None else (key.entry.section, "[]")
+
+
+def _table(title: str, names: list[str], section: type[Section]) -> str:
+    about = "" if not names else f"{(section.__doc__ or '').strip()}\n\n"
+    rows = "".join(_row(name, field) for name, field in section.model_fields.items())
+    return (
+        f"## {title}\n\n{about}"
+        f"| key | type | default | range | description |\n|---|---|---|---|---|\n{rows}"
+    )
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    key = field_key(field)
+    cells = (f"`{name}`", key.type_name, _default(field), key.range_name, field.description or "")
+    return f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    key = field_key(field)
+    leads_on = _below(key)[0] is not None
+    if key.required:
+        return "required" if leads_on else f"required, e.g. `{json.dumps(key.example)}`"
+    if leads_on and field.default:
+        return "its defaults"
+    return f"`{json.dumps(field.default)}`"
+
+
+if __name__ == "__main__":
+    write_reference(Path(sys.argv[1]))

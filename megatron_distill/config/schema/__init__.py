@@ -1,0 +1,37 @@
+"""The configuration file as types: one class per section, every key described and bounded."""
+
+from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
+from megatron_distill.config.schema.model import ArchitectureConfig, ModelConfig, MoeConfig
+from megatron_distill.config.schema.objective import ObjectiveConfig, TermConfig
+from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
+from megatron_distill.config.schema.run import RunConfig
+from megatron_distill.config.schema.training import (
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+__all__ = [
+    "ArchitectureConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "ScheduleConfig",
+    "Section",
+    "SourceConfig",
+    "TermConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "WandbConfig",
+]

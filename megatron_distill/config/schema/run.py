@@ -1,0 +1,86 @@
+"""The whole file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.data import DataConfig
+from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
+from megatron_distill.config.schema.model import ModelConfig
+from megatron_distill.config.schema.objective import ObjectiveConfig
+from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig
+from megatron_distill.config.schema.training import (
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+__all__ = ["RunConfig"]
+
+
+class RunConfig(Section):
+    """One run: everything that decides its result, in one file."""
+
+    output: str = Field(
+        default="runs/default", min_length=1, description="The run folder, made if missing."
+    )
+    seed: int = Field(
+        default=1234, ge=0, lt=2**31, description="Seed of initial weights, order and dropout."
+    )
+    student: ModelConfig = Field(
+        examples=[{"checkpoint": "runs/pretrained"}], description="The model that is trained."
+    )
+    teacher: ModelConfig | None = Field(
+        default=None,
+        description="The frozen model to learn from; null: training on the labels alone.",
+    )
+    parallel: ParallelConfig = Field(
+        default=ParallelConfig(), description="The layout over the ranks."
+    )
+    data: DataConfig = Field(
+        examples=[
+            {
+                "sources": [{"format": "python_stdlib"}],
+                "tokenizer": {"path": "tokenizers/llama3"},
+                "sequence_length": 4096,
+            }
+        ],
+        description="Where tokens come from.",
+    )
+    objective: ObjectiveConfig = Field(
+        default=ObjectiveConfig(), description="What the student is trained on."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam.")
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(), description="The learning rate over the steps."
+    )
+    train: TrainConfig = Field(
+        examples=[{"steps": 1000, "global_batch_size": 256}],
+        description="Length and arithmetic of the run.",
+    )
+    validation: ValidationConfig = Field(
+        default=ValidationConfig(), description="Held-out losses during the run."
+    )
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="When the run is saved."
+    )
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where figures go.")
+    runtime: RuntimeConfig = Field(
+        default=RuntimeConfig(), description="Devices and process groups."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_terms_without_a_teacher(cls, tree: Any) -> Any:
+        """Resolve the default of `objective.terms`, which depends on there being a teacher."""
+        if not isinstance(tree, Mapping) or tree.get("teacher") is not None:
+            return tree
+        objective = tree.get("objective", {})
+        if isinstance(objective, ObjectiveConfig) and "terms" not in objective.model_fields_set:
+            return {**tree, "objective": objective.model_copy(update={"terms": ()})}
+        if isinstance(objective, Mapping) and "terms" not in objective:
+            return {**tree, "objective": {**objective, "terms": ()}}
+        return tree

@@ -1,0 +1,96 @@
+"""The sections `optimizer`, `schedule`, `train` and `validation`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_distill.config.schema.base import Section
+
+__all__ = ["OptimizerConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig"]
+
+
+class OptimizerConfig(Section):
+    """Adam and its gradient exchange."""
+
+    name: Literal["adamw", "adam"] = Field(
+        default="adamw", description="`adam` adds the weight decay to the gradient instead."
+    )
+    learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Weight decay of matrices.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
+    epsilon: float = Field(default=1e-8, gt=0, description="Epsilon of the denominator.")
+    clip_grad_norm: float = Field(
+        default=1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+    distributed: bool = Field(
+        default=True, description="Shard the optimizer state over the data-parallel ranks."
+    )
+    overlap_grad_reduce: bool = Field(
+        default=True, description="Reduce gradients while the backward pass still runs."
+    )
+    overlap_param_gather: bool = Field(
+        default=False,
+        description="Gather updated parameters during the next forward pass; needs "
+        "`distributed` and `overlap_grad_reduce`.",
+    )
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="Shape after the warm-up; `wsd` stays at the peak, then decays at the end.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps of linear growth from 0 to the peak."
+    )
+    min_learning_rate: float = Field(
+        default=0.0, ge=0, description="Learning rate at the end of the decay."
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Step at which the decay ends, warm-up included; null: `train.steps`.",
+    )
+    wsd_decay_steps: int | None = Field(
+        default=None, ge=1, description="Steps of the final decay; required by `wsd` alone."
+    )
+
+
+class TrainConfig(Section):
+    """Length and arithmetic of the run."""
+
+    steps: int = Field(ge=1, examples=[1000], description="Optimizer steps.")
+    global_batch_size: int = Field(
+        ge=1, examples=[256], description="Sequences in one step, over all ranks."
+    )
+    micro_batch_size: int = Field(
+        default=1, ge=1, description="Sequences in one forward pass of one rank."
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Of weights and activations; statistics are fp32 always."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="Activations computed again in the backward pass: none, those of the "
+        "attention core, or whole layers.",
+    )
+    max_bad_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps with a non-finite loss or gradient that are skipped before the run "
+        "stops.",
+    )
+
+
+class ValidationConfig(Section):
+    """Held-out losses during the run."""
+
+    interval: int = Field(
+        default=0, ge=0, description="Steps between validations; 0: only at the end."
+    )
+    samples: int = Field(
+        default=0, ge=0, description="Held-out sequences used each time; 0: no validation."
+    )

@@ -1,0 +1,92 @@
+"""One packed training sample, and the interface of whatever yields them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+CE_TRAINED: Final = 1
+KD_TRAINED: Final = 2
+FULLY_TRAINED: Final = CE_TRAINED | KD_TRAINED
+PADDING_DOCUMENT: Final = -1
+
+State = dict[str, Any]
+"""Plain values only (numbers, strings, lists, dicts): it goes through JSON."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """S + 1 consecutive tokens: position i is trained to predict token i + 1.
+
+    document_ids_S1 counts the documents inside the sample from 0, -1 marks padding (always at the
+    end). flags_S1[i] says whether token i, **as a label**, is trained: bit 0 by cross-entropy,
+    bit 1 by distillation; whether the boundary of two documents is trained is not said here.
+    """
+
+    tokens_S1: NDArray[np.int32]
+    document_ids_S1: NDArray[np.int32]
+    flags_S1: NDArray[np.uint8]
+    sample_id: int
+
+
+class SampleSource(Protocol):
+    """An endless sequence of samples that can say where it stands and go back there."""
+
+    def next_sample(self) -> Sample:
+        """The next sample. Raises DataError."""
+        ...
+
+    def state_dict(self) -> State:
+        """Where the next sample begins, in plain values."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state`. Raises DataError if it belongs to other data."""
+        ...
+
+
+def untrained_sample(sequence_length: int, *, token: int, sample_id: int) -> Sample:
+    """A sample of padding only, made of a valid token id; it fills an incomplete global batch."""
+    return Sample(
+        tokens_S1=np.full(sequence_length + 1, token, np.int32),
+        document_ids_S1=np.full(sequence_length + 1, PADDING_DOCUMENT, np.int32),
+        flags_S1=np.zeros(sequence_length + 1, np.uint8),
+        sample_id=sample_id,
+    )
+
+
+class SampleList:
+    """A fixed list of samples, followed by untrained ones for as long as anybody asks.
+
+    `steps(global_batch_size)` steps read each sample once; `load_state_dict({"next": 0})` rewinds.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        assert samples, "a list without a sample has no sequence length"
+        self.samples = tuple(samples)
+        self._next = 0
+
+    def steps(self, global_batch_size: int) -> int:
+        """Steps that read every sample once; the last one is filled up with untrained samples."""
+        return -(-len(self.samples) // global_batch_size)
+
+    def next_sample(self) -> Sample:
+        """The next sample of the list, or an untrained one after its end."""
+        index = self._next
+        self._next += 1
+        if index < len(self.samples):
+            return self.samples[index]
+        first = self.samples[0].tokens_S1
+        return untrained_sample(len(first) - 1, token=int(first[0]), sample_id=index)
+
+    def state_dict(self) -> State:
+        """{"next": index of the next sample}."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue at `state["next"]`."""
+        self._next = state["next"]

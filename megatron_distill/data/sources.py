@@ -1,0 +1,178 @@
+"""From source descriptions to samples: the training stream, the held-out samples, plain texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.data.blending import BlendedSource, blend_finite
+from megatron_distill.data.corpora import SourceSpec, fingerprint, source_files
+from megatron_distill.data.documents import Cursor, DocumentReader, is_held_out, reading_table
+from megatron_distill.data.megatron_indexed import IndexedSource
+from megatron_distill.data.order import permutation
+from megatron_distill.data.samples import Sample, SampleList, SampleSource
+from megatron_distill.data.stream import Order, PackedStream, TextEncoder
+from megatron_distill.errors import DataError
+
+HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How sources are read.
+
+    validation_fraction: share of the documents that training never sees, chosen by content.
+    shuffle_buffer: documents per shuffled block. on_error: "raise", or "skip" to count bad records.
+    index_cache: folder for the indices of format megatron.
+    """
+
+    sequence_length: int
+    validation_fraction: float = 0.0
+    shuffle_buffer: int = 256
+    on_error: str = "raise"
+    index_cache: Path | None = None
+
+
+def open_training(
+    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, seed: int
+) -> BlendedSource:
+    """The endless training stream: each source shuffled and packed by itself, blended by weight.
+
+    Held-out documents are not in it. To be called on the one rank that reads. Raises DataError.
+    """
+
+    def opened(spec: SourceSpec) -> list[SampleSource]:
+        if spec.format == "megatron":
+            return list(_indexed(spec, tokenizer, options, seed, is_held_out=False))
+        order = Order(
+            seed=seed,
+            shuffle_buffer=options.shuffle_buffer,
+            held_out_fraction=options.validation_fraction,
+            is_held_out=False,
+        )
+        return [_stream(spec, tokenizer, options, order, epochs=None)]
+
+    sources: list[SampleSource] = []
+    weights: list[float] = []
+    for spec in _named(specs, "data.sources"):
+        parts = opened(spec)
+        sources.extend(parts)
+        weights.extend([spec.weight / len(parts)] * len(parts))
+    return BlendedSource(sources, weights=weights)
+
+
+def read_held_out(
+    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, samples: int
+) -> SampleList:
+    """The first `samples` samples of the held-out documents, the same for every seed.
+
+    options.validation_fraction must be the training stream's; 1.0 for sources of their own. Only
+    the last sample of a source may hold padding. Raises DataError if there are not that many.
+    """
+    takers: list[Callable[[], Sample | None]] = []
+    weights: list[float] = []
+    fraction = options.validation_fraction
+    for spec in _named(specs, "data.validation_sources"):
+        parts: list[Callable[[], Sample | None]] = []
+        if spec.format == "megatron":
+            found = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
+            parts.extend(source.next_or_none for source in found)
+        else:
+            order = Order(
+                seed=HELD_OUT_SEED,
+                shuffle_buffer=1,  # reads no further than it must
+                held_out_fraction=fraction,
+                is_held_out=True,
+            )
+            parts.append(_stream(spec, tokenizer, options, order, epochs=1).next_or_none)
+        takers.extend(parts)
+        weights.extend([spec.weight / len(parts)] * len(parts))
+    found_samples = blend_finite(takers, weights=weights, count=samples)
+    if len(found_samples) < samples:
+        raise DataError(
+            f"validation.samples is {samples}, but the documents held out "
+            f"(data.validation_fraction={fraction}) fill only {len(found_samples)} samples of "
+            f"{options.sequence_length} tokens; lower validation.samples, raise "
+            "data.validation_fraction, or name data.validation_sources"
+        )
+    return SampleList(found_samples)
+
+
+def sample_texts(
+    specs: Sequence[SourceSpec], *, options: DataOptions, characters: int
+) -> Iterator[str]:
+    """Training texts of every source by weight, about `characters` in all, to train a tokenizer on.
+
+    The same for every seed; held-out documents are left out. Raises DataError.
+    """
+    readable = [spec for spec in _named(specs, "data.sources") if spec.format != "megatron"]
+    if not readable:
+        raise DataError(
+            "data.tokenizer.train_vocab_size needs a source of text, and data.sources are all of "
+            "format megatron; set data.tokenizer.path to the tokenizer they were made with"
+        )
+    total = sum(spec.weight for spec in readable)
+    for spec in readable:
+        budget = characters * spec.weight / total
+        reader = _reader(spec, source_files(spec), options)
+        order = permutation(len(reader.files), HELD_OUT_SEED)
+        for document in reader.documents(order, Cursor()):
+            if is_held_out(document.digest, options.validation_fraction):
+                continue
+            yield document.text[: max(1, int(budget))]
+            budget -= len(document.text)
+            if budget <= 0:
+                break
+
+
+def _named(specs: Sequence[SourceSpec], key: str) -> Sequence[SourceSpec]:
+    if not specs:
+        raise DataError(f"{key} is empty: name at least one source of documents")
+    return specs
+
+
+def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> DocumentReader:
+    read = reading_table(spec.text_key)[spec.format, spec.documents]
+    return DocumentReader(files, read=read, skip_bad=options.on_error == "skip")
+
+
+def _stream(
+    spec: SourceSpec,
+    tokenizer: TextEncoder,
+    options: DataOptions,
+    order: Order,
+    *,
+    epochs: int | None,
+) -> PackedStream:
+    files = source_files(spec)
+    return PackedStream(
+        _reader(spec, files, options),
+        tokenizer,
+        order=order,
+        sequence_length=options.sequence_length,
+        name=spec.name,
+        fingerprint=fingerprint(files),
+        epochs=epochs,
+    )
+
+
+def _indexed(
+    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int, *, is_held_out: bool
+) -> list[IndexedSource]:
+    if not spec.paths:
+        raise DataError("a data source of format megatron names no prefix: give data.sources.paths")
+    return [
+        IndexedSource(
+            prefix,
+            sequence_length=options.sequence_length,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            seed=seed,
+            held_out_fraction=options.validation_fraction,
+            is_held_out=is_held_out,
+            cache=options.index_cache,
+        )
+        for prefix in spec.paths
+    ]

@@ -1,0 +1,120 @@
+"""One step's samples, or one error, from the reading rank to every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.data.collation import GlobalBatch
+from megatron_distill.data.samples import State
+from megatron_distill.errors import DataError
+
+_DATA: Final = 0
+_ERROR: Final = 1
+_HEADER_FIELDS: Final = 5  # status, step, cross-entropy labels, distillation labels, text bytes
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a step's samples are, what they count, and where the source stands after them."""
+
+    batch: GlobalBatch
+    ce_tokens: int
+    kd_tokens: int
+    state_text: bytes  # JSON
+
+    @property
+    def state(self) -> State:
+        """Where the source stands after this step's samples."""
+        state: State = json.loads(self.state_text)
+        return state
+
+
+class Wire:
+    """Broadcasts from rank 0 of a group; in a process without a process group, hands through."""
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        sequence_length: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._rows = global_batch_size
+        self._width = sequence_length + 1
+        self._group = group
+        self._is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self.is_sender = self._is_alone or dist.get_rank(group) == 0
+        uses_device = not self._is_alone and dist.get_backend(group) != "gloo"
+        self._device = device if uses_device else torch.device("cpu")
+
+    def exchange(self, step: int, said: StepData | DataError | None) -> StepData:
+        """Every rank gets what rank 0 says: the step's data, or DataError raised on all of them.
+
+        `said` is None on every other rank. All ranks must ask for the same step.
+
+        Collective: the group, two broadcasts: a header of 40 bytes and 8 bytes per token (plus less
+        than 1 kB per source), or the error's text.
+        """
+        if self._is_alone:
+            assert said is not None
+            if isinstance(said, DataError):
+                raise said
+            return said
+        header, payload = self._message(step, said) if said is not None else (None, None)
+        header = self._broadcast(header, _HEADER_FIELDS, torch.int64)
+        status, sent_step, ce_tokens, kd_tokens, text_bytes = header.tolist()
+        assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
+        words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
+        payload = self._broadcast(payload, words, torch.int32)
+        if isinstance(said, StepData):
+            text = said.state_text
+        else:
+            text = payload[-self._text_words(text_bytes) :].cpu().numpy().tobytes()[:text_bytes]
+        if status == _ERROR:
+            raise said if isinstance(said, DataError) else DataError(text.decode("utf-8"))
+        return StepData(self._unpack(payload), ce_tokens, kd_tokens, text)
+
+    def _data_words(self) -> int:
+        return 2 * self._rows * self._width + 2 * self._rows
+
+    @staticmethod
+    def _text_words(text_bytes: int) -> int:
+        return max(1, -(-text_bytes // 4))
+
+    def _message(self, step: int, said: StepData | DataError) -> tuple[Tensor, Tensor]:
+        if isinstance(said, DataError):
+            text, parts, counts = str(said).encode("utf-8"), [], [0, 0]
+        else:
+            text, counts = said.state_text, [said.ce_tokens, said.kd_tokens]
+            batch = said.batch
+            parts = [batch.tokens_GS1, batch.marks_GS1, batch.sample_ids_G.view(torch.int32)]
+        padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
+        words = torch.frombuffer(padded, dtype=torch.int32)
+        payload = torch.cat([*(part.reshape(-1) for part in parts), words])
+        status = _DATA if parts else _ERROR
+        return torch.tensor([status, step, *counts, len(text)]), payload
+
+    def _broadcast(self, tensor: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
+        if tensor is None:
+            tensor = torch.empty(size, dtype=dtype, device=self._device)
+        tensor = tensor.to(self._device)
+        assert (tensor.shape, tensor.dtype) == ((size,), dtype)
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor
+
+    def _unpack(self, payload: Tensor) -> GlobalBatch:
+        cells = self._rows * self._width
+        # A copy, because a view of 8-byte numbers needs storage that is aligned to them.
+        sample_ids = payload[2 * cells : 2 * cells + 2 * self._rows].clone().view(torch.int64)
+        return GlobalBatch(
+            tokens_GS1=payload[:cells].view(self._rows, self._width),
+            marks_GS1=payload[cells : 2 * cells].view(self._rows, self._width),
+            sample_ids_G=sample_ids,
+        )

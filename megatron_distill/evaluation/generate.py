@@ -1,0 +1,96 @@
+"""Text from a language model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError, ConfigError
+
+__all__ = ["NextLogits", "Sampling", "generate", "sample_next"]
+
+NextLogits = Callable[[Tensor], Tensor]
+"""`tokens_bs` (int64) -> `logits_bV` (fp32) of the token that follows, over the full vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    At `temperature` 0 it is the likeliest one (the lowest id among equals). Otherwise it is drawn
+    from softmax(logits / temperature), cut to the smallest set of likeliest tokens that together
+    hold `top_p` of the probability (nucleus sampling, arXiv 1904.09751, section 3.1).
+
+    Raises ConfigError on a value out of range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    eos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: must be 0 or more")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
+
+@torch.no_grad()
+def generate(
+    next_logits: NextLogits, prompt_bs: Tensor, *, sampling: Sampling, max_context: int
+) -> list[list[int]]:
+    """Continue each row of `prompt_bs` (int64) and return its new tokens, without the prompt.
+
+    A row ends before `eos_id` or after `max_new_tokens`. The model sees the last `max_context`
+    tokens. Rows draw from one generator, so that a seed gives the same text for the same batch.
+
+    Raises CheckpointError if the model's logits are not numbers.
+    """
+    assert prompt_bs.dim() == 2, prompt_bs.shape
+    assert prompt_bs.shape[1] > 0, "a prompt has at least one token"
+    generator = torch.Generator().manual_seed(sampling.seed)
+    tokens_bs = prompt_bs
+    written: list[list[int]] = [[] for _ in range(prompt_bs.shape[0])]
+    running = [True] * len(written)
+    for _ in range(sampling.max_new_tokens):
+        logits_bV = next_logits(tokens_bs[:, -max_context:])
+        next_b = sample_next(logits_bV, sampling=sampling, generator=generator)
+        for row, token in enumerate(next_b.tolist()):
+            running[row] = running[row] and token != sampling.eos_id
+            if running[row]:
+                written[row].append(token)
+        if not any(running):
+            break
+        tokens_bs = torch.cat([tokens_bs, next_b.to(tokens_bs.device)[:, None]], dim=1)
+    return written
+
+
+def sample_next(logits_bV: Tensor, *, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """Choose one token per row of `logits_bV`; returns int64 `[b]` on the CPU.
+
+    A column at minus infinity is never chosen. `generator` is one of the CPU.
+
+    Raises CheckpointError if a row has a NaN or an infinity, or no finite logit.
+    """
+    logits_bV = logits_bV.detach().to("cpu", torch.float64)
+    peak_b1 = logits_bV.max(dim=-1, keepdim=True).values
+    if not bool(torch.isfinite(peak_b1).all()):
+        raise CheckpointError(
+            "the model's next-token logits are not numbers; its weights are damaged or its"
+            " training diverged: choose an earlier checkpoint"
+        )
+    if sampling.temperature == 0.0:
+        return logits_bV.argmax(dim=-1)
+    probability_bV = torch.softmax((logits_bV - peak_b1) / sampling.temperature, dim=-1)
+    sorted_bV, order_bV = probability_bV.sort(dim=-1, descending=True, stable=True)
+    before_bV = sorted_bV.cumsum(dim=-1) - sorted_bV
+    sorted_bV = sorted_bV.masked_fill(before_bV >= sampling.top_p, 0.0)
+    drawn_b1 = torch.multinomial(sorted_bV, 1, generator=generator)
+    return order_bV.gather(-1, drawn_b1)[:, 0]

@@ -1,0 +1,111 @@
+"""The training objective: label loss and divergences from one pass over the hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.losses.shards import check_columns, check_rows, resolve_shard
+from megatron_distill.losses.terms import Term, weighted_divergences
+from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
+from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.signals import DenseLogits, HiddenState, Signal
+
+__all__ = ["fused_linear_objective"]
+
+
+def fused_linear_objective(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    signal: Signal | None,
+    labels: Tensor,
+    *,
+    ce_weights: Tensor,
+    kd_weights: Tensor,
+    terms: Sequence[Term],
+    chunk_tokens: int,
+    shard: VocabShard | None = None,
+    group: dist.ProcessGroup | None = None,
+    ce_coefficient: float = 1.0,
+    student_softcap: float | None = None,
+    student_scale: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``ce_coefficient sum(ce_weights CE) + sum over terms of weight sum(kd_weights D)``.
+
+    Shapes: student hidden ``[N, H]``, its head shard ``[V, H]`` of the same dtype; labels ``[N]``
+    int64 global ids (any value where ``ce_weights`` is zero); both weights ``[N]`` carry mask and
+    normalisation. CE is at temperature one, each D at its term's temperature. Returns the total, an
+    fp32 scalar differentiable in hidden and weight, and a report of detached fp32 scalars:
+    ``ce`` and, with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms'
+    share of the total), one entry per term under its name (without the term's weight),
+    ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
+
+    The gradient on the hidden states is this vocabulary shard's PARTIAL sum: the caller reduces it
+    over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). The hidden
+    states must be whole on every rank of the group.
+
+    Tokens with both weights zero are left out, whatever they hold. A label outside the vocabulary
+    on a token that counts makes the total infinite. Logits exist for ``chunk_tokens`` tokens only.
+
+    Collective: one all-gather over ``group`` per chunk of 40 bytes per token with one term at
+    temperature one (12 more per further temperature), 16 without a teacher; none in backward.
+
+    Raises:
+        ValueError: shapes, dtypes, shard, group or terms do not fit together.
+    """
+    hidden = HiddenState(student_hidden, student_weight, student_softcap, student_scale)
+    shard, group = resolve_shard(student_weight.shape[0], shard, group)
+    check_rows(student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    if signal is None and terms:
+        raise ValueError(f"{len(terms)} divergence terms need a teacher's signal, there is none")
+    work = FusedLinear(
+        teacher=_teacher(signal, student_hidden.shape[0], shard, group),
+        labels=labels,
+        ce_weights=ce_weights,
+        kd_weights=kd_weights,
+        ce_coefficient=ce_coefficient,
+        terms=weighted_divergences(terms),
+        chunk_tokens=chunk_tokens,
+        shard=shard,
+        group=group,
+    )
+    total, sums = fused_linear(_head(hidden), work)
+    return total, _report(work, terms, sums)
+
+
+def _head(state: HiddenState) -> LinearHead:
+    return LinearHead(state.hidden, state.weight, LogitRule(state.logit_softcap, state.logit_scale))
+
+
+def _teacher(
+    signal: Signal | None, tokens: int, shard: VocabShard, group: dist.ProcessGroup | None
+) -> LinearHead | GivenLogits | None:
+    if signal is None:
+        return None
+    teacher: LinearHead | GivenLogits
+    if isinstance(signal, DenseLogits):
+        check_rows(tokens, teacher_logits=signal.logits)
+        teacher = GivenLogits(signal.logits.detach())
+    else:
+        check_rows(tokens, teacher_hidden=signal.hidden)
+        teacher = _head(signal)
+    check_columns(teacher.width, shard, group)
+    return teacher
+
+
+def _report(work: FusedLinear, terms: Sequence[Term], sums: Tensor) -> dict[str, Tensor]:
+    by_name = dict(zip(work.sum_names, sums.unbind(), strict=True))
+    divergences = {term.key: by_name.pop(term.key) for term in work.terms}
+    if work.teacher is None:
+        return by_name
+    kd = sums.new_zeros(())
+    for term, weighted in zip(terms, work.terms, strict=True):
+        value = divergences[weighted.key] * term.temperature_factor
+        by_name[term.name] = value
+        kd = kd + term.weight * value
+    return by_name | {"kd": kd}

@@ -1,0 +1,1 @@
+"""Megatron-Core GPT models that end at the hidden state, for teacher and student."""

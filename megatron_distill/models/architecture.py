@@ -1,0 +1,174 @@
+"""The shape of a GPT, and its translation into Megatron-Core's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from megatron_distill.runtime.groups import Layout
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Experts of every feed-forward layer; the auxiliary loss is one per sequence."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    aux_loss_coefficient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that decides the parameters and the function of a GPT, and nothing else."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm: str = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    activation: str = "swiglu"
+    positions: str = "rope"
+    rope_base: float = 10000.0
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    vocab_divisible_by: int = 128
+    logit_softcap: float | None = None
+    moe: MixtureOfExperts | None = None
+
+    def padded_vocab_size(self, tensor_size: int) -> int:
+        """Rows of the embedding over all tensor-parallel ranks: a multiple of the padding unit."""
+        unit = self.vocab_divisible_by * tensor_size
+        return -(-self.vocab_size // unit) * unit
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, for a checkpoint's metadata."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> Architecture:
+        """Rebuild an architecture from `as_dict`."""
+        fields = dict(values)
+        moe = fields.pop("moe", None)
+        return cls(moe=MixtureOfExperts(**moe) if moe else None, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is computed, as opposed to what it computes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    recompute: str = "none"  # "none", "selective" (attention) or "full" (every layer)
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "swiglu": (F.silu, True),
+    "geglu": (F.gelu, True),
+    "gelu": (F.gelu, False),
+}
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    """Leave a weight as it is: `initialise` fills it, by name and not by layout."""
+    return weight
+
+
+def transformer_config(
+    architecture: Architecture, layout: Layout, execution: Execution
+) -> TransformerConfig:
+    """Translate an architecture, a layout and an execution into Megatron-Core's configuration."""
+    on_cuda = execution.device.type == "cuda"
+    activation, gated = _ACTIVATIONS[architecture.activation]
+    # Upstream frees what it has sent once the send is queued, which streams make safe and gloo not.
+    overlap_p2p = on_cuda and layout.virtual_pipeline is not None
+    # A dense teacher beside a student of experts knows nothing of expert ranks.
+    expert = layout.expert if architecture.moe else 1
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_size,
+        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[architecture.norm],
+        layernorm_epsilon=architecture.norm_epsilon,
+        activation_func=activation,
+        gated_linear_unit=gated,
+        add_bias_linear=architecture.linear_bias,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        attention_dropout=architecture.attention_dropout,
+        hidden_dropout=architecture.hidden_dropout,
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        init_method_std=architecture.init_std,
+        embedding_init_method=_keep,
+        params_dtype=execution.dtype,
+        pipeline_dtype=execution.dtype,
+        bf16=execution.dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1 if expert > 1 else layout.tensor,
+        sequence_parallel=layout.sequence,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=overlap_p2p,
+        # In a batch, two messages between the same two stages are matched the wrong way round.
+        batch_p2p_comm=False,
+        # Fusions are compiled or CUDA kernels; on the host the plain functions are the definition.
+        bias_activation_fusion=on_cuda and gated,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **_recompute_fields(execution),
+        **_expert_fields(architecture, on_cuda=on_cuda),
+    )
+
+
+def _recompute_fields(execution: Execution) -> dict[str, object]:
+    if execution.recompute == "none":
+        return {}
+    if execution.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, object]:
+    moe = architecture.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_aux_loss_coeff": moe.aux_loss_coefficient,
+        # Per sequence: the only form that micro-batches and data-parallel ranks cannot change.
+        "moe_router_load_balancing_type": ("seq_aux_loss" if moe.aux_loss_coefficient else "none"),
+        # gloo has no all-to-all.
+        "moe_token_dispatcher_type": "alltoall" if on_cuda else "allgather",
+        "moe_router_dtype": "fp32",
+    }

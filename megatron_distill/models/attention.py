@@ -1,0 +1,110 @@
+"""Core attention on torch's scaled_dot_product_attention: grouped queries, documents, context
+parallelism.
+
+Shapes: s local positions, S positions of the whole sequence, b sequences, n heads and g key-value
+heads of this tensor-parallel rank, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+)
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_distill.runtime.batch import Batch, zigzag_index
+
+
+def attention_mask(batch: Batch, *, context_size: int) -> Tensor | None:
+    """Return who may attend to whom in a micro-batch, or None where plain causality says it all.
+
+    Returns bool [b, 1, s, S], true where the query may see the key: same document, not later. Keys
+    stand in the order in which `TorchAttention` gathers them over the context-parallel ranks.
+    """
+    if context_size == 1 and not batch.isolate_documents:
+        return None
+    sequence_length = batch.document_ids_bS.shape[1]
+    query_index_s = batch.sequence_index_s
+    key_index_S = torch.cat(
+        [zigzag_index(sequence_length, rank=r, size=context_size) for r in range(context_size)]
+    ).to(query_index_s.device)
+    earlier_sS = key_index_S[None, :] <= query_index_s[:, None]
+    documents = batch.document_ids_bS
+    same_bsS = documents[:, query_index_s, None] == documents[:, None, key_index_S]
+    return (same_bsS & earlier_sS).unsqueeze(1)
+
+
+class TorchAttention(MegatronModule):
+    """Exact attention of local queries over all keys, in the place of Megatron's core attention.
+
+    Collective: context-parallel group, one all-gather of keys and one of values in forward, a
+    reduce-scatter of each in backward; 2 * g * d elements per token and direction.
+    """
+
+    def __init__(  # Megatron-Core calls it with all of these by name
+        self,
+        config: TransformerConfig,
+        layer_number: int,  # noqa: ARG002
+        attn_mask_type: AttnMaskType,  # noqa: ARG002
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,  # noqa: ARG002
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None
+        assert attention_type == "self", attention_type
+        self.context_group = pg_collection.cp
+        self.softmax_scale = (
+            1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        )
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002
+        attention_bias: Tensor | None = None,
+        packed_seq_params: None = None,
+    ) -> Tensor:
+        """Attend.
+
+        query [s, b, n, d], key and value [s, b, g, d]; attention_mask as `attention_mask` returns
+        it. Returns [s, b, n * d].
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        if self.context_group.size() > 1:
+            key = gather_from_sequence_parallel_region(key, group=self.context_group)
+            value = gather_from_sequence_parallel_region(value, group=self.context_group)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.dropout and self.training and not self.config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                attended = self._attend(query, key, value, attention_mask)
+        else:
+            attended = self._attend(query, key, value, attention_mask)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )

@@ -1,0 +1,86 @@
+"""Which modules make a layer: Transformer Engine's where it can run, torch's elsewhere.
+
+The core attention is ours in both: documents packed into one sequence need a mask per sequence,
+and context parallelism must work on every backend.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.norm import TorchNorm
+from megatron_distill.models.router import SequenceBalancedRouter
+
+
+def transformer_engine_runs(device: torch.device) -> bool:
+    """Return whether Transformer Engine is installed and the model is on a CUDA device."""
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def layer_specs(
+    architecture: Architecture,
+    config: TransformerConfig,
+    *,
+    device: torch.device,
+    vp_stage: int | None,
+    pp_rank: int,
+) -> TransformerBlockSubmodules:
+    """Return the layers and the final norm that one pipeline stage builds."""
+    layer = (
+        _transformer_engine_layer(architecture)
+        if transformer_engine_runs(device)
+        else _torch_layer(architecture)
+    )
+    layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    if architecture.moe:
+        layer.submodules.mlp.submodules.router = SequenceBalancedRouter
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * count,
+        layer_norm=_final_norm(device),
+    )
+
+
+def _final_norm(device: torch.device) -> type:
+    if not transformer_engine_runs(device):
+        return TorchNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _torch_layer(architecture: Architecture) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=architecture.qk_norm,
+        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[architecture.norm],
+    )
+    layer.submodules.input_layernorm = TorchNorm
+    layer.submodules.pre_mlp_layernorm = TorchNorm
+    if architecture.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = TorchNorm
+        attention.k_layernorm = TorchNorm
+    return layer
+
+
+def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=architecture.qk_norm,
+    )

@@ -1,0 +1,6 @@
+"""Vocabulary-parallel mathematics on nothing but tensors and process groups."""
+
+from megatron_distill.ops.log_softmax import vocab_parallel_log_softmax
+from megatron_distill.ops.vocab import VocabShard
+
+__all__ = ["VocabShard", "vocab_parallel_log_softmax"]

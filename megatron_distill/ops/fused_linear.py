@@ -1,0 +1,266 @@
+"""The chunked executor: head products, softmax statistics, losses and gradients, chunk by chunk.
+
+The student's and the teacher's logits exist for ``chunk_tokens`` tokens at a time, in two buffers
+that every chunk reuses. The gradient is formed in the forward pass, over the student's logits, and
+goes at once into the hidden gradient and the accumulated weight gradient: no recomputation, and
+backward only multiplies by the scalar that comes from above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate
+from megatron_distill.ops.chunk import Chunk
+from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.vocab import VocabShard
+
+__all__ = ["FusedLinear", "fused_linear"]
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Everything about the objective but the student's two tensors.
+
+    Attributes:
+        teacher: logits over the same columns, or a head that makes them; None without a teacher.
+        labels: ``[N]`` global ids.
+        ce_weights: ``[N]``, mask and normalisation of the label loss.
+        kd_weights: ``[N]``, mask and normalisation of the divergences.
+        ce_coefficient: constant factor of the label loss.
+        terms: the divergences with their coefficients.
+        chunk_tokens: most tokens whose logits exist at once.
+        shard: this rank's columns.
+        group: the ranks that hold the other columns; None if there are no others.
+    """
+
+    teacher: LinearHead | GivenLogits | None
+    labels: Tensor
+    ce_weights: Tensor
+    kd_weights: Tensor
+    ce_coefficient: float
+    terms: tuple[WeightedDivergence, ...]
+    chunk_tokens: int
+    shard: VocabShard
+    group: dist.ProcessGroup | None
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """Whose logits there are."""
+        return ("student",) if self.teacher is None else ("student", "teacher")
+
+    @property
+    def sweep(self) -> Sweep:
+        """What is measured of each chunk."""
+        given = isinstance(self.teacher, GivenLogits)
+        return Sweep(self.models, self.terms, full=True, infinite=given)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the weighted sums that `fused_linear` returns, in order."""
+        if self.teacher is None:
+            return ("ce",)
+        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
+        return ("ce", *metrics, *(term.key for term in self.terms))
+
+
+def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor]:
+    """Total objective and weighted sums over all tokens.
+
+    Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]`` and weight
+    ``[V, H]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients. Both are
+    fp32 (fp64 for fp64 inputs). The hidden gradient is this shard's PARTIAL sum: the caller reduces
+    it over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does).
+
+    Tokens of zero weight are left out before the products. Memory above the inputs:
+    ``chunk_tokens * V`` logits of each model, ``N * H`` hidden gradient, ``V * H`` fp32 weight
+    gradient and a few row blocks, whatever N is.
+
+    Collective: over ``group`` one all-gather per chunk of 4 bytes per name of the sweep and token
+    (10 names with a teacher and one term at temperature one), none in backward. The number of
+    chunks follows from the weights and ``chunk_tokens`` alone, which are the same on all ranks.
+    """
+    hidden, weight = student.hidden, student.weight
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return cast(
+            tuple[Tensor, Tensor],
+            _FusedLinearFunction.apply(hidden, weight, student, work),  # type: ignore[no-untyped-call]
+        )
+    with torch.no_grad():
+        executor = _Executor(student, work, needs_hidden=False, needs_weight=False)
+        return executor.run()
+
+
+class _FusedLinearFunction(torch.autograd.Function):
+    """Keeps both gradients from the forward pass and scales them in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, student: LinearHead, work: FusedLinear
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        executor = _Executor(student, work, needs_hidden=needs_hidden, needs_weight=needs_weight)
+        total, sums = executor.run()
+        ctx.save_for_backward(executor.hidden_gradient, executor.weight_gradient)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.mark_non_differentiable(sums)
+        return total, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if gradient is None else _scaled(gradient, upstream, dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None)
+
+
+def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in ``dtype``, without a copy in the wider one."""
+    out = allocate(gradient.shape[0], gradient.shape[1], dtype, gradient.device)
+    return torch.mul(gradient, upstream, out=out)
+
+
+class _Executor:
+    """One pass over all chunks, with the buffers that they share."""
+
+    def __init__(
+        self, student: LinearHead, work: FusedLinear, *, needs_hidden: bool, needs_weight: bool
+    ) -> None:
+        self._student = student
+        self._work = work
+        weights = (work.ce_weights,) if work.teacher is None else (work.ce_weights, work.kd_weights)
+        self._rows = Rows.of_weights(*weights)
+        self._dtype = accumulation_dtype(student.dtype)
+        self._columns = work.shard.real_width
+        self._sums = torch.zeros(
+            len(work.sum_names), dtype=torch.float64, device=student.weight.device
+        )
+        count, hidden_size = self._rows.count, student.hidden.shape[1]
+        self._hidden_rows: Tensor | None = None
+        self.weight_gradient: Tensor | None = None
+        self._weight_product: Tensor | None = None
+        if needs_hidden:
+            self._hidden_rows = student.hidden.new_zeros(count, hidden_size)
+        if needs_weight:
+            device = student.weight.device
+            self.weight_gradient = allocate(
+                student.width, hidden_size, self._dtype, device, zero=True
+            )
+            if student.dtype != self._dtype:
+                self._weight_product = allocate(self._columns, hidden_size, student.dtype, device)
+
+    @property
+    def hidden_gradient(self) -> Tensor | None:
+        """``[N, H]``, zero in the rows left out."""
+        return None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Total and sums; afterwards the gradients that were asked for are there."""
+        work, count = self._work, self._rows.count
+        chunks = -(-count // work.chunk_tokens)
+        # Chunks of one size: a short last one would waste its products.
+        size = -(-count // chunks) if chunks else 1
+        scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
+        heads: dict[Model, LinearHead] = {"student": self._student}
+        if isinstance(work.teacher, LinearHead):
+            heads["teacher"] = work.teacher
+        buffers = {
+            model: allocate(size, self._columns, head.dtype, head.weight.device)
+            for model, head in heads.items()
+        }
+        for first in range(0, count, size):
+            self._run_chunk(slice(first, min(first + size, count)), heads, buffers, scratch)
+        return self._total(), self._sums.to(self._dtype)
+
+    def _total(self) -> Tensor:
+        by_name = dict(zip(self._work.sum_names, self._sums, strict=True))
+        total: Tensor = self._work.ce_coefficient * by_name["ce"]
+        for term in self._work.terms:
+            total = total + term.coefficient * by_name[term.key]
+        return total.to(self._dtype)
+
+    def _run_chunk(
+        self,
+        rows: slice,
+        heads: Mapping[Model, LinearHead],
+        buffers: Mapping[Model, Tensor],
+        scratch: Scratch,
+    ) -> None:
+        """Logits, statistics and gradients of the rows of one chunk."""
+        work = self._work
+        raw, rules = self._outputs(rows, heads, buffers)
+        labels = self._rows.take(work.labels, rows)
+        ce_weights = self._rows.take(work.ce_weights, rows).to(self._dtype)
+        kd_weights = self._rows.take(work.kd_weights, rows).to(self._dtype)
+        sweep = work.sweep
+        packet = Packet.empty(sweep, labels.shape[0], self._dtype, labels.device)
+        chunk = Chunk(sweep, raw, rules, work.shard, scratch, labels)
+        weights: tuple[SoftmaxWeights, ...] | None = None
+        if self._hidden_rows is not None or self.weight_gradient is not None:
+            label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
+            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard)
+        merged = chunk.process(packet, weights, work.group)
+        self._sums += _weighted_sums(work, merged, ce_weights, kd_weights)
+        self._accumulate(rows, raw["student"])
+
+    def _outputs(
+        self, rows: slice, heads: Mapping[Model, LinearHead], buffers: Mapping[Model, Tensor]
+    ) -> tuple[dict[Model, Tensor], dict[Model, LogitRule]]:
+        """Raw outputs of both models over the shard's real columns, and their rules."""
+        raw: dict[Model, Tensor] = {}
+        rules: dict[Model, LogitRule] = {}
+        for model, head in heads.items():
+            hidden = self._rows.take(head.hidden, rows)
+            weight = head.weight[: self._columns]
+            raw[model] = torch.mm(hidden, weight.t(), out=buffers[model][: hidden.shape[0]])
+            rules[model] = head.rule
+        if isinstance(self._work.teacher, GivenLogits):
+            given = self._work.teacher
+            raw["teacher"] = self._rows.take(given.logits[:, : self._columns], rows)
+            rules["teacher"] = given.rule
+        return raw, rules
+
+    def _accumulate(self, rows: slice, gradient: Tensor) -> None:
+        """Take a chunk's gradient on the raw outputs into those on hidden states and weight."""
+        if self._columns == 0:
+            return
+        if self._hidden_rows is not None:
+            weight = self._student.weight[: self._columns]
+            torch.mm(gradient, weight, out=self._hidden_rows[rows])
+        if self.weight_gradient is not None:
+            hidden = self._rows.take(self._student.hidden, rows)
+            total = self.weight_gradient[: self._columns]
+            if self._weight_product is None:
+                total.addmm_(gradient.t(), hidden)
+            else:
+                total.add_(torch.mm(gradient.t(), hidden, out=self._weight_product))
+
+
+def _weighted_sums(
+    work: FusedLinear, merged: MergedStatistics, ce_weights: Tensor, kd_weights: Tensor
+) -> Tensor:
+    """Sums ``[K]`` over the tokens of a chunk, in the order of ``work.sum_names``."""
+    sums = [_weighted_sum(ce_weights, merged.cross_entropy("student"))]
+    if work.teacher is not None:
+        sums.append(_weighted_sum(ce_weights, merged.cross_entropy("teacher")))
+        values = [merged.entropy("student"), merged.entropy("teacher"), merged.agreement()]
+        values += [merged.divergence(term) for term in work.terms]
+        sums += [_weighted_sum(kd_weights, value) for value in values]
+    return torch.stack(sums)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Sum over tokens; one of weight zero counts as zero even if its value is not finite."""
+    return torch.where(weights == 0, 0.0, weights.double() * values).sum()

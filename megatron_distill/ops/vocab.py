@@ -1,0 +1,74 @@
+"""Which columns of a vocabulary a tensor-parallel rank holds, and which of them are padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["VocabShard"]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Columns ``[start, stop)`` of a vocabulary of ``size`` real entries; the rest is padding.
+
+    Real columns are always a prefix of the shard, so that padding is cut off rather than masked.
+
+    Raises:
+        ValueError: the size is not positive or the range is not one.
+    """
+
+    size: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"VocabShard.size is {self.size}; it must be at least 1")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"VocabShard range [{self.start}, {self.stop}) is not a column range")
+
+    @classmethod
+    def for_rank(cls, size: int, padded_size: int, rank: int, world: int) -> VocabShard:
+        """Rank ``rank`` of ``world`` equal shards of ``padded_size`` columns.
+
+        Raises:
+            ValueError: the padded size is smaller than the real one or does not divide.
+        """
+        if padded_size < size:
+            raise ValueError(f"padded vocabulary {padded_size} is smaller than the real one {size}")
+        if padded_size % world:
+            raise ValueError(f"padded vocabulary {padded_size} does not divide by {world} ranks")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not one of {world}")
+        width = padded_size // world
+        return cls(size, rank * width, (rank + 1) * width)
+
+    @property
+    def width(self) -> int:
+        """Columns of this shard, padding included: the V of a local tensor."""
+        return self.stop - self.start
+
+    @property
+    def real_width(self) -> int:
+        """Leading columns of this shard that are real (0 on a wholly padded shard)."""
+        return max(0, min(self.stop, self.size) - self.start)
+
+    @property
+    def padding_width(self) -> int:
+        """Trailing columns of this shard that are padding."""
+        return self.width - self.real_width
+
+    def owns(self, ids: Tensor) -> Tensor:
+        """Whether each global id is a real column of this shard; bool, the shape of ``ids``."""
+        return (ids >= self.start) & (ids < self.start + self.real_width)
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Column of each global id within this shard; ids of other shards are clamped into it."""
+        return (ids - self.start).clamp(0, max(self.real_width - 1, 0))
+
+    def is_padding(self, device: torch.device | str = "cpu") -> Tensor:
+        """Mask ``[V]`` of the padded columns."""
+        return torch.arange(self.width, device=device) >= self.real_width

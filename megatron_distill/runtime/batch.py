@@ -1,0 +1,100 @@
+"""Micro-batches as they reach the models: tokens, labels, masks, positions and documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+def zigzag_index(sequence_length: int, *, rank: int, size: int) -> Tensor:
+    """Global positions that context-parallel rank `rank` of `size` keeps.
+
+    The sequence is cut into `2 * size` chunks; rank r keeps chunks r and `2 * size - 1 - r`, so
+    that every rank has the same share of the causal triangle.
+
+    Returns: int64 [sequence_length / size], ascending.
+    """
+    if size == 1:
+        return torch.arange(sequence_length)
+    assert sequence_length % (2 * size) == 0, (sequence_length, size)
+    chunk_length = sequence_length // (2 * size)
+    chunks = torch.arange(sequence_length).view(2 * size, chunk_length)
+    return chunks[[rank, 2 * size - 1 - rank]].reshape(-1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: b sequences, of which this rank holds s of the S positions.
+
+    labels_bs[i, j] is the token that follows tokens_bs[i, j]; the masks say which labels are
+    trained. Where a mask is false the label is still a valid token id. Two positions may attend to
+    each other (causally) only if their document_ids_bS are equal; -1 there is padding.
+    """
+
+    tokens_bs: Tensor  # int64
+    labels_bs: Tensor  # int64
+    ce_mask_bs: Tensor  # bool: the label counts for cross-entropy
+    kd_mask_bs: Tensor  # bool: the teacher's distribution at this position counts
+    position_ids_bs: Tensor  # int64, restarting with each document if isolate_documents
+    document_ids_bS: Tensor  # int64, the whole sequence; all 0 if not isolate_documents
+    sequence_index_s: Tensor  # int64, global index of each local position
+    sample_ids_b: Tensor  # int64
+    isolate_documents: bool
+
+    def __post_init__(self) -> None:
+        shape = self.tokens_bs.shape
+        for field in (self.labels_bs, self.ce_mask_bs, self.kd_mask_bs, self.position_ids_bs):
+            assert field.shape == shape, (field.shape, shape)
+        assert self.sequence_index_s.shape == shape[1:], (self.sequence_index_s.shape, shape)
+        assert self.document_ids_bS.shape[0] == shape[0] == self.sample_ids_b.shape[0]
+
+    def context_shard(self, rank: int, size: int) -> Batch:
+        """This batch as context-parallel rank `rank` of `size` sees it: zigzag chunks.
+
+        Every [b, s] field keeps the positions `zigzag_index(S, rank, size)`; document_ids_bS and
+        sample_ids_b stay whole. Must be called on a whole batch (s == S).
+        """
+        sequence_length = self.document_ids_bS.shape[1]
+        assert self.tokens_bs.shape[1] == sequence_length, "the batch is sharded already"
+        if size == 1:
+            return self
+        index = zigzag_index(sequence_length, rank=rank, size=size).to(self.tokens_bs.device)
+        return replace(
+            self,
+            tokens_bs=self.tokens_bs[:, index],
+            labels_bs=self.labels_bs[:, index],
+            ce_mask_bs=self.ce_mask_bs[:, index],
+            kd_mask_bs=self.kd_mask_bs[:, index],
+            position_ids_bs=self.position_ids_bs[:, index],
+            sequence_index_s=self.sequence_index_s[index],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with every tensor on `device`."""
+        return Batch(
+            tokens_bs=self.tokens_bs.to(device),
+            labels_bs=self.labels_bs.to(device),
+            ce_mask_bs=self.ce_mask_bs.to(device),
+            kd_mask_bs=self.kd_mask_bs.to(device),
+            position_ids_bs=self.position_ids_bs.to(device),
+            document_ids_bS=self.document_ids_bS.to(device),
+            sequence_index_s=self.sequence_index_s.to(device),
+            sample_ids_b=self.sample_ids_b.to(device),
+            isolate_documents=self.isolate_documents,
+        )
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of one optimizer step on this data-parallel and context-parallel rank.
+
+    The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
+    micro-batches), the same number on every rank: they are the denominators of the objective.
+    """
+
+    micro_batches: tuple[Batch, ...]
+    ce_tokens: int
+    kd_tokens: int
+    positions: int  # global_batch_size * S

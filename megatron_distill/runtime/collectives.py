@@ -1,0 +1,90 @@
+"""Collectives that keep all ranks of a run together, in success and in failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegatronDistillError,
+    StoreError,
+    TrainingError,
+)
+
+ERROR_TYPES: tuple[type[MegatronDistillError], ...] = (
+    ConfigError,
+    DataError,
+    StoreError,
+    CheckpointError,
+    TrainingError,
+)
+
+
+def agree(error: MegatronDistillError | None, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank the error of the lowest rank that has one; return if none has.
+
+    A rank-local failure must come through here before the next collective, so that no rank waits
+    for one that has gone.
+
+    Collective: `group` (the world), one all-gather of a short object per rank.
+    """
+    said = None if error is None else (ERROR_TYPES.index(type(error)), str(error))
+    answers: list[tuple[int, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, said, group=group)
+    for answer in answers:
+        if answer is not None:
+            kind, message = answer
+            raise ERROR_TYPES[kind](message) from error
+
+
+@contextmanager
+def together(*, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block that may fail on some ranks, and leave it on all of them in the same way.
+
+    The block itself must not communicate. Raises what `agree` raises.
+
+    Collective: `group` (the world), one all-gather of a short object per rank, after the block.
+    """
+    failure: MegatronDistillError | None = None
+    try:
+        yield
+    except ERROR_TYPES as error:
+        failure = error
+    agree(failure, group=group)
+
+
+def highest_vote(vote: int, *, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
+    """Return the largest number that any rank votes for.
+
+    Collective: `group` (the world), one all-reduce of 4 bytes.
+    """
+    votes = torch.tensor([vote], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    return int(votes.item())
+
+
+def any_rank(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether the flag is set on at least one rank.
+
+    Collective: `group` (the world), one all-reduce of 4 bytes.
+    """
+    return bool(highest_vote(int(flag), device=device, group=group))
+
+
+def sum_over(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over the product of several groups.
+
+    Collective: one all-reduce per group of more than one rank, the tensor's size each.
+    """
+    total = values.clone()
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    return total

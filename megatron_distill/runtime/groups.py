@@ -1,0 +1,96 @@
+"""The process groups of a run as one value, for code that takes groups as arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_distill.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share each dimension of the model and the data."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one copy of the model and one sequence."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank; ranks and sizes are read from the group itself."""
+
+    layout: Layout
+    world: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    context: dist.ProcessGroup
+    data: dist.ProcessGroup
+    data_context: dist.ProcessGroup
+    model: dist.ProcessGroup  # tensor x pipeline: the ranks that see the same data
+    megatron: ProcessGroupCollection
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self.pipeline.rank() == self.pipeline.size() - 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage."""
+        return self.pipeline.rank() == 0
+
+
+def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
+    """Build every process group of the layout, in Megatron-Core's rank order tp-cp-ep-dp-pp.
+
+    Raises ConfigError when the world cannot be divided so.
+    Collective: the whole world, group creation.
+    """
+    world_size = dist.get_world_size()
+    if world_size % layout.model_ranks:
+        raise ConfigError(
+            f"the world has {world_size} ranks, which parallel.tensor={layout.tensor} x "
+            f"parallel.pipeline={layout.pipeline} x parallel.context={layout.context} = "
+            f"{layout.model_ranks} does not divide; change one of them or --nproc-per-node"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1 if layout.expert > 1 else layout.tensor,
+        distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    assert dist.group.WORLD is not None
+    return Groups(
+        layout=layout,
+        world=dist.group.WORLD,
+        tensor=collection.tp,
+        pipeline=collection.pp,
+        context=collection.cp,
+        data=collection.dp,
+        data_context=collection.dp_cp,
+        model=collection.mp,
+        megatron=collection,
+    )
+
+
+def destroy_groups() -> None:
+    """Forget every group, so that another layout can be set up in the same process."""
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,124 @@
+"""How this process was started: alone, or as one rank of a world that has still to meet.
+
+Before there is a process group a rank may already fail alone: its file is missing, its GPU is
+taken. The store through which the ranks are going to meet lets them fail together even then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.runtime.collectives import ERROR_TYPES, together
+
+_MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the world; `store` is there when other processes are."""
+
+    rank: int
+    size: int
+    store: dist.Store | None
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Read what torchrun says; a process without torchrun is a world of its own.
+
+        Collective: the whole world meets at the store.
+        """
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), None)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(0, 1, None)
+        timeout = timedelta(seconds=_MEETING_SECONDS)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        return cls(rank, size, store)
+
+    @contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Run a block that may fail on some ranks, and leave it on all of them in the same way.
+
+        `name` is the block's, used once. Raises the error of one of the failing ranks.
+
+        Collective: the whole world, through the store or as `collectives.together`.
+        """
+        if self.store is None:
+            if dist.is_initialized():
+                with together():
+                    yield
+            else:
+                yield
+            return
+        failure: MegatronDistillError | None = None
+        try:
+            yield
+        except ERROR_TYPES as error:
+            failure = error
+        self._agree(name, failure)
+
+    def _agree(self, name: str, failure: MegatronDistillError | None) -> None:
+        assert self.store is not None
+        if failure is not None:
+            said = json.dumps([ERROR_TYPES.index(type(failure)), str(failure)])
+            self.store.set(f"{name}/error", said)
+        if self.store.add(f"{name}/arrived", 1) == self.size:
+            self.store.set(f"{name}/all", "here")
+        try:
+            self.store.wait([f"{name}/all"], timedelta(seconds=_MEETING_SECONDS))
+        except dist.DistStoreError:
+            arrived = self.store.add(f"{name}/arrived", 0)
+            raise ConfigError(
+                f"only {arrived} of {self.size} ranks started within {_MEETING_SECONDS:.0f} s; "
+                "look at what the others wrote, and at the nodes that torchrun was started on"
+            ) from failure
+        if self.store.check([f"{name}/error"]):
+            kind, message = json.loads(self.store.get(f"{name}/error"))
+            raise ERROR_TYPES[kind](message) from failure
+
+    def status_of(self, work: Callable[[], None]) -> int:
+        """Do the work of the script; return its exit status, having said why it failed.
+
+        An error is one that all ranks raise together, so it is said once.
+        """
+        try:
+            work()
+        except MegatronDistillError as error:
+            self._say(f"error: {error}")
+            return 1
+        return 0
+
+    def _say(self, text: str) -> None:
+        """Say something last: to torchrun, which ends its own report with it, or to stderr."""
+        # One rank per node, because each node's torchrun reports on its own.
+        if int(os.environ.get("LOCAL_RANK", self.rank)) != 0:
+            return
+        restarts, most = (
+            int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+            for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        )
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is not None and restarts == most and _told_torchrun(Path(file), text):
+            return
+        sys.stderr.write(f"\n{text}\n")
+
+
+def _told_torchrun(file: Path, text: str) -> bool:
+    """Write the file in which torchrun looks for a rank's last words; return whether it worked."""
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    except OSError:
+        return False
+    return True

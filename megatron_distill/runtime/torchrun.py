@@ -1,0 +1,141 @@
+"""A torchrun child process: started, waited for, and ended with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+
+__all__ = ["ChildOutcome", "run_child", "threads_per_process", "torchrun_command"]
+
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 120.0
+_KILL_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ChildOutcome:
+    """How a child ended: its exit status, and the signal that asked this process to stop."""
+
+    status: int
+    interrupted_by: int | None
+
+
+def torchrun_command(script: str, arguments: Sequence[str], *, processes: int) -> list[str]:
+    """Return the command that runs `script` in `processes` ranks on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={processes}", script, *arguments]
+
+
+def threads_per_process(processes: int) -> int:
+    """Return how many threads each of `processes` may use so that all cores are used once."""
+    return max(1, available_cores() // processes)
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_child(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    grace_seconds: float = _GRACE_SECONDS,
+) -> ChildOutcome:
+    """Run `command` to its end, with this process's standard streams; leave no process behind.
+
+    The first SIGINT or SIGTERM is handed to the command's own children as SIGTERM: the ranks of
+    torchrun, which finish their step, save and leave. A second one, or `grace_seconds` after the
+    first, kills them. To be called from the main thread.
+    """
+    # In a session of its own, so that Ctrl-C reaches the child only through this process: torchrun
+    # would answer it by ending its ranks, whatever they are doing.
+    child = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+    family = _Family(child)
+    previous = {
+        number: signal.signal(number, family.on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        status = family.wait(grace_seconds)
+    finally:
+        family.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return ChildOutcome(status, family.interrupted_by)
+
+
+class _Family:
+    """A child process and the processes it has been seen to start."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self._process = psutil.Process(child.pid)
+        self._seen: set[psutil.Process] = set()
+        self._kill_at: float | None = None
+        self._signals = 0
+        self.interrupted_by: int | None = None
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals += 1
+        if self.interrupted_by is None:
+            self.interrupted_by = number
+
+    def wait(self, grace_seconds: float) -> int:
+        answered = 0
+        while True:
+            try:
+                return self._child.wait(timeout=_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._look()
+            if self._signals > answered:
+                answered = self._signals
+                if answered == 1:
+                    self._ask_to_stop()
+                    self._kill_at = time.monotonic() + grace_seconds
+                else:
+                    self.kill()
+            elif self._kill_at is not None and time.monotonic() > self._kill_at:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill whatever is left."""
+        self._look()
+        left = [process for process in self._seen if process.is_running()]
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        psutil.wait_procs(left, timeout=_KILL_WAIT_SECONDS)
+
+    def _ask_to_stop(self) -> None:
+        ranks = self._children(recursive=False)
+        for process in ranks or [self._process]:
+            _signal(process, signal.SIGTERM)
+
+    def _look(self) -> None:
+        self._seen.update(self._children(recursive=True))
+
+    def _children(self, *, recursive: bool) -> list[psutil.Process]:
+        try:
+            return self._process.children(recursive=recursive)
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return

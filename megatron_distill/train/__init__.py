@@ -1,0 +1,1 @@
+"""Training: assembly, step, loop, optimizer, checkpoints, metrics, progress."""

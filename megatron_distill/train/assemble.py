@@ -1,0 +1,247 @@
+"""From a configuration to a run, and through it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.config import RunConfig, to_yaml
+from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.device import PRECISIONS, Device
+from megatron_distill.runtime.groups import Groups, Layout, create_groups, destroy_groups
+from megatron_distill.runtime.seed import seed_everything
+from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.train.assemble_data import (
+    Vocabulary,
+    open_tokenizer,
+    open_training_loader,
+    read_validation,
+)
+from megatron_distill.train.assemble_models import (
+    build_objective,
+    build_student,
+    build_teacher,
+    resolve_architecture,
+)
+from megatron_distill.train.checkpoint import CheckpointFolder
+from megatron_distill.train.flops import GptShape, step_flops_per_token
+from megatron_distill.train.loop import LoopPlan, Parts, train
+from megatron_distill.train.metrics import JsonLinesSink, MetricsLog, MetricsSink
+from megatron_distill.train.optimizer import (
+    build_optimizer,
+    build_schedule,
+    connect_schedule,
+    wrap_data_parallel,
+)
+from megatron_distill.train.progress import open_progress
+from megatron_distill.train.run_folder import run_folder
+from megatron_distill.train.run_state import RunState
+from megatron_distill.train.step import Student
+from megatron_distill.train.throughput import Throughput
+from megatron_distill.train.trackers import TensorBoardSink, WandbSink
+
+_LOGGER = get_logger(__name__)
+
+
+def run_training(config: RunConfig, device: Device, termination: TerminationRequest) -> bool:
+    """Assemble and run one training in the current world; return whether it reached its last step.
+
+    Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
+    another run may follow in the same processes.
+    """
+    with _groups(config) as groups, ExitStack() as resources:
+        parts = _assemble(config, device, groups, resources)
+        if parts.state.step >= config.train.steps:
+            _LOGGER.info("nothing to do: step %d of %d", parts.state.step, config.train.steps)
+            return True
+        return train(parts, _plan(config), termination)
+
+
+@contextmanager
+def _groups(config: RunConfig) -> Iterator[Groups]:
+    parallel = config.parallel
+    layout = Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        sequence=parallel.sequence,
+    )
+    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    try:
+        yield groups
+    finally:
+        destroy_groups()
+
+
+def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:
+    seed_everything(config.seed, groups)
+    resources.enter_context(run_folder(config.output, to_yaml(config)))
+    tokenizer, vocabulary = open_tokenizer(config)
+    architecture = resolve_architecture(config.student, "student", config, vocabulary)
+    execution = Execution(
+        dtype=PRECISIONS[config.train.precision],
+        device=device.torch_device,
+        recompute=config.train.recompute,
+    )
+    loader = open_training_loader(config, tokenizer, groups=groups, device=device.torch_device)
+    resources.callback(loader.close)
+    held_out = read_validation(config, tokenizer, groups=groups, device=device.torch_device)
+    teacher = build_teacher(
+        config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
+    )
+    state = _build_state(config, architecture, execution, groups, vocabulary)
+    resources.callback(state.checkpoints.close)
+    newest = _checkpoint_to_resume(config, state.checkpoints)
+    if newest is not None:
+        state.restore(newest, loader)
+        _LOGGER.info("resumed from %s at step %d", newest, state.step)
+    metrics = _open_metrics(config, resume_step=state.step)
+    resources.callback(metrics.close)
+    return Parts(
+        state=state,
+        teacher=teacher,
+        objective=build_objective(config, architecture, groups=groups),
+        loader=loader,
+        held_out=held_out,
+        metrics=metrics,
+        throughput=_throughput(
+            config, architecture, teacher.architecture if teacher else None, groups, device
+        ),
+        device=device.torch_device,
+    )
+
+
+def _build_state(
+    config: RunConfig,
+    architecture: Architecture,
+    execution: Execution,
+    groups: Groups,
+    vocabulary: Vocabulary,
+) -> RunState:
+    """Build the student and what trains it, at step 0."""
+    chunks = build_student(
+        config, architecture, groups=groups, execution=execution, vocabulary=vocabulary
+    )
+    wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
+    positions = config.train.global_batch_size * config.data.sequence_length
+    connect_schedule(wrapped, config.optimizer, positions=positions)
+    optimizer = build_optimizer(wrapped, config.optimizer, config.schedule, dtype=execution.dtype)
+    return RunState(
+        student=Student(chunks, wrapped, groups, config.data.sequence_length),
+        optimizer=optimizer,
+        schedule=build_schedule(
+            optimizer, config.optimizer, config.schedule, steps=config.train.steps
+        ),
+        architecture=architecture,
+        tokenizer_hash=vocabulary.identity,
+        checkpoints=CheckpointFolder(
+            Path(config.output) / "checkpoints",
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+        ),
+    )
+
+
+def _checkpoint_to_resume(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
+    """Return the newest complete checkpoint of an earlier start; raises ConfigError."""
+    if config.checkpoint.save:
+        checkpoints.prepare()
+    newest = checkpoints.newest()
+    if newest is not None and config.checkpoint.save and not config.checkpoint.resume:
+        raise ConfigError(
+            f"checkpoint.resume=false, but an earlier run left {newest}; the two would mix: remove "
+            "it, change `output`, or set checkpoint.resume=true"
+        )
+    return newest if config.checkpoint.resume else None
+
+
+def _plan(config: RunConfig) -> LoopPlan:
+    return LoopPlan(
+        steps=config.train.steps,
+        validation_interval=config.validation.interval,
+        checkpoint_interval=config.checkpoint.interval,
+        save=config.checkpoint.save,
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        max_bad_steps=config.train.max_bad_steps,
+    )
+
+
+def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
+    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks."""
+    sinks: list[MetricsSink] = []
+    with together():
+        if dist.get_rank() == 0:
+            output = Path(config.output)
+            sinks.append(JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step))
+            if config.logging.tensorboard:
+                sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
+            if config.logging.wandb is not None:
+                wandb = config.logging.wandb
+                sinks.append(
+                    WandbSink(
+                        output,
+                        project=wandb.project,
+                        name=wandb.name,
+                        mode=wandb.mode,
+                        settings=config.model_dump(),
+                        resume_step=resume_step,
+                    )
+                )
+            if config.logging.progress:
+                sinks.append(
+                    open_progress(
+                        sys.stderr,
+                        total_steps=config.train.steps,
+                        start_step=resume_step,
+                        interval=config.logging.interval,
+                    )
+                )
+    return MetricsLog(sinks)
+
+
+def _throughput(
+    config: RunConfig,
+    student: Architecture,
+    teacher: Architecture | None,
+    groups: Groups,
+    device: Device,
+) -> Throughput:
+    flops = step_flops_per_token(
+        _shape(student),
+        _shape(teacher) if teacher else None,
+        sequence_length=config.data.sequence_length,
+    )
+    on_cuda = device.kind == "cuda"
+    return Throughput(
+        tokens_per_step=config.train.global_batch_size * config.data.sequence_length,
+        flops_per_token=flops.total,
+        num_devices=groups.world.size(),
+        device_name=torch.cuda.get_device_name(device.torch_device) if on_cuda else "cpu",
+        precision=config.train.precision,
+    )
+
+
+def _shape(architecture: Architecture) -> GptShape:
+    moe = architecture.moe
+    return GptShape(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=moe.ffn_hidden_size if moe else architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_size=architecture.head_size,
+        vocab_size=architecture.vocab_size,
+        mlp_matrices=2 if architecture.activation == "gelu" else 3,
+        num_experts=moe.num_experts if moe else 0,
+        experts_per_token=moe.top_k if moe else 1,
+    )

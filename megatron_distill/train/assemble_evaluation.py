@@ -1,0 +1,104 @@
+"""From a configuration to figures and text of trained models, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_distill.config import RunConfig
+from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.models.architecture import Execution
+from megatron_distill.runtime.device import PRECISIONS, Device
+from megatron_distill.runtime.groups import Groups, Layout, create_groups, destroy_groups
+from megatron_distill.runtime.seed import seed_everything
+from megatron_distill.train.assemble_data import open_tokenizer, read_validation
+from megatron_distill.train.assemble_models import (
+    build_objective,
+    build_student,
+    build_teacher,
+    resolve_architecture,
+)
+from megatron_distill.train.next_token import NextToken
+from megatron_distill.train.optimizer import wrap_data_parallel
+from megatron_distill.train.step import Student
+from megatron_distill.train.validation import validate
+
+# As in the `validation` objects of a run's metrics.
+_PUBLIC_NAMES = {"ce": "ce_loss", "kd": "kd_loss", "teacher_ce": "teacher_ce_loss"}
+
+
+def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
+    """Return the held-out figures of the student, and of its teacher if the configuration has one.
+
+    Raises a MegatronDistillError on all ranks together.
+    """
+    if config.validation.samples == 0:
+        raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
+    with _model_groups(config) as groups:
+        tokenizer, vocabulary = open_tokenizer(config)
+        architecture = resolve_architecture(config.student, "student", config, vocabulary)
+        execution = _execution(config, device)
+        held_out = read_validation(config, tokenizer, groups=groups, device=device.torch_device)
+        teacher = build_teacher(
+            config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
+        )
+        chunks = build_student(
+            config, architecture, groups=groups, execution=execution, vocabulary=vocabulary
+        )
+        objective = build_objective(config, architecture, groups=groups)
+        for chunk in chunks:
+            chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
+        wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
+        student = Student(chunks, wrapped, groups, config.data.sequence_length)
+        return {
+            _PUBLIC_NAMES.get(name, name): value
+            for name, value in validate(student, teacher, objective, held_out).items()
+        }
+
+
+@contextmanager
+def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Tokenizer | None]]:
+    """Build the student for writing text; the tokenizer is there on the first rank only.
+
+    Raises a MegatronDistillError on all ranks together.
+    """
+    with _model_groups(config) as groups:
+        tokenizer, vocabulary = open_tokenizer(config)
+        architecture = resolve_architecture(config.student, "student", config, vocabulary)
+        (model,) = build_student(
+            config,
+            architecture,
+            groups=groups,
+            execution=_execution(config, device),
+            vocabulary=vocabulary,
+        )
+        model.eval()
+        yield NextToken(model, architecture, groups, device.torch_device), tokenizer
+
+
+@contextmanager
+def _model_groups(config: RunConfig) -> Iterator[Groups]:
+    parallel = config.parallel
+    layout = Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=None,
+        context=parallel.context,
+        expert=parallel.expert,
+        sequence=parallel.sequence,
+    )
+    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    try:
+        seed_everything(config.seed, groups)
+        yield groups
+    finally:
+        destroy_groups()
+
+
+def _execution(config: RunConfig, device: Device) -> Execution:
+    return Execution(
+        dtype=PRECISIONS[config.train.precision],
+        device=device.torch_device,
+        recompute=config.train.recompute,
+    )

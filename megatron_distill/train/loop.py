@@ -1,0 +1,213 @@
+"""The training loop: take batches, ask the teacher, step, log, validate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.collectives import agree, highest_vote
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.signals import Teacher
+from megatron_distill.train.memory import peak_memory_bytes
+from megatron_distill.train.metrics import MetricsLog
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.run_state import RunState
+from megatron_distill.train.step import StepReport, train_step
+from megatron_distill.train.throughput import Throughput
+from megatron_distill.train.validation import validate
+
+_LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """When the loop does what. Intervals in steps; 0 is never but at the end."""
+
+    steps: int
+    validation_interval: int
+    checkpoint_interval: int
+    save: bool
+    clip_grad_norm: float
+    max_bad_steps: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with; the loader and the run state are its only mutable parts."""
+
+    state: RunState
+    teacher: Teacher | None
+    objective: TokenObjective
+    loader: StepLoader
+    held_out: Sequence[StepBatches]
+    metrics: MetricsLog
+    throughput: Throughput
+    device: torch.device
+
+
+class _Vote(IntEnum):
+    """What a rank wants after a step; the largest wish of any rank is done by all."""
+
+    GO_ON = 0
+    STOP = 1
+    FAIL = 2
+
+
+def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool:
+    """Train from the state's step to the plan's last; return whether it got there.
+
+    A termination signal on any rank ends the loop after the current step; the step is saved.
+    Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
+    the log cannot be written any more.
+
+    Collective: what the parts communicate, and per step one all-reduce of 4 bytes in the world.
+    """
+    log = _Log(parts.metrics)
+    try:
+        stopped = _train(parts, plan, termination, log)
+        agree(log.failure)
+    except MegatronDistillError:
+        # All ranks are here together, and what is being written is of a step that went well.
+        parts.state.checkpoints.finish()
+        raise
+    parts.state.checkpoints.finish()
+    if stopped:
+        _LOGGER.info("stopped by a signal after step %d", parts.state.step)
+    return parts.state.step >= plan.steps
+
+
+def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _Log) -> bool:
+    """Step until the last step or until a signal; return whether a signal was the reason."""
+    state = parts.state
+    stopping = False
+    while state.step < plan.steps and not stopping:
+        step = state.step + 1
+        started = time.perf_counter()
+        batches = parts.loader.take(step)
+        report, teacher_seconds = _distil(parts, batches, plan)
+        state.advance(batches, applied=report.applied)
+        _judge(report, batches, state, plan)
+        stopping = _is_stopping(termination, log, parts.device)
+        seconds = time.perf_counter() - started
+        last = step == plan.steps
+        log.write(_record(parts, report, seconds, teacher_seconds))
+        if parts.held_out and (last or _due(step, plan.validation_interval)):
+            log.write({"step": step, "validation": _validation(parts)})
+        if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
+            state.save(parts.loader)
+        state.checkpoints.poll()
+    return stopping
+
+
+class _Log:
+    """The metrics, whose failure on the one rank that writes waits for the next vote."""
+
+    def __init__(self, metrics: MetricsLog) -> None:
+        self._metrics = metrics
+        self.failure: MegatronDistillError | None = None
+
+    def write(self, record: dict[str, object]) -> None:
+        if self.failure is None:
+            try:
+                self._metrics.write(record)
+            except ConfigError as error:
+                self.failure = error
+
+
+def _is_stopping(termination: TerminationRequest, log: _Log, device: torch.device) -> bool:
+    vote = _Vote.STOP if termination.received else _Vote.GO_ON
+    verdict = highest_vote(_Vote.FAIL if log.failure else vote, device=device)
+    if verdict == _Vote.FAIL:
+        agree(log.failure)
+    return verdict == _Vote.STOP
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _distil(parts: Parts, batches: StepBatches, plan: LoopPlan) -> tuple[StepReport, float]:
+    """Return what the step did and the seconds that the teacher took of it."""
+    started = time.perf_counter()
+    micro_batches = batches.micro_batches
+    signals = parts.teacher.signals(micro_batches) if parts.teacher else [None] * len(micro_batches)
+    teacher_seconds = time.perf_counter() - started
+    report = train_step(
+        parts.state.student,
+        parts.state.optimizer,
+        parts.state.schedule,
+        list(zip(micro_batches, signals, strict=True)),
+        parts.objective,
+        batches,
+        clip_grad_norm=plan.clip_grad_norm,
+    )
+    return report, teacher_seconds
+
+
+def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:
+    """Say what is wrong with a step that was not applied, and stop when there are too many."""
+    if report.applied:
+        return
+    samples = ", ".join(map(str, _sample_ids(batches, state.student.groups)))
+    message = (
+        f"step {state.step}: the loss is {report.values['total']} and the gradient norm "
+        f"{report.grad_norm}; the step was not applied (samples {samples} of the stream)"
+    )
+    if state.bad_steps > plan.max_bad_steps:
+        raise TrainingError(
+            f"{message}. {state.bad_steps} such steps are more than train.max_bad_steps="
+            f"{plan.max_bad_steps}; lower optimizer.learning_rate, look at those samples, or allow "
+            "more such steps"
+        )
+    _LOGGER.warning("%s", message)
+
+
+def _sample_ids(batches: StepBatches, groups: Groups) -> list[int]:
+    """Return the ids of every sample of the global batch; only a failing step asks."""
+    local = torch.cat([batch.sample_ids_b for batch in batches.micro_batches]).tolist()
+    gathered: list[list[int]] = [[] for _ in range(groups.data.size())]
+    torch.distributed.all_gather_object(gathered, local, group=groups.data)
+    return sorted(number for part in gathered for number in part)
+
+
+def _record(
+    parts: Parts, report: StepReport, seconds: float, teacher_seconds: float
+) -> dict[str, object]:
+    state, values = parts.state, dict(report.values)
+    record: dict[str, object] = {
+        "step": state.step,
+        "tokens": state.tokens,
+        "ce_loss": values.pop("ce"),
+        "kd_loss": values.pop("kd", 0.0),
+        "total_loss": values.pop("total"),
+        "grad_norm": report.grad_norm,
+        "learning_rate": state.learning_rate,
+        **parts.throughput.figures(seconds),
+        "step_seconds": seconds,
+        "teacher_seconds": teacher_seconds,
+        "peak_memory_bytes": peak_memory_bytes(parts.device),
+        **_public_names(values),
+    }
+    if not report.applied:
+        record["skipped"] = True
+    return record
+
+
+def _validation(parts: Parts) -> dict[str, object]:
+    means = validate(parts.state.student, parts.teacher, parts.objective, parts.held_out)
+    renamed = {"ce_loss": means.pop("ce"), "kd_loss": means.pop("kd", 0.0)}
+    del means["total"]
+    return {**renamed, **_public_names(means)}
+
+
+def _public_names(values: dict[str, float]) -> dict[str, float]:
+    return {("teacher_ce_loss" if key == "teacher_ce" else key): v for key, v in values.items()}

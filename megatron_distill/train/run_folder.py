@@ -1,0 +1,82 @@
+"""The folder of a run: made, described, and held by one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.collectives import together
+
+_LOGGER = get_logger(__name__)
+_LOCK_FILE = ".lock"
+# Ranks whose torchrun was killed finish their step and save; a restart waits for them.
+_PATIENCE_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+
+@contextmanager
+def run_folder(output: str, configuration: str) -> Iterator[Path]:
+    """Make the folder, keep the resolved configuration in it, and hold it against other runs.
+
+    What holds it is a lock of the operating system, which ends with the process however that ends.
+    Raises ConfigError on all ranks: the folder cannot be written, or another run keeps it.
+
+    Collective: world, one all-gather of a short object per rank.
+    """
+    folder = Path(output)
+    lock: int | None = None
+    try:
+        with together():
+            if dist.get_rank() == 0:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    lock = _take_lock(folder / _LOCK_FILE, output)
+                    (folder / "config.yaml").write_text(configuration)
+                except OSError as error:
+                    raise ConfigError(
+                        f"output={output}: cannot write there ({error.strerror}); name a folder "
+                        "that can be written, on a disk with space left"
+                    ) from error
+        yield folder
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _take_lock(path: Path, output: str) -> int:
+    """Return the descriptor that holds the lock; raises ConfigError, OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    waited = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"output={output}: another run ({holder}) is writing there; wait for its end "
+                    "or set `output` to another folder"
+                ) from None
+            if not waited:
+                _LOGGER.warning("waiting for another run (%s) to leave %s", holder, output)
+            waited = True
+            time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            # Some network file systems know no locks.
+            _LOGGER.warning("%s: cannot be locked (%s)", path, error.strerror)
+            break
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor

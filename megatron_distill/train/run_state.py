@@ -1,0 +1,197 @@
+"""What changes from step to step, and how it gets into a checkpoint and back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.gpt import HiddenStateGPT
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.checkpoint import (
+    CheckpointFolder,
+    Description,
+    load_state,
+    sharding_metadata,
+)
+from megatron_distill.train.optimizer_state import load_optimizer, shards_of, without_layout
+from megatron_distill.train.step import Student
+from megatron_distill.train.validation import evaluating
+
+# Padding, regularisation and what was drawn once: another run may choose them anew.
+_NOT_PARAMETERS = frozenset(
+    {
+        "vocab_divisible_by",
+        "attention_dropout",
+        "hidden_dropout",
+        "init_std",
+        "moe.aux_loss_coefficient",
+    }
+)
+
+
+@dataclass
+class RunState:
+    """The student, its optimizer and the counters; everything a resumed run needs but the data."""
+
+    student: Student
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+    architecture: Architecture
+    tokenizer_hash: str
+    checkpoints: CheckpointFolder
+    step: int = 0
+    tokens: int = 0
+    bad_steps: int = 0
+    learning_rate: float = field(default=0.0, init=False)
+
+    def advance(self, batches: StepBatches, *, applied: bool) -> None:
+        """Count one step."""
+        self.step += 1
+        self.tokens += batches.positions
+        self.bad_steps += not applied
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+
+    def save(self, loader: StepLoader) -> None:
+        """Write a checkpoint of this step; see `CheckpointFolder.save`."""
+        with evaluating(self.student):
+            state = self._sharded(is_loading=False)
+            self.checkpoints.save(
+                {**state, "optimizer": shards_of(state["optimizer"])},
+                Description(
+                    step=self.step,
+                    tokens=self.tokens,
+                    bad_steps=self.bad_steps,
+                    architecture=self.architecture.as_dict(),
+                    tokenizer=self.tokenizer_hash,
+                    layout=_layout_name(self.student.groups),
+                    data=loader.state_dict(),
+                ),
+            )
+
+    def restore(self, folder: Path, loader: StepLoader) -> None:
+        """Continue from a checkpoint written in this or any other layout.
+
+        Random states are restored in the same layout only; they matter to dropout alone. Raises
+        CheckpointError when the checkpoint is of another model, tokenizer or optimizer.
+        """
+        description = Description.read(folder)
+        check_same_model(description, self.architecture, self.tokenizer_hash, folder)
+        same_layout = description.layout == _layout_name(self.student.groups)
+        state = self._sharded(is_loading=True, with_rng=same_layout)
+        loaded = load_state({**state, "optimizer": shards_of(state["optimizer"])}, folder)
+        load_chunks(self.student.chunks, loaded)
+        self.step, self.tokens = description.step, description.tokens
+        self.bad_steps = description.bad_steps
+        load_optimizer(
+            self.optimizer,
+            state["optimizer"],
+            loaded["optimizer"],
+            applied_steps=self.step - self.bad_steps,
+        )
+        if same_layout:
+            _restore_rng(loaded["rng"])
+        self.schedule.step(self.step)
+        loader.load_state_dict(description.data)
+
+    def _sharded(self, *, is_loading: bool, with_rng: bool = True) -> dict[str, Any]:
+        groups = self.student.groups
+        metadata = sharding_metadata(groups)
+        state = sharded_model(self.student.chunks, groups)
+        state["optimizer"] = without_layout(
+            self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata),
+            has_master_weights=self.student.chunks[0].config.bf16,
+        )
+        if with_rng:
+            state["rng"] = _sharded_rng(groups)
+        return state
+
+
+def sharded_model(chunks: Sequence[HiddenStateGPT], groups: Groups) -> dict[str, Any]:
+    """Return the sharded description of every parameter, one entry per model chunk."""
+    metadata = sharding_metadata(groups)
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {
+        name: chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+
+
+def load_chunks(chunks: Sequence[HiddenStateGPT], state: dict[str, Any]) -> None:
+    """Copy a loaded state into the model chunks."""
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
+
+
+def check_same_model(
+    description: Description, architecture: Architecture, tokenizer_hash: str, folder: Path
+) -> None:
+    """Raise CheckpointError when a checkpoint is of another architecture or tokenizer."""
+    saved, ours = _parameters(description.architecture), _parameters(architecture.as_dict())
+    differences = [
+        f"{key} is {saved.get(key)!r} there and {ours.get(key)!r} here"
+        for key in {**ours, **saved}
+        if saved.get(key) != ours.get(key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: {'; '.join(differences)}; change the "
+            "architecture, or `output` to start a run of its own"
+        )
+    if description.tokenizer != tokenizer_hash:
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, this run "
+            f"has {tokenizer_hash[:12]}); set data.tokenizer.path to that one"
+        )
+
+
+def _parameters(architecture: Mapping[str, object]) -> dict[str, object]:
+    """Flatten an architecture to dotted names, less what leaves its parameters as they are."""
+    flat: dict[str, object] = {}
+    for key, value in architecture.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            flat[key] = value
+    return {key: value for key, value in flat.items() if key not in _NOT_PARAMETERS}
+
+
+def _layout_name(groups: Groups) -> str:
+    layout = groups.layout
+    return (
+        f"tp{layout.tensor}-pp{layout.pipeline}-vpp{layout.virtual_pipeline or 1}-"
+        f"cp{layout.context}-ep{layout.expert}-dp{groups.data.size()}"
+    )
+
+
+def _sharded_rng(groups: Groups) -> ShardedObject:
+    rank, size = torch.distributed.get_rank(groups.world), groups.world.size()
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("rng", states, (size,), (rank,), replica_id=0)
+
+
+def _restore_rng(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["tracker"])

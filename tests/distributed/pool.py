@@ -1,0 +1,241 @@
+"""A persistent pool of gloo workers: a spawn per test costs seconds, a pooled call milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 4
+# Once one rank has failed, the others get this long to notice and report their own traceback.
+GRACE_SECONDS = 5.0
+START_SECONDS = 120.0
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+@contextlib.contextmanager
+def _worker_environment() -> Iterator[None]:
+    """Environment that must be in place before a worker imports torch."""
+    values = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": _loopback_interface(),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    saved = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _forget_model_parallel_state() -> None:
+    """Drop Megatron-Core's global groups, if the call made any: the next layout starts clean."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+
+
+def _call(rank: int, port: int, request: tuple[Any, ...]) -> tuple[bool, Any]:
+    number, world_size, function, args, timeout = request
+    try:
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"call{number}", client),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        try:
+            return True, function(rank, world_size, *args)
+        finally:
+            _forget_model_parallel_state()
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the traceback is the answer
+        return False, traceback.format_exc()
+
+
+def _work(rank: int, port: int, connection: Connection, stack_file: str) -> None:
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                request = connection.recv_bytes()
+            except EOFError:
+                return
+            try:
+                reply = pickle.dumps(_call(rank, port, pickle.loads(request)))
+            except Exception:  # noqa: BLE001 - a function or result that does not pickle
+                reply = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(reply)
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    stack_file: Path
+
+    def kill(self) -> None:
+        """End the worker and whatever it started (it leads a process group of its own)."""
+        if self.process.pid is not None and self.process.is_alive():
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # not yet leader of its group
+                self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def stack(self) -> str:
+        """Where the worker's main thread is now."""
+        if self.process.pid is None or not self.process.is_alive():
+            return f"process ended with exit code {self.process.exitcode}"
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        return self.stack_file.read_text()
+
+
+class Pool:
+    """Runs module-level functions on 1 to 4 gloo ranks; a failed call costs fresh workers."""
+
+    def __init__(self, size: int = WORLD_SIZE) -> None:
+        self.size = size
+        self._workers: list[_Worker] = []
+        self._calls = 0
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        self._port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
+        # Registered after multiprocessing's own exit function, hence run before it joins children.
+        atexit.register(self.close)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with _worker_environment():
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                stack_file = Path(self._folder.name) / f"stack{rank}"
+                # Not daemonic: sharded checkpoint saving starts processes of its own.
+                process = context.Process(
+                    target=_work, args=(rank, self._port, theirs, str(stack_file)), daemon=False
+                )
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(rank, process, ours, stack_file))
+        for worker in self._workers:
+            if not worker.connection.poll(START_SECONDS):
+                self.close()
+                raise RuntimeError(f"worker {worker.rank} did not start in {START_SECONDS:.0f} s")
+            worker.connection.recv_bytes()
+
+    def close(self) -> None:
+        """End every worker; the next call of `run` starts fresh ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Call `function(rank, world_size, *args)` on each rank of a fresh gloo group.
+
+        Returns the results in rank order. Raises one AssertionError with every rank's traceback (or
+        the stack of a rank that hangs) on failure, and restarts the workers then.
+        """
+        assert 1 <= world_size <= self.size, f"world size {world_size} of a pool of {self.size}"
+        if not self._workers:
+            self._start()
+        self._calls += 1
+        request = pickle.dumps((self._calls, world_size, function, args, timeout))
+        workers = self._workers[:world_size]
+        for worker in workers:
+            worker.connection.send_bytes(request)
+        try:
+            replies = self._collect(workers, timeout)
+            if all(succeeded for succeeded, _ in replies):
+                return [value for _, value in replies]
+        except BaseException:  # an interrupted test must not leave replies behind
+            self.close()
+            raise
+        self.close()
+        name = getattr(function, "__qualname__", repr(function))
+        reports = "\n".join(
+            f"--- rank {rank}: {'finished' if succeeded else value}"
+            for rank, (succeeded, value) in enumerate(replies)
+        )
+        raise AssertionError(f"{name} failed on {world_size} ranks:\n{reports}")
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[tuple[bool, Any]]:
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < len(workers):
+            pending = [worker for worker in workers if worker.rank not in replies]
+            ready = wait(
+                [worker.connection for worker in pending], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                break
+            for worker in pending:
+                if worker.connection not in ready:
+                    continue
+                try:
+                    replies[worker.rank] = pickle.loads(worker.connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    worker.process.join(1.0)
+                    code = worker.process.exitcode
+                    replies[worker.rank] = (False, f"process ended with exit code {code}")
+                if not replies[worker.rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        for worker in workers:
+            if worker.rank not in replies:
+                replies[worker.rank] = (False, f"no answer in time\n{worker.stack()}")
+        return [replies[worker.rank] for worker in workers]

@@ -1,0 +1,75 @@
+"""Ranks that fail together, and sums and votes over groups.
+
+Regimes: one rank raises and the others wait for it; ranks raise different errors; the message is
+lost.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distill.errors import CheckpointError, DataError, MegatronDistillError
+from megatron_distill.runtime.collectives import agree, any_rank, sum_over, together
+from tests.distributed.pool import Pool
+
+
+def _fail_on(rank: int, world: int, failing: dict[int, str]) -> tuple[str, str] | None:
+    try:
+        with together():
+            if rank in failing:
+                raise DataError(failing[rank]) if rank % 2 == 0 else CheckpointError(failing[rank])
+    except MegatronDistillError as error:
+        dist.barrier()  # still in step with each other
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ({}, None),
+        ({0: "no file"}, ("DataError", "no file")),
+        ({3: "torn"}, ("CheckpointError", "torn")),
+        ({1: "first", 2: "second"}, ("CheckpointError", "first")),
+    ],
+)
+def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(
+    pool: Pool, failing: dict[int, str], expected: tuple[str, str] | None
+) -> None:
+    assert pool.run(4, _fail_on, failing) == [expected] * 4
+
+
+def _agree_keeps_the_cause(rank: int, world: int) -> bool:
+    mine = DataError("here") if rank == 1 else None
+    try:
+        agree(mine)
+    except DataError as error:
+        return error.__cause__ is mine
+    return False
+
+
+def test_the_failing_rank_keeps_its_traceback(pool: Pool) -> None:
+    assert pool.run(2, _agree_keeps_the_cause)[1]
+
+
+def _votes(rank: int, world: int, yes: int) -> bool:
+    return any_rank(rank == yes, device=torch.device("cpu"))
+
+
+def test_one_vote_is_enough_and_none_is_not(pool: Pool) -> None:
+    assert pool.run(4, _votes, 2) == [True] * 4
+    assert pool.run(4, _votes, -1) == [False] * 4
+
+
+def _sum(rank: int, world: int) -> tuple[float, float]:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    value = torch.tensor([float(10**rank)])
+    total = sum_over(value, rows[rank // 2], columns[rank % 2])
+    return total.item(), value.item()
+
+
+def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool: Pool) -> None:
+    assert pool.run(4, _sum) == [(1111.0, float(10**rank)) for rank in range(4)]

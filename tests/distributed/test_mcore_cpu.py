@@ -1,0 +1,106 @@
+"""The patches that let Megatron-Core run without CUDA.
+
+Regimes: an upstream release in which a patched place has moved; a patch that changes nothing; a
+second application; an unknown release.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from functools import reduce
+
+import pytest
+import torch
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime import mcore_cpu
+from megatron_distill.runtime.mcore_cpu import (
+    LITERAL_CHANGES,
+    LiteralChange,
+    change_literals,
+    prepare_megatron_core,
+)
+from tests.distributed.pool import Pool
+
+
+def _constants(code: types.CodeType) -> set[object]:
+    found: set[object] = set()
+    for constant in code.co_consts:
+        found |= _constants(constant) if isinstance(constant, types.CodeType) else {constant}
+    return found
+
+
+def _literals_left(rank: int, world: int) -> tuple[list[str], list[str]]:
+    prepare_megatron_core(on_cuda=False)
+    prepare_megatron_core(on_cuda=False)
+    left, source_without = [], []
+    for change in LITERAL_CHANGES:
+        found = reduce(getattr, change.function.split("."), sys.modules[change.module])
+        function = inspect.unwrap(getattr(found, "__func__", found))
+        name = f"{change.module}.{change.function}"
+        if _constants(function.__code__) & set(change.constants):
+            left.append(name)
+        source = inspect.getsource(function)
+        words = [
+            word for key in change.constants for word in ([key] if isinstance(key, str) else key)
+        ]
+        if not all(word in source for word in words):
+            source_without.append(name)
+    return left, source_without
+
+
+def test_every_listed_literal_is_in_the_source_and_gone_from_the_code(pool: Pool) -> None:
+    assert pool.run(1, _literals_left) == [([], [])]
+
+
+def _host_names(rank: int, world: int) -> bool:
+    prepare_megatron_core(on_cuda=False)
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        torch.cuda.synchronize()
+    moved = torch.ones(2).cuda()
+    return torch.cuda.current_device() == torch.device("cpu") == moved.device
+
+
+def test_cuda_names_mean_the_host(pool: Pool) -> None:
+    assert pool.run(1, _host_names) == [True]
+
+
+def _module_with(function: types.FunctionType) -> str:
+    module = types.ModuleType("synthetic_upstream")
+    setattr(module, function.__name__, function)
+    sys.modules[module.__name__] = module
+    return module.__name__
+
+
+def _counter(where: str = "x") -> list[object]:
+    def inner() -> str:
+        return "cuda"
+
+    return [inner(), ("a", "b"), where]
+
+
+def test_a_literal_is_exchanged_in_nested_functions_and_tuples() -> None:
+    name = _module_with(_counter)
+    change_literals(LiteralChange(name, "_counter", {"cuda": "cpu", ("a", "b"): ("c",)}, "test"))
+    assert _counter() == ["cpu", ("c",), "x"]
+
+
+def test_a_literal_that_is_gone_is_an_error_that_names_it() -> None:
+    name = _module_with(_counter)
+    with pytest.raises(ConfigError, match="no longer holds.*torch.cuda.NoTensor"):
+        change_literals(LiteralChange(name, "_counter", {"torch.cuda.NoTensor": "x"}, "test"))
+
+
+def test_a_function_that_is_gone_is_an_error_that_names_it() -> None:
+    name = _module_with(_counter)
+    with pytest.raises(ConfigError, match=r"has no synthetic_upstream\.moved"):
+        change_literals(LiteralChange(name, "moved", {"a": "b"}, "test"))
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcore_cpu, "version", lambda _: "9.9.9")
+    monkeypatch.setattr(mcore_cpu, "_host_device", object())
+    with pytest.raises(ConfigError, match="megatron-core 9.9.9 is installed"):
+        prepare_megatron_core(on_cuda=False)

@@ -1,0 +1,209 @@
+"""Models against plain references, in one process and in several.
+
+Regimes: attention that looks into another document or ahead; grouped queries matched to the
+wrong head; a context shard that sees too little; positions that do not restart; a head cut along
+the wrong rows; hidden states that depend on the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distill.runtime.batch import Batch
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+LENGTH = 32
+
+
+def packed_batch(*, isolate: bool) -> Batch:
+    """Two sequences of several documents, the second with padding at its end."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 200, (2, LENGTH), generator=generator)
+    documents = torch.zeros(2, LENGTH, dtype=torch.int64)
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    if isolate:
+        documents[0, 5:20] = 1
+        documents[0, 20:] = 2
+        documents[1, 17:] = 1
+        documents[1, 28:] = -1
+        for row in range(2):
+            for start in (5, 20) if row == 0 else (17, 28):
+                positions[row, start:] = torch.arange(LENGTH - start)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    return Batch(
+        tokens_bs=tokens,
+        labels_bs=tokens.roll(-1, 1),
+        ce_mask_bs=mask,
+        kd_mask_bs=mask,
+        position_ids_bs=positions,
+        document_ids_bS=documents,
+        sequence_index_s=torch.arange(LENGTH),
+        sample_ids_b=torch.arange(2),
+        isolate_documents=isolate,
+    )
+
+
+def reference_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents_bS: torch.Tensor
+) -> torch.Tensor:
+    """Attention by its definition, one query at a time, float64; shapes as in Megatron."""
+    length, batch, heads, size = query.shape
+    group = heads // key.shape[2]
+    out = torch.zeros(length, batch, heads, size, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                seen = [j for j in range(i + 1) if documents_bS[b, j] == documents_bS[b, i]]
+                scores = key[seen, b, h // group].double() @ query[i, b, h].double() / size**0.5
+                out[i, b, h] = scores.softmax(0) @ value[seen, b, h // group].double()
+    return out.flatten(2)
+
+
+def _attention(rank: int, world: int, isolate: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    with megatron_groups(context=world) as groups:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from megatron_distill.models.architecture import Execution, transformer_config
+        from megatron_distill.models.attention import TorchAttention, attention_mask
+
+        execution = Execution(torch.float32, torch.device("cpu"))
+        config = transformer_config(small_architecture(), groups.layout, execution)
+        core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.megatron)
+        generator = torch.Generator().manual_seed(5)
+        whole = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
+        weight = torch.randn(LENGTH, 2, 32, generator=generator)
+        batch = packed_batch(isolate=isolate).context_shard(rank, world)
+        index = batch.sequence_index_s
+        local = [tensor[index].requires_grad_() for tensor in whole]
+        mask = attention_mask(batch, context_size=world)
+        out = core(*local, mask)
+        (out * weight[index]).sum().backward()
+        return out.detach(), index, [tensor.grad for tensor in local]
+
+
+def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
+    order = torch.cat([index for _, index, _ in shards])
+    return torch.cat([pick(shard) for shard in shards])[order.argsort()]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_attention_equals_its_definition_for_any_context_split(
+    pool: Pool, world: int, isolate: bool
+) -> None:
+    shards = pool.run(world, _attention, isolate)
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    weight = torch.randn(LENGTH, 2, 32, generator=generator)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    documents = packed_batch(isolate=isolate).document_ids_bS
+    expected = reference_attention(*tensors, documents)
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(
+        _gathered(shards, lambda shard: shard[0]).double(), expected.detach(), atol=2e-6, rtol=0
+    )
+    for number, tensor in enumerate(tensors):
+        assert tensor.grad is not None
+        found = _gathered(shards, lambda shard, n=number: shard[2][n])
+        torch.testing.assert_close(found, tensor.grad, atol=5e-6, rtol=0)
+
+
+def _hidden(rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any]) -> torch.Tensor:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt, hidden_for_head, run_model
+
+        execution = Execution(torch.float32, torch.device("cpu"))
+        (model,) = build_gpt(
+            small_architecture(**changes), groups=groups, execution=execution, seed=11
+        )
+        batch = packed_batch(isolate=True)
+        with torch.no_grad():
+            return hidden_for_head(run_model(model, batch, context_size=1), groups=groups)
+
+
+ARCHITECTURES = {
+    "llama": {},
+    "gpt2": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "positions": "learned",
+        "qkv_bias": True,
+        "linear_bias": True,
+        "tied_embeddings": True,
+    },
+    "qwen3": {"qk_norm": True, "head_size": 12, "qkv_bias": True},
+    "gemma": {"activation": "geglu", "tied_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("sequence", [False, True])
+def test_hidden_states_do_not_depend_on_tensor_parallelism(
+    pool: Pool, name: str, sequence: bool
+) -> None:
+    (whole,) = pool.run(1, _hidden, {}, ARCHITECTURES[name])
+    layout = {"tensor": 2, "sequence": sequence}
+    for shard in pool.run(2, _hidden, layout, ARCHITECTURES[name]):
+        torch.testing.assert_close(shard, whole, atol=2e-5, rtol=0)
+
+
+def _document_alone(rank: int, world: int, positions: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with megatron_groups() as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt, run_model
+
+        execution = Execution(torch.float32, torch.device("cpu"))
+        architecture = small_architecture(positions=positions)
+        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        packed = packed_batch(isolate=True)
+        alone = Batch(
+            tokens_bs=packed.tokens_bs[:1, 5:20],
+            labels_bs=packed.labels_bs[:1, 5:20],
+            ce_mask_bs=packed.ce_mask_bs[:1, 5:20],
+            kd_mask_bs=packed.kd_mask_bs[:1, 5:20],
+            position_ids_bs=torch.arange(15)[None],
+            document_ids_bS=torch.zeros(1, 15, dtype=torch.int64),
+            sequence_index_s=torch.arange(15),
+            sample_ids_b=torch.zeros(1, dtype=torch.int64),
+            isolate_documents=True,
+        )
+        with torch.no_grad():
+            together = run_model(model, packed, context_size=1)[5:20, 0]
+            return together, run_model(model, alone, context_size=1)[:, 0]
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_packed_document_is_read_as_if_it_were_alone(pool: Pool, positions: str) -> None:
+    ((together, alone),) = pool.run(1, _document_alone, positions)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def _aligned(rank: int, world: int, own_rows: int, wanted_rows: int) -> torch.Tensor:
+    with megatron_groups(tensor=world) as groups:
+        from megatron_distill.models.head import align_head
+        from megatron_distill.ops import VocabShard
+
+        size = 10
+        whole = torch.arange(own_rows * world * 3, dtype=torch.float32).view(-1, 3)
+        own = VocabShard(size=size, start=rank * own_rows, stop=(rank + 1) * own_rows)
+        wanted = VocabShard(size=size, start=rank * wanted_rows, stop=(rank + 1) * wanted_rows)
+        shard = whole[own.start : own.stop]
+        return align_head(shard, own=own, wanted=wanted, group=groups.tensor)
+
+
+@pytest.mark.parametrize(("own_rows", "wanted_rows"), [(5, 5), (6, 5), (5, 8), (8, 6), (12, 5)])
+def test_a_frozen_head_is_cut_along_other_shards(
+    pool: Pool, own_rows: int, wanted_rows: int
+) -> None:
+    shards = pool.run(2, _aligned, own_rows, wanted_rows)
+    whole = torch.cat(shards)
+    assert whole.shape[0] == 2 * wanted_rows
+    torch.testing.assert_close(whole[:10], torch.arange(30, dtype=torch.float32).view(-1, 3))
+    if own_rows != wanted_rows:
+        assert whole[10:].count_nonzero() == 0

@@ -1,0 +1,103 @@
+"""Logits for writing text against a plain forward pass, in one process and in several.
+
+Regimes: the logits of another position or of padding; padded vocabulary columns among them; a rank
+that sees other logits than its neighbour and so writes another text; a soft-cap left out; a length
+that sequence parallelism cannot split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distill.errors import ConfigError
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+LENGTH = 11
+VOCAB = 197
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def _changes(logit_softcap: float | None) -> dict[str, Any]:
+    # Large weights, so that a cap bends the logits; a vocabulary with padding columns.
+    return {"vocab_size": VOCAB, "logit_softcap": logit_softcap, "init_std": 0.5}
+
+
+def _next(
+    rank: int, world: int, layout: dict[str, Any], logit_softcap: float | None
+) -> torch.Tensor:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.train.next_token import NextToken
+
+        device = torch.device("cpu")
+        architecture = small_architecture(**_changes(logit_softcap))
+        (model,) = build_gpt(
+            architecture, groups=groups, execution=Execution(torch.float32, device), seed=11
+        )
+        return NextToken(model, architecture, groups, device)(prompt())
+
+
+def _oracle(rank: int, world: int, logit_softcap: float | None) -> torch.Tensor:
+    """Every position's logits [b, s, vocabulary] from the whole head in float64."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt, run_model
+        from megatron_distill.train.next_token import _whole_document
+
+        architecture = small_architecture(**_changes(logit_softcap))
+        execution = Execution(torch.float32, torch.device("cpu"))
+        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        with torch.no_grad():
+            hidden_sbh = run_model(model, _whole_document(prompt()), context_size=1)
+            logits = hidden_sbh.transpose(0, 1).double() @ model.head_weight()[:VOCAB].double().T
+            if logit_softcap is None:
+                return logits
+            return logit_softcap * (logits / logit_softcap).tanh()
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tensor": 2},
+    {"tensor": 2, "sequence": True},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 2},
+]
+
+
+@pytest.mark.parametrize("logit_softcap", [None, 3.0])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_of_every_layout_sees_the_last_positions_logits(
+    pool: Pool, layout: dict[str, Any], logit_softcap: float | None
+) -> None:
+    (everywhere,) = pool.run(1, _oracle, logit_softcap)
+    world = layout.get("tensor", 1) * layout.get("pipeline", 1)
+    found = pool.run(world, _next, layout, logit_softcap)
+    assert found[0].dtype == torch.float32
+    for logits in found:
+        assert torch.equal(logits, found[0]), "ranks would write different texts"
+    torch.testing.assert_close(found[0].double(), everywhere[:, -1], atol=2e-5, rtol=2e-5)
+
+
+def _context(rank: int, world: int) -> str:
+    with megatron_groups(context=2) as groups:
+        from megatron_distill.train.next_token import NextToken
+
+        try:
+            NextToken(None, small_architecture(), groups, torch.device("cpu"))  # type: ignore[arg-type]
+        except ConfigError as error:
+            return str(error)
+        return "accepted"
+
+
+def test_context_parallelism_is_refused_by_name(pool: Pool) -> None:
+    for said in pool.run(2, _context):
+        assert said.startswith("parallel.context=2:")
+        assert said.endswith("set parallel.context=1")

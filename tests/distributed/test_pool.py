@@ -1,0 +1,112 @@
+"""The pool itself: results by rank, readable failures, crashes and hangs that cost one call."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool
+
+
+def summed_rank(rank: int, world_size: int, offset: int) -> tuple[int, int, float]:
+    total = torch.tensor([float(rank + offset)])
+    dist.all_reduce(total)
+    return rank, dist.get_world_size(), total.item()
+
+
+def process_id(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def fail_on_last_rank(rank: int, world_size: int) -> None:
+    if rank == world_size - 1:
+        raise ValueError("value seven is odd")
+    dist.barrier()
+
+
+def crash_on_first_rank(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def hang_on_first_rank(rank: int, world_size: int) -> None:
+    if rank == 0:
+        time.sleep(600)
+
+
+def unpicklable(rank: int, world_size: int) -> object:
+    return lambda: None
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """Two workers of our own: the failures below restart them, not the session's pool."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 3, 2])
+def test_results_come_by_rank_from_a_group_of_the_asked_size(pool: Pool, world_size: int) -> None:
+    total = float(sum(range(10, 10 + world_size)))
+    expected = [(rank, world_size, total) for rank in range(world_size)]
+    assert pool.run(world_size, summed_rank, 10) == expected
+
+
+def test_workers_persist_between_calls(pool: Pool) -> None:
+    first = pool.run(4, process_id)
+    assert len(set(first)) == 4
+    assert pool.run(2, process_id) == first[:2]
+
+
+def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None:
+    with pytest.raises(AssertionError, match="rank 1: Traceback(.|\n)*value seven is odd"):
+        pair.run(2, fail_on_last_rank)
+    assert len(pair.run(2, summed_rank, 0)) == 2
+
+
+def test_crash_names_the_exit_code_and_the_next_call_works(pair: Pool) -> None:
+    with pytest.raises(AssertionError, match="rank 0: process ended with exit code 3"):
+        pair.run(2, crash_on_first_rank)
+    assert len(pair.run(2, summed_rank, 0)) == 2
+
+
+def test_hang_shows_where_it_hangs_and_the_next_call_works(pair: Pool) -> None:
+    with pytest.raises(AssertionError, match="no answer in time(.|\n)*hang_on_first_rank"):
+        pair.run(2, hang_on_first_rank, timeout=1.0)
+    assert len(pair.run(2, summed_rank, 0)) == 2
+
+
+def test_result_that_does_not_pickle_is_reported(pair: Pool) -> None:
+    with pytest.raises(AssertionError, match="rank 0: Traceback(.|\n)*unpicklable"):
+        pair.run(1, unpicklable)
+
+
+def test_workers_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "leave.py"
+    program.write_text(
+        "import os, signal\n"
+        "from tests.distributed.pool import Pool\n"
+        "from tests.distributed.test_pool import process_id\n"
+        "if __name__ == '__main__':\n"
+        "    print(*Pool(2).run(2, process_id), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = dict(os.environ, PYTHONPATH=root, TMPDIR=str(tmp_path))
+    finished = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    workers = [int(word) for word in finished.stdout.split()]
+    assert len(workers) == 2, finished.stderr
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, f"workers {workers} outlive the killed parent"
+        time.sleep(0.05)

@@ -1,0 +1,27 @@
+"""What every end-to-end run starts from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import (
+    GPT_LIKE,
+    MOE,
+    STUDENT,
+    TEACHER,
+    Inputs,
+    train_tokenizer,
+    write_corpus,
+)
+
+
+@pytest.fixture(scope="session")
+def inputs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """One corpus, one tokenizer and the configurations that all end-to-end tests vary."""
+    found = Inputs(tmp_path_factory.mktemp("e2e"))
+    write_corpus(found.corpus)
+    assert pool.run(1, train_tokenizer, found, timeout=120.0) == [301]
+    for name, student in (("dense", STUDENT), ("gpt", GPT_LIKE), ("moe", MOE)):
+        found.write(name, student, TEACHER)
+    return found

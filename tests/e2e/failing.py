@@ -1,0 +1,87 @@
+"""The entry script called in pool workers, with what it says and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import SECONDS
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "pretrain_distill.py"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended: exit status, and what it wrote to stderr."""
+
+    status: int
+    said: str
+
+
+def entry_script() -> ModuleType:
+    """Import the script from its file, as nothing else imports it."""
+    spec = importlib.util.spec_from_file_location("pretrain_distill", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def file_size_limit(limit: int | None) -> Iterator[None]:
+    """Let writing fail beyond so many bytes of a file, as on a disk that fills up."""
+    if limit is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def call_script(rank: int, world: int, arguments: Sequence[str], limits: dict[int, int]) -> Ending:
+    """Call the script's main function as torchrun would, `limits` bytes a file on some ranks."""
+    places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(places)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), file_size_limit(limits.get(rank)):
+            status = entry_script().main(arguments)
+    finally:
+        for name in places:
+            del os.environ[name]
+    return Ending(status, said.getvalue())
+
+
+def call(
+    pool: Pool,
+    config: Path,
+    output: Path,
+    *overrides: str,
+    world: int = 2,
+    limits: dict[int, int] | None = None,
+) -> list[Ending]:
+    """Call the script on every rank; no answer within SECONDS is a failure."""
+    arguments = ["--config", str(config), f"output={output}", *overrides]
+    return pool.run(world, call_script, arguments, limits or {}, timeout=SECONDS)
+
+
+def message(endings: Sequence[Ending]) -> str:
+    """Return the one message of a run that failed on all ranks."""
+    assert [ending.status for ending in endings] == [1] * len(endings)
+    assert not any("Traceback" in ending.said for ending in endings)
+    first, *others = (ending.said for ending in endings)
+    assert not any("error: " in said for said in others)
+    assert first.count("\nerror: ") == 1, first
+    return first.split("\nerror: ")[1].strip()

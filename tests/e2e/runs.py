@@ -1,0 +1,271 @@
+"""Small whole runs: one configuration on disk, trained in the pool's workers or under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_distill import log
+from megatron_distill.config import RunConfig, check_layout, load_config
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.device import Device
+from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.termination import TerminationRequest
+from tests.distributed.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_distill.train.loop import Parts
+
+STEPS = 20
+SECONDS = 300.0  # of one run; only a hang takes that long
+
+STUDENT = """\
+student:
+  architecture:
+    num_layers: 4
+    hidden_size: 32
+    ffn_hidden_size: 48
+    num_attention_heads: 4
+    num_kv_heads: 2
+    norm: rmsnorm
+    activation: swiglu
+    positions: rope
+    init_std: 0.1
+"""
+GPT_LIKE = """\
+student:
+  architecture:
+    num_layers: 4
+    hidden_size: 32
+    ffn_hidden_size: 64
+    num_attention_heads: 4
+    norm: layernorm
+    activation: gelu
+    positions: learned
+    qkv_bias: true
+    linear_bias: true
+    init_std: 0.1
+"""
+MOE = (
+    STUDENT
+    + """\
+    moe:
+      num_experts: 4
+      top_k: 2
+      ffn_hidden_size: 24
+"""
+)
+# Far from uniform, so that the distillation term is as large as the cross-entropy.
+TEACHER = """\
+teacher:
+  architecture:
+    num_layers: 2
+    hidden_size: 40
+    ffn_hidden_size: 64
+    num_attention_heads: 4
+    norm: rmsnorm
+    activation: swiglu
+    positions: rope
+    init_std: 0.2
+"""
+COMMON = """\
+seed: 7
+data:
+  sources:
+    - {{format: jsonl, paths: {corpus}}}
+  tokenizer: {{path: {tokenizer}}}
+  sequence_length: 32
+  validation_fraction: 0.1
+  shuffle_buffer: 16
+objective:
+  terms:
+    - {{divergence: forward_kl, weight: 1.0}}
+  chunk_tokens: 24
+optimizer:
+  learning_rate: 0.003
+schedule:
+  decay: cosine
+  warmup_steps: 4
+train:
+  steps: {steps}
+  global_batch_size: 8
+  micro_batch_size: 2
+checkpoint:
+  save: false
+logging:
+  progress: false
+runtime:
+  timeout_seconds: 120
+  threads: 1
+"""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all runs of a test session share: a corpus, a tokenizer, initial weights."""
+
+    folder: Path
+
+    @property
+    def corpus(self) -> Path:
+        """JSON lines, documents from a few tokens to several sequences long."""
+        return self.folder / "corpus.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """A byte-level BPE whose size is not a multiple of any padding unit."""
+        return self.folder / "tokenizer"
+
+    def write(self, name: str, *sections: str, steps: int = STEPS) -> Path:
+        """Write a configuration of these sections and the common ones."""
+        common = COMMON.format(corpus=self.corpus, tokenizer=self.tokenizer, steps=steps)
+        path = self.folder / f"{name}.yaml"
+        path.write_text("".join(sections) + common)
+        return path
+
+
+def write_corpus(path: Path) -> None:
+    """Write functions of Python's own `json` and `string` as documents of very different length."""
+    import argparse
+    import json.decoder
+    import string
+
+    pieces: list[str] = []
+    for module in (json.decoder, string, argparse):
+        assert module.__file__ is not None
+        pieces += Path(module.__file__).read_text(encoding="utf-8").split("\n\n")[:150]
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces if piece))
+
+
+def train_tokenizer(rank: int, world_size: int, inputs: Inputs) -> int:
+    """Train the session's tokenizer; to be called in a pool worker."""
+    from megatron_distill.data.tokenizer import train_bpe
+
+    texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
+    tokenizer = train_bpe(texts, vocab_size=301)
+    tokenizer.save(inputs.tokenizer)
+    return tokenizer.vocab_size
+
+
+def configure(rank: int, config_path: Path, overrides: Sequence[str], world: int) -> RunConfig:
+    """Prepare a pool worker as the entry script prepares a rank."""
+    log.configure(rank, other_ranks_level=40)
+    config = load_config(config_path, overrides)
+    check_layout(config, world)
+    prepare_megatron_core(on_cuda=False)
+    torch.set_num_threads(1)
+    return config
+
+
+CPU = Device("cpu", "gloo", torch.device("cpu"))
+
+
+class StopAfter(TerminationRequest):
+    """A termination request that arrives during the n-th step."""
+
+    def __init__(self, steps: int | None) -> None:
+        super().__init__()
+        self._left = steps
+
+    @property
+    def received(self) -> bool:
+        """Whether the step has come; the loop asks once per step."""
+        if self._left is not None:
+            self._left -= 1
+        return self._left == 0
+
+
+def train_here(
+    rank: int,
+    world: int,
+    config_path: Path,
+    overrides: Sequence[str],
+    stop_after: int | None = None,
+) -> bool:
+    """Run one training in a pool worker; returns whether it reached its last step."""
+    config = configure(rank, config_path, overrides, world)
+    from megatron_distill.train.assemble import run_training
+
+    return run_training(config, CPU, StopAfter(stop_after))
+
+
+def failure_here(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
+    """Run one training that must fail in a pool worker; returns the error's kind and message."""
+    try:
+        train_here(rank, world, config_path, overrides)
+    except MegatronDistillError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no failure"
+
+
+@contextmanager
+def assembled(
+    rank: int, world: int, config_path: Path, overrides: Sequence[str]
+) -> Iterator[tuple[RunConfig, Parts]]:
+    """Everything a training works with, for a test that looks inside; in a pool worker."""
+    from contextlib import ExitStack
+
+    config = configure(rank, config_path, overrides, world)
+    from megatron_distill.train import assemble
+
+    with assemble._groups(config) as groups, ExitStack() as resources:
+        yield config, assemble._assemble(config, CPU, groups, resources)
+
+
+def run(
+    pool: Pool,
+    world: int,
+    config_path: Path,
+    output: Path,
+    *overrides: str,
+    stop_after: int | None = None,
+) -> list[dict[str, Any]]:
+    """Train in `world` pool workers and return the records of the steps."""
+    arguments = [f"output={output}", *overrides]
+    finished = pool.run(world, train_here, config_path, arguments, stop_after, timeout=SECONDS)
+    assert finished == [stop_after is None] * world
+    return step_records(output)
+
+
+def failure(pool: Pool, world: int, config_path: Path, output: Path, *overrides: str) -> str:
+    """Train in `world` pool workers and return the error that must come out on all of them."""
+    arguments = [f"output={output}", *overrides]
+    said = pool.run(world, failure_here, config_path, arguments, timeout=SECONDS)
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+def checkpoints(output: Path) -> list[str]:
+    """Return the names in a run's folder of checkpoints."""
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """Return every record of a run's log."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_records(output: Path) -> list[dict[str, Any]]:
+    """Return the records of steps, which are not those of validations."""
+    return [record for record in records(output) if "validation" not in record]
+
+
+def course(found: Sequence[dict[str, Any]]) -> list[tuple[float, ...]]:
+    """Reduce records to what must be bit-identical between two runs that are the same."""
+    names = ("step", "tokens", "ce_loss", "kd_loss", "total_loss", "grad_norm", "learning_rate")
+    return [tuple(record[name] for name in names) for record in found]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a torchrun on a shared machine."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **changes}

@@ -1,0 +1,155 @@
+"""A step whose loss or gradient is not finite is not applied, on any rank.
+
+Regimes: only one rank sees it; the loss is finite and the gradient is not; some ranks step and
+others do not; moments that are decayed although the weights stay; steps that are not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool
+from tests.e2e.failing import call, message
+from tests.e2e.runs import Inputs, assembled, checkpoints, step_records
+
+if TYPE_CHECKING:
+    from megatron_distill.train.loop import Parts
+    from megatron_distill.train.run_state import RunState
+
+TENSOR = "parallel.tensor=2"
+PIPELINE = "parallel.pipeline=2"
+SAVE = "checkpoint.save=true"
+
+
+def _as_bits(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def poisoned_step(
+    rank: int, world: int, config: Path, overrides: list[str], poison: str
+) -> tuple[str, bool, bool]:
+    """Train with something that is not finite; what was said, and what stayed as it was."""
+    from megatron_distill.errors import TrainingError
+
+    with assembled(rank, world, config, overrides) as (found, parts):
+        from megatron_distill.runtime.termination import TerminationRequest
+        from megatron_distill.train.assemble import _plan
+        from megatron_distill.train.loop import train
+
+        state = parts.state
+        if poison == "one token":
+            _poison_embedding(state, token=_token_of_one_sample(parts))
+        weights = [p for chunk in state.student.chunks for p in chunk.parameters()]
+        before = _as_bits(weights)
+        moments = _as_bits(_moments(state))
+        said = ""
+        try:
+            train(parts, _plan(found), TerminationRequest())
+        except TrainingError as error:
+            said = str(error)
+        return said, _as_bits(weights) == before, _as_bits(_moments(state)) == moments
+
+
+def _token_of_one_sample(parts: Parts) -> int:
+    """A token that a single sample of the first step holds, so that one rank alone sees it."""
+    beginning = parts.loader.state_dict()
+    batches = parts.loader.take(1).micro_batches
+    parts.loader.load_state_dict(beginning)
+    mine = {
+        int(number): set(row.tolist())
+        for batch in batches
+        for number, row in zip(batch.sample_ids_b, batch.tokens_bs, strict=True)
+    }
+    everyones: list[dict[int, set[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    rows = {number: row for rank in everyones for number, row in rank.items()}
+    counts = Counter(token for row in rows.values() for token in row)
+    return min(token for token, count in counts.items() if count == 1)
+
+
+def _poison_embedding(state: RunState, *, token: int) -> None:
+    from megatron_distill.models.gpt import vocab_shard
+
+    shard = vocab_shard(state.architecture, state.student.groups)
+    for chunk in state.student.chunks:
+        if chunk.pre_process and shard.start <= token < shard.stop:
+            weight = chunk.embedding.word_embeddings.weight
+            weight.data[token - shard.start] = torch.nan
+
+
+def _moments(state: RunState) -> list[torch.Tensor]:
+    return [
+        tensor
+        for part in state.optimizer.chained_optimizers
+        for values in part.optimizer.state.values()
+        for tensor in values.values()
+    ]
+
+
+@pytest.mark.parametrize("poison", ["one token", "gradient"])
+@pytest.mark.parametrize(
+    "layout",
+    [(), (TENSOR,), (PIPELINE,), ("optimizer.distributed=false",), ("train.precision=bf16",)],
+    ids=["DP2", "TP2", "PP2", "whole optimizer", "bf16"],
+)
+def test_a_step_that_is_not_finite_is_not_applied(
+    pool: Pool, inputs: Inputs, tmp_path: Path, poison: str, layout: tuple[str, ...]
+) -> None:
+    # A weight of 1e30 leaves the loss finite and the square of the gradient not.
+    weight = ("objective.ce_weight=1e30",) if poison == "gradient" else ()
+    overrides = [f"output={tmp_path}", SAVE, *weight, *layout]
+    found = pool.run(
+        2, poisoned_step, inputs.folder / "dense.yaml", overrides, poison, timeout=120.0
+    )
+    said, weights_stay, moments_stay = found[0]
+    assert found[1] == found[0]
+    assert said.startswith("step 1: the loss is ")
+    assert ("nan" if poison == "one token" else "inf") in said
+    assert "samples 0, 1, 2, 3, 4, 5, 6, 7 of the stream" in said
+    assert "train.max_bad_steps=0" in said
+    assert "optimizer.learning_rate" in said
+    assert weights_stay
+    assert moments_stay
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    endings = call(
+        pool, inputs.folder / "dense.yaml", tmp_path, TENSOR, SAVE, "checkpoint.interval=1",
+        "optimizer.learning_rate=1e30", "optimizer.clip_grad_norm=0", "train.max_bad_steps=2",
+        "schedule.warmup_steps=0", "schedule.decay=constant",
+    )  # fmt: skip
+    said = message(endings)
+    assert said.startswith("step 4: ")
+    assert "samples 24, 25, 26, 27, 28, 29, 30, 31 of the stream" in said
+    assert "3 such steps are more than train.max_bad_steps=2" in said
+    for step in (2, 3):
+        assert f"step {step}: the loss is" in endings[0].said
+    found = step_records(tmp_path)
+    assert [record.get("skipped", False) for record in found] == [False, True, True]
+    assert found[1]["grad_norm"] is None
+    assert found[1]["not_finite"]["grad_norm"] in ("NaN", "Infinity")
+    # The steps that were saved are those before the end; they can be resumed and fail again.
+    assert checkpoints(tmp_path) == ["step_0000002", "step_0000003"]
+    again = message(
+        call(
+            pool,
+            inputs.folder / "dense.yaml",
+            tmp_path,
+            TENSOR,
+            SAVE,
+            "optimizer.learning_rate=1e30",
+            "train.max_bad_steps=2",
+            "schedule.warmup_steps=0",
+            "schedule.decay=constant",
+        )  # fmt: skip
+    )
+    assert again.startswith("step 4: ")

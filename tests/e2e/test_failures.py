@@ -1,0 +1,260 @@
+"""What a user can get wrong ends every rank with one message that says what to change.
+
+Regimes: ranks that go on or wait for ever; a message per rank, or none; a traceback instead of a
+sentence; a step that is applied although it was not finite; files left half-written.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.failing import call, message
+from tests.e2e.runs import Inputs, checkpoints, run, step_records
+
+if TYPE_CHECKING:
+    pass
+
+ARCHITECTURE = "student.architecture."
+TEACHER = "teacher.architecture."
+TENSOR = "parallel.tensor=2"
+PIPELINE = "parallel.pipeline=2"
+SAVE = "checkpoint.save=true"
+SHORT = ("train.steps=4", "schedule.warmup_steps=1")
+
+# overrides -> what the message must hold
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "unknown key": (
+        ("train.stepz=3",),
+        ("train.stepz: unknown key", "did you mean train.steps?"),
+    ),
+    "out of range": (
+        ("optimizer.learning_rate=-1", "train.micro_batch_size=0"),
+        ("2 problems", "optimizer.learning_rate = -1", "train.micro_batch_size = 0", "must be"),
+    ),
+    "world size": (
+        ("parallel.context=4",),
+        ("parallel.context", "= 4 does not divide the 2 processes", "start a multiple of 4"),
+    ),
+    "heads": (
+        (TENSOR, f"{ARCHITECTURE}num_attention_heads=3", f"{ARCHITECTURE}hidden_size=33",
+         f"{ARCHITECTURE}num_kv_heads=3", f"{ARCHITECTURE}head_size=8"),
+        (f"{ARCHITECTURE}num_attention_heads = 3", "parallel.tensor = 2", "use 1 or 3"),
+    ),
+    "KV groups": (
+        (TENSOR, f"{ARCHITECTURE}num_kv_heads=1"),
+        (f"{ARCHITECTURE}num_kv_heads = 1", "parallel.tensor = 2"),
+    ),
+    "layers": (
+        (PIPELINE, f"{ARCHITECTURE}num_layers=3"),
+        (f"{ARCHITECTURE}num_layers = 3", "parallel.pipeline = 2"),
+    ),
+    "layers of the teacher": (
+        (PIPELINE, f"{TEACHER}num_layers=1"),
+        (f"{TEACHER}num_layers = 1", "parallel.pipeline = 2"),
+    ),
+    "batch": (
+        ("train.global_batch_size=6",),
+        ("train.global_batch_size = 6", "train.micro_batch_size", "2 processes"),
+    ),
+    "sequence longer than the positions": (
+        (f"{ARCHITECTURE}max_position_embeddings=16",),
+        ("data.sequence_length = 32", f"{ARCHITECTURE}max_position_embeddings = 16"),
+    ),
+    "two vocabularies by name": (
+        (f"{ARCHITECTURE}vocab_size=512", f"{TEACHER}vocab_size=600"),
+        (f"{ARCHITECTURE}vocab_size = 512", f"{TEACHER}vocab_size = 600"),
+    ),
+    "two vocabularies": (
+        (f"{TEACHER}vocab_size=600",),
+        ("teacher's vocabulary has 600 tokens", "student's 301", f"{ARCHITECTURE}vocab_size"),
+    ),
+    "vocabulary smaller than the tokenizer": (
+        (f"{ARCHITECTURE}vocab_size=100", f"{TEACHER}vocab_size=100"),
+        (f"{ARCHITECTURE}vocab_size is 100", "301 tokens"),
+    ),
+    "no tokenizer": (
+        ("data.tokenizer.path=/nowhere/tokenizer",),
+        ("/nowhere/tokenizer: no such folder", "data.tokenizer.path"),
+    ),
+    "no checkpoint": (
+        ("teacher.checkpoint=/nowhere/run",),
+        ("/nowhere/run holds no complete checkpoint",),
+    ),
+    "no GPU": (("runtime.device=cuda",), ("runtime.device is cuda", "runtime.device=cpu")),
+    "nothing held out": (
+        ("validation.samples=4000",),
+        ("validation.samples is 4000", "raise data.validation_fraction"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_configuration_is_said_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    overrides, parts = WRONG[case]
+    output = tmp_path / "run"
+    said = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *overrides))
+    for part in parts:
+        assert part in said
+    assert not (output / "metrics.jsonl").exists()
+    assert not (output / "checkpoints").exists() or checkpoints(output) == []
+
+
+def test_an_output_that_cannot_be_written(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = message(call(pool, inputs.folder / "dense.yaml", tmp_path / "file" / "run", *SHORT))
+    assert f"output={tmp_path}/file/run: cannot write there" in said
+
+
+def _missing(folder: Path) -> tuple[Path, str]:
+    return folder / "gone.jsonl", "gone.jsonl: no such file; correct data.sources.paths"
+
+
+def _empty(folder: Path) -> tuple[Path, str]:
+    path = folder / "empty.jsonl"
+    path.write_text("\n")
+    return path, "no document to train on"
+
+
+def _unreadable(folder: Path) -> tuple[Path, str]:
+    path = folder / "unreadable.jsonl"
+    path.symlink_to("/proc/self/mem")  # reading its beginning is an input/output error
+    return path, "unreadable.jsonl: cannot be read (Input/output error)"
+
+
+def _not_utf8(folder: Path) -> tuple[Path, str]:
+    path = folder / "latin.jsonl"
+    path.write_bytes(b'{"text": "plain"}\n{"text": "caf\xe9"}\n')
+    return path, "latin.jsonl: not valid UTF-8 at line 2"
+
+
+def _corrupt(folder: Path) -> tuple[Path, str]:
+    path = folder / "corrupt.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "thr')
+    return path, "corrupt.jsonl:3: not a JSON object"
+
+
+def _cut_off(folder: Path) -> tuple[Path, str]:
+    path = folder / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 3)[:-9])
+    return path, "cut.jsonl.gz: damaged or cut off"
+
+
+@pytest.mark.parametrize("make", [_missing, _empty, _unreadable, _not_utf8, _corrupt, _cut_off])
+def test_wrong_data_are_said_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
+) -> None:
+    path, part = make(tmp_path)
+    output = tmp_path / "run"
+    said = message(
+        call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE,
+             f"data.sources.0.paths={path}", "data.validation_fraction=0")
+    )  # fmt: skip
+    assert part in said
+    assert not (output / "metrics.jsonl").exists() or step_records(output) == []
+    assert not (output / "checkpoints").exists() or checkpoints(output) == []
+
+
+def with_bad_lines(inputs: Inputs, path: Path, numbers: list[int]) -> int:
+    """Write the corpus with some lines cut; return how many lines there are."""
+    lines = inputs.corpus.read_text().splitlines()
+    for number in numbers:
+        lines[number - 1] = lines[number - 1][:-3]
+    path.write_text("\n".join(lines) + "\n")
+    return len(lines)
+
+
+def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    with_bad_lines(inputs, corpus, [70])
+    output = tmp_path / "run"
+    data = (f"data.sources.0.paths={corpus}", "data.shuffle_buffer=4", "train.steps=200")
+    said = message(
+        call(pool, inputs.folder / "dense.yaml", output, *data, SAVE, "checkpoint.interval=5",
+             "checkpoint.asynchronous=true")
+    )  # fmt: skip
+    assert f"{corpus}:70: not a JSON object" in said
+    assert "data.on_error=skip" in said
+    steps = [record["step"] for record in step_records(output)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 5 <= len(steps) < 200
+    # What was being written then is of a step that went well.
+    newest = len(steps) // 5 * 5
+    assert checkpoints(output)[-1] == f"step_{newest:07d}"
+
+
+def test_corrupt_lines_are_skipped_counted_and_reported(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    bad = list(range(3, 60, 3))
+    with_bad_lines(inputs, corpus, bad)
+    endings = call(
+        pool, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=40",
+        f"data.sources.0.paths={corpus}", "data.on_error=skip",
+    )  # fmt: skip
+    assert [ending.status for ending in endings] == [0, 0]
+    for number in bad[:10]:
+        assert f"skipped: {corpus}:{number}: not a JSON object" in endings[0].said
+    assert "skipped 16 records so far" in endings[0].said
+    assert len(step_records(tmp_path / "run")) == 40
+
+
+def test_a_checkpoint_of_another_model_is_said_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    run(pool, 1, config, tmp_path, *SHORT, SAVE)
+    said = message(
+        call(pool, config, tmp_path, "train.steps=5", SAVE, f"{ARCHITECTURE}qkv_bias=true")
+    )
+    assert f"{tmp_path}/checkpoints/step_0000004" in said
+    assert "qkv_bias is False there and True here" in said
+
+
+def test_a_sequence_beyond_the_positions_of_a_checkpoint(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    run(pool, 1, config, tmp_path / "short", *SHORT, SAVE)
+    said = message(
+        call(pool, config, tmp_path / "long", *SHORT, "student.architecture=null",
+             f"student.checkpoint={tmp_path / 'short'}", "data.sequence_length=64")
+    )  # fmt: skip
+    assert "data.sequence_length = 64" in said
+    assert "max_position_embeddings = 32" in said
+
+
+def test_a_folder_that_another_run_holds_is_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    import fcntl
+
+    tmp_path.joinpath(".lock").write_text("process 1 on elsewhere\n")
+    with (tmp_path / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        endings = pool.run(2, impatient, inputs.folder / "dense.yaml", tmp_path, timeout=60.0)
+    assert endings[0] == endings[1]
+    assert "another run (process 1 on elsewhere) is writing there" in endings[0]
+
+
+def impatient(rank: int, world: int, config: Path, output: Path) -> str:
+    """The error of a run that does not wait for another one."""
+    from unittest.mock import patch
+
+    from tests.e2e.runs import configure, failure_here
+
+    configure(rank, config, (), world)
+    from megatron_distill.train import run_folder
+
+    with patch.object(run_folder, "_PATIENCE_SECONDS", 0.5):
+        return failure_here(rank, world, config, [f"output={output}"])

@@ -1,0 +1,123 @@
+"""A disk that is full, or fills up while a run writes, ends all ranks and costs no checkpoint.
+
+Regimes: a check that comes after the writing; a failure of one rank that the others do not hear of;
+a folder that looks complete; a log that stops without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.failing import call, message
+from tests.e2e.runs import Inputs, checkpoints, configure, failure_here, run, step_records
+
+TENSOR = "parallel.tensor=2"
+SAVE = "checkpoint.save=true"
+SHORT = ("train.steps=4", "schedule.warmup_steps=1")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a memory file system of a given size, where this process may."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("mounting a file system is not permitted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
+    pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
+) -> None:
+    output = small_disk("512k") / "run"
+    said = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE))
+    assert "no space left for a checkpoint" in said
+    assert str(output / "checkpoints") in said
+    assert "checkpoint.keep" in said
+    assert checkpoints(output) == []
+    assert len(step_records(output)) == 4
+
+
+FULL = "free disk space or change `output`"
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fills_up_on_one_rank_ends_all(
+    pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str, failing: int
+) -> None:
+    # The first file of a tensor-parallel rank that grows beyond this is its part of a checkpoint.
+    config = inputs.folder / "dense.yaml"
+    overrides = (TENSOR, SAVE, "checkpoint.interval=2", f"checkpoint.asynchronous={asynchronous}")
+    run(pool, 2, config, tmp_path, *overrides, stop_after=2)
+    assert checkpoints(tmp_path) == ["step_0000002"]
+    endings = call(pool, config, tmp_path, *overrides, limits={failing: 60_000})
+    said = message(endings)
+    assert str(tmp_path / "checkpoints" / "step_0000004") in said
+    assert f"(rank {failing}" in said
+    assert "File too large" in said
+    assert FULL in said
+    assert checkpoints(tmp_path) == ["step_0000002"]
+    after = run(pool, 2, config, tmp_path, *overrides)
+    assert [record["step"] for record in after] == list(range(1, 21))
+
+
+def failure_on_a_disk_that_looks_empty(
+    rank: int, world: int, config: Path, overrides: list[str]
+) -> str:
+    """The error of a run that another process takes the disk's space from while it saves."""
+    configure(rank, config, (), world)
+    from megatron_distill.train import checkpoint
+
+    with patch.object(checkpoint.shutil, "disk_usage", return_value=Mock(free=1 << 40)):
+        return failure_here(rank, world, config, overrides)
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_real_disk_that_fills_up_while_saving(
+    pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path], asynchronous: str
+) -> None:
+    output = small_disk("1400k") / "run"
+    overrides = [f"output={output}", SAVE, "checkpoint.interval=1", "checkpoint.keep=9"]
+    overrides.append(f"checkpoint.asynchronous={asynchronous}")
+    config = inputs.folder / "dense.yaml"
+    said = pool.run(2, failure_on_a_disk_that_looks_empty, config, overrides, timeout=120.0)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"CheckpointError: saving {output}/checkpoints/step_")
+    assert "No space left on device" in said[0]
+    kept = checkpoints(output)
+    assert kept
+    assert all(re.fullmatch(r"step_\d{7}", name) for name in kept)
+
+
+def test_a_log_that_cannot_be_written_ends_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    endings = call(pool, inputs.folder / "dense.yaml", tmp_path, limits={0: 6000})
+    said = message(endings)
+    assert f"cannot write {tmp_path}/metrics.jsonl: File too large" in said
+    steps = step_records_of_whole_lines(tmp_path)
+    assert 0 < len(steps) < 20
+
+
+def step_records_of_whole_lines(output: Path) -> list[dict[str, object]]:
+    """Records of a log whose last line may be torn."""
+    whole = (output / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in whole]

@@ -1,0 +1,187 @@
+"""Layout changes nothing: losses and gradient norms per step are those of a single rank.
+
+Regimes: a sum over tensor, pipeline, context, expert or data ranks that is missing, doubled or
+divided by a size; a mean over a micro-batch instead of over the step; a padded vocabulary column
+that counts; a parameter that another layout loads from another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, run
+
+FIRST = 1e-6
+LAST = 1e-4
+QUANTITIES = ("ce_loss", "kd_loss", "grad_norm")
+SHORT = "train.steps=8"
+
+Course = list[dict[str, Any]]
+Runner = Callable[..., Course]
+
+
+@pytest.fixture(scope="module")
+def weights(pool: Pool, inputs: Inputs) -> dict[str, list[str]]:
+    """Overrides that start a run of each configuration from one checkpoint of both models."""
+    found = {}
+    for name in ("dense", "gpt", "moe"):
+        folder = inputs.folder / f"initial-{name}"
+        run(
+            pool, 1, inputs.folder / f"{name}.yaml", folder,
+            "train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true",
+        )  # fmt: skip
+        found[name] = [f"student.checkpoint={folder}"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs, weights: dict[str, list[str]]) -> Runner:
+    """Train a named configuration from its initial checkpoint; the same request runs once."""
+    known: dict[tuple[Any, ...], Course] = {}
+
+    def trained(name: str, world: int, *overrides: str) -> Course:
+        key = (name, world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"run-{len(known)}"
+            config = inputs.folder / f"{name}.yaml"
+            known[key] = run(pool, world, config, folder, *weights[name], *overrides)
+        return known[key]
+
+    return trained
+
+
+def assert_same_course(found: Course, expected: Course) -> None:
+    """Compare every step, the first one to rounding and the last one to what Adam makes of it."""
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        tolerance = FIRST if ours["step"] == 1 else LAST
+        for name in QUANTITIES:
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+
+
+TENSOR = "parallel.tensor=2"
+SEQUENCE = "parallel.sequence=true"
+PIPELINE = "parallel.pipeline=2"
+VIRTUAL = "parallel.virtual_pipeline=2"
+CONTEXT = "parallel.context=2"
+EXPERT = "parallel.expert=2"
+
+LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
+    "TP2": ("dense", 2, (TENSOR,)),
+    "TP2+sequence": ("dense", 2, (TENSOR, SEQUENCE)),
+    "PP2": ("dense", 2, (PIPELINE,)),
+    "PP2+virtual": ("dense", 2, (PIPELINE, VIRTUAL)),
+    "DP2": ("dense", 2, ()),
+    "CP2": ("dense", 2, (CONTEXT,)),
+    "TP2xPP2": ("dense", 4, (TENSOR, PIPELINE)),
+    "EP2": ("moe", 2, (EXPERT,)),
+    "micro-batch 1": ("dense", 1, ("train.micro_batch_size=1",)),
+    "micro-batch 4": ("dense", 1, ("train.micro_batch_size=4",)),
+    "no accumulation": ("dense", 1, ("train.micro_batch_size=8",)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_are_those_of_one_rank(train: Runner, layout: str) -> None:
+    name, world, overrides = LAYOUTS[layout]
+    expected = train(name, 1)
+    assert len(expected) == 20
+    assert_same_course(train(name, world, *overrides), expected)
+
+
+def test_the_course_is_one_that_a_wrong_gradient_would_leave(train: Runner) -> None:
+    # The tolerances above mean something only where the losses move by much more.
+    course = train("dense", 1)
+    halved = train("dense", 1, "objective.terms.0.weight=0.5")
+    assert course[0]["kd_loss"] > 0.5
+    assert abs(halved[-1]["ce_loss"] - course[-1]["ce_loss"]) > 20 * LAST * course[-1]["ce_loss"]
+
+
+# The changes that one rank makes as well, and those of the layout.
+COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
+    "overlapped parameter gather": ("dense", 2, (), ("optimizer.overlap_param_gather=true",)),
+    "overlapped parameter gather, virtual": (
+        "dense", 4, (), ("optimizer.overlap_param_gather=true", PIPELINE, VIRTUAL),
+    ),
+    "whole optimizer on every rank": ("dense", 2, (), ("optimizer.distributed=false",)),
+    "no overlap": ("dense", 2, (), ("optimizer.overlap_grad_reduce=false",)),
+    "recompute attention": ("dense", 1, (), ("train.recompute=selective",)),
+    "recompute layers": ("dense", 2, (), ("train.recompute=full", TENSOR, SEQUENCE)),
+    "teacher padded otherwise": (
+        "dense", 2, (), (TENSOR, "teacher.architecture.vocab_divisible_by=8"),
+    ),
+    "student padded otherwise": (
+        "dense", 2, (), (TENSOR, "student.architecture.vocab_divisible_by=8"),
+    ),
+    "documents see each other": ("dense", 2, ("data.isolate_documents=false",), (CONTEXT,)),
+    "CP2xTP2": ("dense", 4, (), (CONTEXT, TENSOR, SEQUENCE)),
+    "CP2xPP2": ("dense", 4, (), (CONTEXT, PIPELINE)),
+    "GPT-like TP2": ("gpt", 2, (), (TENSOR,)),
+    "GPT-like TP2+sequence": ("gpt", 2, (), (TENSOR, SEQUENCE)),
+    "GPT-like PP2": ("gpt", 2, (), (PIPELINE,)),
+    "experts TP2xEP2": ("moe", 4, (), (TENSOR, SEQUENCE, EXPERT)),
+    "experts EP2xCP2": ("moe", 2, (), (CONTEXT, EXPERT)),
+    "experts EP2xPP2": ("moe", 4, (), (EXPERT, PIPELINE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_combinations_are_those_of_one_rank(train: Runner, combination: str) -> None:
+    name, world, common, layout = COMBINATIONS[combination]
+    expected = train(name, 1, SHORT, *common)
+    assert_same_course(train(name, world, SHORT, *common, *layout), expected)
+
+
+AUXILIARY = "student.architecture.moe.aux_loss_coefficient=0.1"
+
+
+BALANCED: dict[str, tuple[int, Sequence[str]]] = {
+    "micro-batch 1": (1, ("train.micro_batch_size=1",)),
+    "EP2": (2, (EXPERT,)),
+    "CP2": (2, (CONTEXT,)),
+    "PP2": (2, (PIPELINE,)),
+    "TP2+sequence": (2, (TENSOR, SEQUENCE)),
+    "recompute": (1, ("train.recompute=full",)),
+}
+
+
+@pytest.mark.parametrize("layout", BALANCED)
+def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, layout: str) -> None:
+    world, overrides = BALANCED[layout]
+    expected = train("moe", 1, SHORT, AUXILIARY)
+    assert expected[0]["grad_norm"] != pytest.approx(train("moe", 1)[0]["grad_norm"], rel=1e-2)
+    assert_same_course(train("moe", world, SHORT, AUXILIARY, *overrides), expected)
+
+
+ARCHITECTURE = "student.architecture."
+TIED = (f"{ARCHITECTURE}tied_embeddings=true",)
+NORMED = tuple(f"{ARCHITECTURE}{key}" for key in ("qk_norm=true", "qkv_bias=true"))
+CAPPED = (f"{ARCHITECTURE}logit_softcap=3.0", "teacher.architecture.logit_softcap=5.0")
+FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "tied TP2": (2, TIED, (TENSOR,)),
+    "tied PP2": (2, TIED, (PIPELINE,)),
+    "tied PP2+virtual": (2, TIED, (PIPELINE, VIRTUAL)),
+    "normed heads TP2+sequence": (2, NORMED, (TENSOR, SEQUENCE)),
+    "capped logits TP2": (2, CAPPED, (TENSOR,)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_those_of_one_rank_from_random_weights(train: Runner, family: str) -> None:
+    world, architecture, layout = FAMILIES[family]
+    random = (SHORT, "student.checkpoint=null", *architecture)
+    assert_same_course(train("dense", world, *random, *layout), train("dense", 1, *random))
+
+
+@pytest.mark.parametrize("layout", [(), (TENSOR, SEQUENCE)], ids=["one rank", "TP2+sequence"])
+def test_bf16_is_close_to_fp32(train: Runner, layout: Sequence[str]) -> None:
+    exact = train("dense", 1)
+    rounded = train("dense", 2 if layout else 1, "train.precision=bf16", *layout)
+    assert exact[0]["ce_loss"] != rounded[0]["ce_loss"]
+    for ours, theirs in zip(rounded, exact, strict=True):
+        for name, tolerance in (("ce_loss", 0.01), ("kd_loss", 0.02), ("grad_norm", 0.1)):
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)

@@ -1,0 +1,76 @@
+"""The quickstart as a newcomer starts it, with very few steps.
+
+Regimes: a script that the flow calls in a way it does not understand; a stop that leaves processes
+behind or loses the run; a second call that begins anew.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.runs import environment, records
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 600.0
+
+pytestmark = pytest.mark.slow
+
+
+def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "launch/quickstart.py", "--output", str(output), *arguments],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None:
+    child = start(tmp_path, "--steps", "4", "validation.samples=8")
+    said, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, said
+    for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
+        assert promised in said
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "sample.txt").read_text().startswith("def __init__(self, ")
+    (checkpoint,) = (tmp_path / "student_distilled" / "checkpoints").iterdir()
+    assert str(checkpoint) in said
+    steps = [one for one in records(tmp_path / "student_alone") if "validation" not in one]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    one_process = ("parallel.tensor=1", "parallel.pipeline=1", "validation.samples=8")
+    arguments = ("--steps", "12", *one_process)
+    child = start(tmp_path, *arguments)
+    metrics = tmp_path / "teacher" / "metrics.jsonl"
+    deadline = time.monotonic() + SECONDS
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGINT)
+    said, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 130, said
+    assert "The same command goes on from here" in said
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
+    assert done < 12
+
+    child = start(tmp_path, *arguments)
+    said, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, said
+    assert f"at step {done}" in said
+    steps = [one["step"] for one in records(tmp_path / "teacher") if "validation" not in one]
+    assert steps == list(range(1, 13))

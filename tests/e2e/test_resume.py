@@ -1,0 +1,274 @@
+"""A run that stops and goes on is the run that never stopped.
+
+Regimes: optimizer moments, step counts, schedule, random states or the data's position that are
+lost or restored twice; a layout that reads another's parts from the wrong place; a checkpoint that
+is incomplete, damaged, or of another model; a log that holds a step twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, checkpoints, course, failure, records, run
+
+STEPS = 12
+STOP = 7
+COMMON = (
+    f"train.steps={STEPS}",
+    "checkpoint.save=true",
+    "validation.samples=8",
+    "validation.interval=4",
+    "data.validation_fraction=0.2",
+)
+TENSOR = "parallel.tensor=2"
+SEQUENCE = "parallel.sequence=true"
+PIPELINE = "parallel.pipeline=2"
+VIRTUAL = "parallel.virtual_pipeline=2"
+CONTEXT = "parallel.context=2"
+EXPERT = "parallel.expert=2"
+DROPOUT = tuple(f"student.architecture.{kind}_dropout=0.1" for kind in ("attention", "hidden"))
+WHOLE = "optimizer.distributed=false"
+
+SAME: dict[str, tuple[str, int, Sequence[str]]] = {
+    "one rank": ("dense", 1, ()),
+    "DP2": ("dense", 2, ()),
+    "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
+    "DP2, whole optimizer": ("dense", 2, (WHOLE,)),
+    "DP2, saved meanwhile": ("dense", 2, ("checkpoint.asynchronous=true", "checkpoint.interval=2")),
+    "DP2 in bf16": ("dense", 2, ("train.precision=bf16",)),
+    "PP2+virtual": ("dense", 2, (PIPELINE, VIRTUAL)),
+    "TP2+sequence, dropout": ("dense", 2, (TENSOR, SEQUENCE, *DROPOUT)),
+    "TP2xPP2, dropout, recompute": (
+        "dense", 4, (TENSOR, PIPELINE, "train.recompute=full", *DROPOUT),
+    ),
+    "CP2, dropout": ("dense", 2, (CONTEXT, *DROPOUT)),
+    "experts EP2": ("moe", 2, (EXPERT,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_in_the_same_layout_every_bit_is_the_same(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, world, layout = SAME[case]
+    config = inputs.folder / f"{name}.yaml"
+    expected = run(pool, world, config, tmp_path / "whole", *COMMON, *layout)
+    before = run(pool, world, config, tmp_path / "cut", *COMMON, *layout, stop_after=STOP)
+    assert course(before) == course(expected)[:STOP]
+    after = run(pool, world, config, tmp_path / "cut", *COMMON, *layout)
+    assert course(after) == course(expected)
+    validations = [
+        [record for record in records(tmp_path / folder) if "validation" in record]
+        for folder in ("cut", "whole")
+    ]
+    assert validations[0] == validations[1]
+    assert [record["step"] for record in validations[0]] == [4, 8, 12]
+
+
+def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    # Else the cases above say nothing about random states.
+    config = inputs.folder / "dense.yaml"
+    short = ("train.steps=2", "schedule.warmup_steps=0")
+    plain = run(pool, 1, config, tmp_path / "plain", *short)
+    dropped = run(pool, 1, config, tmp_path / "dropped", *short, *DROPOUT)
+    assert plain[0]["ce_loss"] != pytest.approx(dropped[0]["ce_loss"], rel=1e-4)
+
+
+OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]]] = {
+    "one rank to TP2xPP2": ("dense", (1, ()), (4, (TENSOR, PIPELINE))),
+    "PP2 to DP2": ("dense", (2, (PIPELINE,)), (2, ())),
+    "TP2 to CP2": ("dense", (2, (TENSOR,)), (2, (CONTEXT,))),
+    "PP2+virtual to TP2+sequence": ("dense", (2, (PIPELINE, VIRTUAL)), (2, (TENSOR, SEQUENCE))),
+    "DP2xTP2 to PP2+virtual": ("dense", (4, (TENSOR,)), (2, (PIPELINE, VIRTUAL))),
+    "whole optimizer, DP2 to TP2": ("dense", (2, (WHOLE,)), (2, (WHOLE, TENSOR))),
+    "to a whole optimizer": ("dense", (2, ()), (2, (WHOLE,))),
+    "from a whole optimizer": ("dense", (2, (WHOLE,)), (2, ())),
+    "to a whole optimizer in bf16": (
+        "dense", (2, ("train.precision=bf16",)), (2, (WHOLE, "train.precision=bf16")),
+    ),
+    "from a whole optimizer in bf16": (
+        "dense", (2, (WHOLE, "train.precision=bf16")), (2, ("train.precision=bf16",)),
+    ),
+    "experts EP2 to one rank": ("moe", (2, (EXPERT,)), (1, ())),
+    "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
+    "DP2 to one rank in bf16": (
+        "dense", (2, ("train.precision=bf16",)), (1, ("train.precision=bf16",)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_in_another_layout_the_losses_are_the_same(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, first, second = OTHER[case]
+    config = inputs.folder / f"{name}.yaml"
+    expected = run(pool, first[0], config, tmp_path / "whole", *COMMON, *first[1])
+    cut = tmp_path / "cut"
+    run(pool, first[0], config, cut, *COMMON, *first[1], stop_after=STOP)
+    after = run(pool, second[0], config, cut, *COMMON, *second[1])
+    assert [record["step"] for record in after] == list(range(1, STEPS + 1))
+    tolerance = 1e-5 if "bf16" not in case else 1e-3
+    for ours, theirs in zip(after, expected, strict=True):
+        for quantity in ("ce_loss", "kd_loss", "learning_rate", "tokens"):
+            assert ours[quantity] == pytest.approx(theirs[quantity], rel=tolerance), ours["step"]
+
+
+def next_samples(
+    rank: int, world: int, config: Path, overrides: list[str], skipped: int
+) -> list[tuple[int, list[int]]]:
+    """Sample ids and tokens of the first step after `skipped` steps."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        for step in range(skipped):
+            parts.loader.take(parts.state.step + step + 1)
+        batches = parts.loader.take(parts.state.step + skipped + 1).micro_batches
+        return [
+            (int(number), row.tolist())
+            for batch in batches
+            for number, row in zip(batch.sample_ids_b, batch.tokens_bs, strict=True)
+        ]
+
+
+def test_the_data_go_on_where_they_stopped(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.folder / "dense.yaml"
+    cut = tmp_path / "cut"
+    run(pool, 2, config, cut, *COMMON, stop_after=STOP)
+    (fresh,) = pool.run(1, next_samples, config, [f"output={tmp_path / 'new'}", *COMMON], STOP)
+    (resumed,) = pool.run(1, next_samples, config, [f"output={cut}", *COMMON], 0)
+    assert resumed == fresh
+    assert [number for number, _ in resumed] == list(range(8 * STOP, 8 * STOP + 8))
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_the_newest_are_kept_and_leftovers_go(
+    pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    saving = ("checkpoint.interval=2", "checkpoint.keep=2", "validation.samples=0")
+    overrides = [*COMMON, *saving, "validation.interval=0"]
+    overrides.append(f"checkpoint.asynchronous={asynchronous}")
+    leftover = tmp_path / "checkpoints" / "step_0000099.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half a file")
+    (tmp_path / "checkpoints" / "step_0000098.old.partial").mkdir()
+    run(pool, 2, config, tmp_path, *overrides, stop_after=5)
+    assert checkpoints(tmp_path) == ["step_0000004", "step_0000005"]
+    shutil.copytree(tmp_path / "checkpoints" / "step_0000005", leftover)
+    (leftover / "description.json").write_text('{"step": 99}')
+    found = run(pool, 2, config, tmp_path, *overrides)
+    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
+    assert checkpoints(tmp_path) == ["step_0000010", "step_0000012"]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, inputs: Inputs) -> Path:
+    """A run with one checkpoint, not to be changed."""
+    output = inputs.folder / "saved"
+    config = inputs.folder / "dense.yaml"
+    run(pool, 1, config, output, "train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true")
+    return output
+
+
+CONTINUED = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
+
+
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the saved run that a test may damage."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def test_a_finished_run_stays_as_it_is(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    output = copied(saved, tmp_path)
+    before = records(output)
+    run(pool, 2, inputs.folder / "dense.yaml", output, "train.steps=2", "schedule.warmup_steps=1")
+    assert records(output) == before
+    assert checkpoints(output) == ["step_0000002"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, world: int
+) -> None:
+    output = copied(saved, tmp_path)
+    changes = ["student.architecture.hidden_size=48", "student.architecture.qk_norm=true"]
+    said = failure(pool, world, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
+    assert said.startswith("CheckpointError: ")
+    for part in (
+        str(output / "checkpoints" / "step_0000002"),
+        "hidden_size is 32 there and 48 here",
+        "head_size is 8 there and 12 here",
+        "qk_norm is False there and True here",
+        "`output`",
+    ):
+        assert part in said
+    assert checkpoints(output) == ["step_0000002"]
+
+
+def test_initial_weights_of_another_model_are_refused(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", tmp_path,
+        f"teacher.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0",
+    )  # fmt: skip
+    assert "num_layers is 4 there and 2 here" in said
+    assert str(saved) in said
+
+
+def test_another_tokenizer_is_refused(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    output = copied(saved, tmp_path)
+    tokenizer = shutil.copytree(inputs.tokenizer, tmp_path / "tokenizer")
+    file = tokenizer / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"][-2:] = content["model"]["merges"][:-3:-1]
+    file.write_text(json.dumps(content))
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", output,
+        f"data.tokenizer.path={tokenizer}", *CONTINUED,
+    )  # fmt: skip
+    assert "another tokenizer" in said
+    assert "data.tokenizer.path" in said
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "description"])
+def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
+) -> None:
+    output = copied(saved, tmp_path)
+    folder = output / "checkpoints" / "step_0000002"
+    shard = folder / "__0_0.distcp"
+    if damage == "truncate":
+        shard.write_bytes(shard.read_bytes()[:1000])
+    elif damage == "remove":
+        shard.unlink()
+    else:
+        (folder / "description.json").write_text("{")
+    said = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED)
+    assert said.startswith("CheckpointError: ")
+    assert str(folder) in said
+    assert "damaged" in said
+    assert "\n" not in said
+
+
+def test_starting_anew_over_checkpoints_is_refused(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    output = copied(saved, tmp_path)
+    before: list[Any] = records(output)
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, "checkpoint.resume=false"
+    )
+    assert "checkpoint.resume=false" in said
+    assert "step_0000002" in said
+    assert records(output) == before

@@ -1,0 +1,126 @@
+"""What is done with a run after its training, in another layout than it was trained in.
+
+Regimes: figures that are not those of the run's own validation; weights of another run or none;
+text that depends on the layout; a sample that ends in an error after a long training.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.train.trained_run import load_trained_run
+from tests.distributed.pool import Pool
+from tests.e2e.runs import CPU, Inputs, environment, records, run
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "def __init__(self"
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher, and a student of its that was trained in another layout."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = inputs.folder / "dense.yaml"
+    shared = ("train.steps=6", "schedule.warmup_steps=1", "checkpoint.save=true")
+    validated = ("validation.samples=8", "validation.interval=0")
+    run(pool, 1, config, folder / "teacher", *shared, "teacher=null", "objective.terms=[]")
+    run(
+        *(pool, 4, config, folder / "student", *shared, *validated),
+        *("parallel.tensor=2", "parallel.pipeline=2", "teacher.architecture=null"),
+        f"teacher.checkpoint={folder / 'teacher'}",
+    )
+    return folder
+
+
+def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, float]:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble_evaluation import evaluate
+
+    return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["parallel.tensor=2", "parallel.sequence=true"], ["parallel.pipeline=2"]],
+    ids=lambda layout: "+".join(layout) or "one",
+)
+def test_an_evaluation_in_any_layout_repeats_the_runs_own_validation(
+    pool: Pool, trained: Path, layout: list[str]
+) -> None:
+    expected: Any = records(trained / "student")[-1]["validation"]
+    world = 2 if layout else 1
+    for found in pool.run(world, _evaluate, str(trained / "student"), layout, timeout=120.0):
+        assert found.keys() >= expected.keys() >= {"ce_loss", "kd_loss", "top1_agreement"}
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
+
+
+def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.evaluation.generate import Sampling, generate
+    from megatron_distill.train.assemble_evaluation import writer
+
+    plain = ["teacher=null", "objective.terms=[]"]
+    config = load_trained_run(folder, [*plain, *overrides], world_size=world)
+    with writer(config, CPU) as (next_token, _):
+        sampling = Sampling(max_new_tokens=12, temperature=0.8, seed=3)
+        (row,) = generate(next_token, torch.tensor([[5, 17, 40]]), sampling=sampling, max_context=8)
+        return row
+
+
+def test_the_text_is_the_same_on_every_rank_of_every_layout(pool: Pool, trained: Path) -> None:
+    (expected,) = pool.run(1, _write, str(trained / "student"), [], timeout=120.0)
+    assert len(expected) == 12
+    layout = ["parallel.tensor=2", "parallel.pipeline=2"]
+    found = pool.run(4, _write, str(trained / "student"), layout, timeout=120.0)
+    assert found == [expected] * 4
+
+
+def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / script), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
+    student = str(trained / "student")
+    figures = tmp_path / "figures.json"
+    evaluated = call("evaluate.py", "--run", student, "--json", str(figures))
+    assert evaluated.returncode == 0, evaluated.stderr
+    validation: Any = records(trained / "student")[-1]["validation"]
+    found = json.loads(figures.read_text())
+    assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
+
+    options = ("--run", student, "--prompt", PROMPT, "--tokens", "5", "--seed", "4")
+    text = tmp_path / "sample.txt"
+    assert call("generate.py", *options, "--text", str(text)).returncode == 0
+    assert text.read_text().startswith(PROMPT)
+    assert len(text.read_text()) > len(PROMPT)
+    assert call("generate.py", *options).stdout == text.read_text() + "\n", "the seed fixes it"
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing/config\.yaml: cannot be read"):
+        load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
+
+
+def test_the_layout_of_the_training_is_not_taken_over(trained: Path) -> None:
+    alone = load_trained_run(str(trained / "student"), [], world_size=1)
+    assert (alone.parallel.tensor, alone.parallel.pipeline) == (1, 1)
+    assert alone.student.checkpoint == str(trained / "student")
+    with pytest.raises(ConfigError, match=r"parallel\.tensor"):
+        load_trained_run(str(trained / "student"), ["parallel.tensor=3"], world_size=2)

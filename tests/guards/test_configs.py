@@ -1,0 +1,104 @@
+"""What is written beside the schema agrees with it: shipped files, their commands, the reference.
+
+Regimes: a shipped YAML that no longer loads; a command in its head comment that its layout rules
+refuse; a reference page older than the schema; a key without description or example.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import RunConfig, check_layout, load_config, to_yaml
+from megatron_distill.config.describe import field_key
+from megatron_distill.config.reference import reference_page
+from megatron_distill.config.schema import Section
+from megatron_distill.errors import ConfigError
+from tests.guards.source_tree import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+COMMAND = re.compile(r"^#\s+(torchrun .*)$", re.MULTILINE)
+
+
+def documented_runs(root: Path, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of processes and the overrides of each command in the head comment."""
+    for command in COMMAND.findall(path.read_text(encoding="utf-8")):
+        words = shlex.split(command)
+        nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+        each = int(words[words.index("--nproc-per-node") + 1])
+        at = words.index("--config") + 1
+        assert root / words[at] == path, f"{path.name} documents a run of {words[at]}"
+        yield nodes * each, words[at + 1 :]
+
+
+def sections() -> list[type[Section]]:
+    found: list[type[Section]] = []
+
+    def visit(section: type[Section]) -> None:
+        found.append(section)
+        for field in section.model_fields.values():
+            key = field_key(field)
+            below = key.section or (key.entry.section if key.entry else None)
+            if below is not None and below not in found:
+                visit(below)
+
+    visit(RunConfig)
+    return found
+
+
+def test_the_smallest_run_is_shipped():
+    assert {"tiny.yaml", "tiny_moe.yaml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_shipped_config_loads_opens_with_a_comment_and_survives_printing(path, tmp_path):
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    config = load_config(path)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(printed) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_commands_in_a_configs_head_fit_their_layout(path):
+    runs = list(documented_runs(ROOT, path))
+    assert runs, "the head comment shows the command that runs it"
+    for world_size, overrides in runs:
+        check_layout(load_config(path, overrides), world_size)
+
+
+def test_a_documented_command_with_a_wrong_layout_is_found(tmp_path):
+    text = (ROOT / "configs" / "tiny.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "sample.yaml"
+    path.write_text(
+        "#  torchrun --nproc-per-node 3 launch/x.py --config sample.yaml parallel.tensor=2\n"
+        + COMMAND.sub("", text),
+        encoding="utf-8",
+    )
+    [(world_size, overrides)] = documented_runs(tmp_path, path)
+    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
+        check_layout(load_config(path, overrides), world_size)
+
+
+def test_the_reference_page_is_what_the_schema_says():
+    page = ROOT / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference_page(), "run `make docs`"
+
+
+def test_the_reference_page_has_every_key_with_its_range():
+    page = reference_page()
+    for section in sections():
+        for name, field in section.model_fields.items():
+            assert f"| `{name}` | {field_key(field).type_name} |" in page
+    assert "| `beta1` | number | `0.9` | >= 0 and < 1 | Decay of the first moment. |" in page
+
+
+def test_every_key_is_described_and_every_required_key_has_an_example():
+    for section in sections():
+        assert section.__doc__
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+            if field.is_required():
+                assert field_key(field).example is not None, f"{section.__name__}.{name}"

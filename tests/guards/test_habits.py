@@ -1,0 +1,95 @@
+"""Refused habits: none in the tree, and each one found in a source that has it."""
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.guards import habits
+from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
+
+PACKAGE_SOURCES = read_sources(ROOT, (PACKAGE,))
+PROJECT = read_sources(ROOT, (PACKAGE, "launch", "tools", "benchmarks"))
+Guard = Callable[[Sequence[Source]], Iterator[str]]
+
+IN_PACKAGE: list[Guard] = [habits.prints, habits.missing_docstrings, habits.config_probes]
+EVERYWHERE: list[Guard] = [
+    habits.broad_handlers,
+    habits.left_open,
+    habits.global_state,
+    habits.not_ascii,
+    habits.drawer_names,
+]
+
+REFUSED = [
+    (habits.prints, "def f():\n    print(1)\n"),
+    (habits.broad_handlers, "try:\n    pass\nexcept:\n    pass\n"),
+    (habits.broad_handlers, "try:\n    pass\nexcept Exception as error:\n    raise\n"),
+    (habits.broad_handlers, "try:\n    pass\nexcept (OSError, BaseException):\n    pass\n"),
+    (habits.left_open, "x = 1  # TODO later\n"),
+    (habits.left_open, '"""Sum.\n\nFIXME: wrong for bf16.\n"""\n'),
+    (habits.left_open, "def f():\n    raise NotImplementedError\n"),
+    (habits.global_state, "x = 1\ndef f():\n    global x\n    x = 2\n"),
+    (habits.config_probes, "def f(config):\n    return getattr(config, 'tensor', 1)\n"),
+    (habits.not_ascii, "x = 1  # caf\u00e9\n"),
+    (habits.missing_docstrings, "x = 1\n"),
+    (habits.missing_docstrings, '"""M."""\ndef f():\n    return 1\n'),
+    (habits.missing_docstrings, '"""M."""\nclass C:\n    x = 1\n'),
+    (
+        habits.missing_docstrings,
+        '"""M."""\nclass C:\n    """C."""\n    def f(self):\n        pass\n',
+    ),
+]
+
+ALLOWED = [
+    (habits.prints, "def f(log):\n    log.print(1)\n"),
+    (habits.broad_handlers, "try:\n    pass\nexcept (OSError, ValueError):\n    pass\n"),
+    (habits.left_open, "todo = [1]  # the list of things to do\n"),
+    (habits.config_probes, "def f(module):\n    return getattr(module, 'bias', None)\n"),
+    (habits.missing_docstrings, '"""M."""\ndef _f():\n    def g():\n        pass\n'),
+    (
+        habits.missing_docstrings,
+        '"""M."""\nclass C:\n    """C."""\n    def forward(self):\n        pass\n'
+        "    def __init__(self):\n        pass\n",
+    ),
+    (habits.missing_docstrings, ""),
+]
+
+
+def source(text: str, place: str = "megatron_distill/ops/vocab.py") -> Source:
+    return Source(place, text, ast.parse(text))
+
+
+@pytest.mark.parametrize("guard", IN_PACKAGE, ids=lambda guard: guard.__name__)
+def test_the_package_has_no(guard):
+    found = list(guard(PACKAGE_SOURCES))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("guard", EVERYWHERE, ids=lambda guard: guard.__name__)
+def test_the_project_has_no(guard):
+    found = list(guard(PROJECT))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("guard", "text"), REFUSED)
+def test_a_refused_habit_is_found_once(guard, text):
+    found = list(guard([source(text)]))
+    assert len(found) == 1
+    assert found[0].startswith("megatron_distill/ops/vocab.py:")
+
+
+@pytest.mark.parametrize(("guard", "text"), ALLOWED)
+def test_what_only_resembles_a_refused_habit_passes(guard, text):
+    assert list(guard([source(text)])) == []
+
+
+@pytest.mark.parametrize("name", ["utils", "helpers", "train_utils", "misc"])
+def test_a_drawer_is_found_by_its_name(name):
+    assert len(list(habits.drawer_names([source("", f"megatron_distill/ops/{name}.py")]))) == 1
+    assert len(list(habits.drawer_names([source("", f"megatron_distill/{name}/vocab.py")]))) == 1
+
+
+def test_every_guard_is_shown_to_fail():
+    shown = {guard for guard, _ in REFUSED} | {habits.drawer_names}
+    assert shown == set(IN_PACKAGE) | set(EVERYWHERE)

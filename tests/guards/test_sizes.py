@@ -1,0 +1,65 @@
+"""Length of files and functions: on the tree, and just inside and just outside of each limit."""
+
+import ast
+
+from tests.guards.sizes import (
+    FILE_LINES,
+    FUNCTION_LINES,
+    long_files,
+    long_functions,
+    needless_exceptions,
+)
+from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
+
+PROJECT = read_sources(ROOT, (PACKAGE, "launch", "tools", "benchmarks", "tests"))
+
+
+def source(text: str) -> Source:
+    return Source("megatron_distill/ops/long.py", text, ast.parse(text))
+
+
+def function(lines: int, docstring_lines: int = 0) -> str:
+    """Write a function whose `def` and statements take `lines` lines."""
+    docstring = '    """Sum.\n' + "\n" * (docstring_lines - 2) + '    """\n'
+    body = "    x = 1\n" * (lines - 1)
+    return "def f():\n" + (docstring if docstring_lines else "") + body
+
+
+def test_no_file_is_too_long():
+    found = list(long_files(PROJECT))
+    assert not found, "\n".join(found)
+
+
+def test_no_function_is_too_long():
+    found = list(long_functions(PROJECT))
+    assert not found, "\n".join(found)
+
+
+def test_the_tables_of_exceptions_hold_nothing_needless():
+    found = list(needless_exceptions(PROJECT))
+    assert not found, "\n".join(found)
+
+
+def test_the_file_limit_is_sharp():
+    assert list(long_files([source("x = 1\n" * FILE_LINES)])) == []
+    assert len(list(long_files([source("x = 1\n" * (FILE_LINES + 1))]))) == 1
+
+
+def test_the_function_limit_is_sharp_and_spares_the_docstring():
+    assert list(long_functions([source(function(FUNCTION_LINES))])) == []
+    assert len(list(long_functions([source(function(FUNCTION_LINES + 1))]))) == 1
+    assert list(long_functions([source(function(FUNCTION_LINES, docstring_lines=30))])) == []
+    nested = "class C:\n" + "".join(
+        f"    {line}\n" for line in function(FUNCTION_LINES + 1).splitlines()
+    )
+    assert len(list(long_functions([source(nested)]))) == 1
+
+
+def test_a_named_exception_is_spared_and_an_outlived_one_is_found():
+    long = source(function(FUNCTION_LINES + 1) + "x = 1\n" * FILE_LINES)
+    name = f"{long.place}::f"
+    assert list(long_functions([long], [name])) == []
+    assert list(long_files([long], [long.place])) == []
+    assert list(needless_exceptions([long], [long.place], [name])) == []
+    short = source("x = 1\n")
+    assert len(list(needless_exceptions([short], [short.place], [name]))) == 2

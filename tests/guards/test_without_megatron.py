@@ -1,0 +1,62 @@
+"""ops, align, signals, losses and data import where Megatron-Core is not installed.
+
+Regimes: the whole tree in one fresh interpreter that refuses `megatron`; a module that needs it,
+directly or through another, which must make the probe fail.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.guards.source_tree import PACKAGE, ROOT, read_sources
+
+ROOMS = ("ops", "align", "signals", "losses", "data")
+
+# Triton is not on every machine; its kernels are behind a fence of their own.
+PROBE = """
+import importlib, importlib.util, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"refused: {name}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+has_triton = importlib.util.find_spec("triton") is not None
+for name in sys.argv[1:]:
+    if has_triton or ".ops.kernels." not in name:
+        importlib.import_module(name)
+"""
+
+
+def import_without_megatron(root: Path, modules: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, *modules],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_lower_floors_import_without_megatron():
+    modules = [s.module for s in read_sources(ROOT, (PACKAGE,)) if s.room in ROOMS]
+    assert modules, "at least one of the rooms is there"
+    result = import_without_megatron(ROOT, modules)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_need_for_megatron_is_found_through_another_module(tmp_path):
+    for place, text in {
+        "sample/__init__.py": "",
+        "sample/lower.py": "import megatron.core\n",
+        "sample/upper.py": "from sample import lower\n",
+        "sample/free.py": "import json\n",
+    }.items():
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(text, encoding="utf-8")
+    result = import_without_megatron(tmp_path, ["sample.upper"])
+    assert result.returncode != 0
+    assert "refused: megatron" in result.stderr
+    assert import_without_megatron(tmp_path, ["sample.free"]).returncode == 0

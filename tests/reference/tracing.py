@@ -1,0 +1,71 @@
+"""What a piece of code does to memory, which products it computes, and what it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.mm.out,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.addmm.out,
+    torch.ops.aten.addmm_.default,
+    torch.ops.aten.bmm.default,
+}
+
+
+class Trace(TorchDispatchMode):
+    """Records every operator that runs inside.
+
+    Attributes:
+        peak_bytes: most bytes of storages alive at once that were not alive before.
+        products: operands of every matrix product.
+        collectives: name and bytes of the input of every collective.
+    """
+
+    def __init__(self, *existing: Tensor) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.products: list[tuple[Tensor, ...]] = []
+        self.collectives: list[str] = []
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            operands = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]
+            self.products.append(tuple(operand.detach() for operand in operands))
+        if func.namespace == "c10d":
+            self.collectives.append(func._opname)
+        self._count(result)
+        return result
+
+    def _count(self, result: Any) -> None:
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+
+
+def traced(run: Callable[[], object], *existing: Tensor) -> Trace:
+    """Run it once, counting storages beyond those of ``existing``."""
+    with Trace(*existing) as trace:
+        run()
+    return trace

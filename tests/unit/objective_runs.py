@@ -1,0 +1,55 @@
+"""Running the fused objective on a problem, for the tests of its values and of its laws."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.ops import VocabShard
+from megatron_distill.signals import HiddenState, Signal
+from tests.reference.distillation import Problem
+
+Rule = tuple[float | None, float]
+Result = tuple[Tensor, dict[str, Tensor], Tensor, Tensor]
+
+
+def run(
+    problem: Problem,
+    terms: Sequence[Term] = (Term(),),
+    *,
+    signal: Signal | None = None,
+    chunk_tokens: int = 8,
+    upstream: float = 1.0,
+    ce_coefficient: float = 1.0,
+    student_rule: Rule = (None, 1.0),
+    teacher_rule: Rule = (None, 1.0),
+    shard: VocabShard | None = None,
+) -> Result:
+    """Total, report, and the gradients on hidden states and weight."""
+    hidden = problem.hidden_NH.detach().requires_grad_()
+    weight = problem.weight_GH.detach().requires_grad_()
+    if signal is None:
+        signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *teacher_rule)
+    total, report = fused_linear_objective(
+        hidden,
+        weight,
+        signal,
+        problem.labels_N,
+        ce_weights=problem.ce_weights_N,
+        kd_weights=problem.kd_weights_N,
+        terms=terms,
+        chunk_tokens=chunk_tokens,
+        shard=shard,
+        ce_coefficient=ce_coefficient,
+        student_softcap=student_rule[0],
+        student_scale=student_rule[1],
+    )
+    hidden_gradient, weight_gradient = torch.autograd.grad(total * upstream, (hidden, weight))
+    return total.detach(), report, hidden_gradient, weight_gradient
+
+
+def assert_same(ours: Result, other: Result, tolerance: float = 1e-6) -> None:
+    assert float((ours[0] - other[0]).abs()) <= tolerance * float(other[0].abs())
+    for left, right in zip(ours[2:], other[2:], strict=True):
+        assert float((left - right).abs().max()) <= tolerance * float(right.abs().max())

@@ -1,0 +1,121 @@
+"""Rules on the shape of one model: each one broken alone, each one just kept.
+
+Regimes: a shape at odds with itself; with the tensor, pipeline and expert ranks, for student and
+teacher apart; with the sequence length; a shape that is known only from a checkpoint.
+"""
+
+import pytest
+
+from megatron_distill.config import ArchitectureConfig, ParallelConfig, check_architecture
+from tests.unit.sample_configs import ARCHITECTURE, EXPERTS, TAUGHT, complaints, load_tree
+
+BROKEN = {
+    "heads over kv heads": (
+        ["student.architecture.num_kv_heads=3"],
+        "student.architecture.num_kv_heads = 3: must divide "
+        "student.architecture.num_attention_heads = 4",
+    ),
+    "hidden over heads": (
+        ["teacher.architecture.hidden_size=66"],
+        "teacher.architecture.hidden_size = 66: not a multiple of",
+    ),
+    "odd rotary head": (
+        ["student.architecture.head_size=15"],
+        "student.architecture.head_size = 15: rotary positions need an even head size",
+    ),
+    "positions": (
+        ["teacher.architecture.max_position_embeddings=63"],
+        "data.sequence_length = 64: more than teacher.architecture.max_position_embeddings = 63",
+    ),
+    "heads over tensor": (
+        [
+            "parallel.tensor=4",
+            "student.architecture.num_kv_heads=4",
+            "teacher.architecture.num_kv_heads=4",
+            "student.architecture.num_attention_heads=4",
+            "teacher.architecture={num_attention_heads: 2, num_kv_heads: null}",
+        ],
+        "parallel.tensor = 4: does not divide teacher.architecture.num_attention_heads = 2; "
+        "use 1 or 2",
+    ),
+    "kv heads over tensor": (
+        ["parallel.tensor=4", "teacher.architecture.num_kv_heads=null"],
+        "parallel.tensor = 4: does not divide student.architecture.num_kv_heads = 2; use 1 or 2",
+    ),
+    "feed-forward over tensor": (
+        ["parallel.tensor=2", "student.architecture.ffn_hidden_size=129"],
+        "parallel.tensor = 2: does not divide student.architecture.ffn_hidden_size = 129",
+    ),
+    "expert width over tensor": (
+        [
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+            "student.architecture.moe={num_experts: 4, ffn_hidden_size: 33}",
+        ],
+        "parallel.tensor = 2: does not divide student.architecture.moe.ffn_hidden_size = 33",
+    ),
+    "student layers over stages": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "student.architecture.num_layers=6"],
+        "parallel.pipeline = 2 times parallel.virtual_pipeline = 2: does not divide "
+        "student.architecture.num_layers = 6",
+    ),
+    "teacher layers over stages": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "teacher.architecture.num_layers=5"],
+        "parallel.pipeline = 2: does not divide teacher.architecture.num_layers = 5; use 1 or 5",
+    ),
+    "more experts used than there are": (
+        ["student.architecture.moe={num_experts: 2, top_k: 3}"],
+        "student.architecture.moe.top_k = 3: more than student.architecture.moe.num_experts = 2",
+    ),
+    "experts over ranks": (
+        [EXPERTS, "parallel.expert=3"],
+        "parallel.expert = 3: does not divide student.architecture.moe.num_experts = 4; "
+        "use 1, 2 or 4",
+    ),
+    "experts and tensor without sequence": (
+        [EXPERTS, "parallel.tensor=2"],
+        "parallel.sequence = false: student.architecture.moe with parallel.tensor = 2 needs "
+        "parallel.sequence=true",
+    ),
+}
+
+KEPT = [
+    ["student.architecture.num_kv_heads=1"],
+    ["teacher.architecture={hidden_size: 66, head_size: 8}"],
+    ["student.architecture={head_size: 15, positions: learned}"],
+    ["teacher.architecture.max_position_embeddings=64"],
+    ["parallel={pipeline: 2, virtual_pipeline: 2}", "teacher.architecture.num_layers=2"],
+    [EXPERTS, "parallel={expert: 2, tensor: 2, sequence: true}"],
+]
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_the_only_complaint(tmp_path, case):
+    overrides, words = BROKEN[case]
+    found = complaints(load_tree, tmp_path, TAUGHT, *overrides)
+    assert [line[: len(words)] for line in found] == [words]
+
+
+@pytest.mark.parametrize("overrides", KEPT)
+def test_a_rule_that_is_just_kept_says_nothing(tmp_path, overrides):
+    load_tree(tmp_path, TAUGHT, *overrides)
+
+
+def test_a_shape_from_a_checkpoint_is_checked_by_the_same_rules():
+    shape = ArchitectureConfig(
+        **ARCHITECTURE | {"num_layers": 6}, max_position_embeddings=64, vocab_size=100
+    )
+    layout = ParallelConfig(tensor=4, pipeline=2, virtual_pipeline=2)
+    assert check_architecture(shape, "student", ParallelConfig(), 64) == []
+    student = check_architecture(shape, "student", layout, 65)
+    teacher = check_architecture(shape, "teacher", layout, 65)
+    assert [text.split(":")[0] for text in student] == [
+        "data.sequence_length = 65",
+        "parallel.tensor = 4",
+        "parallel.pipeline = 2 times parallel.virtual_pipeline = 2",
+    ]
+    assert [text.split(":")[0] for text in teacher] == [
+        "data.sequence_length = 65",
+        "parallel.tensor = 4",
+    ]
+    assert "teacher.architecture.num_kv_heads = 2" in teacher[1]

@@ -1,0 +1,103 @@
+"""Blending: shares at every moment, resume at every position, sources that end."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_distill.data.blending import BlendedSource, blend_finite
+from megatron_distill.data.samples import FULLY_TRAINED, Sample, State
+from megatron_distill.errors import DataError
+
+
+def sample_of(source: int, number: int) -> Sample:
+    tokens = np.array([source, number, 0], np.int32)
+    return Sample(tokens, np.zeros(3, np.int32), np.full(3, FULLY_TRAINED, np.uint8), number)
+
+
+class Counter:
+    """A source that says which one it is and how often it was asked."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.count = 0
+
+    def next_sample(self) -> Sample:
+        self.count += 1
+        return sample_of(self.source, self.count - 1)
+
+    def state_dict(self) -> State:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: State) -> None:
+        self.count = state["count"]
+
+
+def blend(weights: list[float]) -> BlendedSource:
+    return BlendedSource([Counter(i) for i in range(len(weights))], weights=weights)
+
+
+def drawn(source: BlendedSource, count: int) -> list[tuple[int, int, int]]:
+    samples = [source.next_sample() for _ in range(count)]
+    return [(*sample.tokens_S1[:2].tolist(), sample.sample_id) for sample in samples]
+
+
+weights_of = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(weights=weights_of)
+def test_every_source_has_its_share_at_every_moment(weights: list[float]) -> None:
+    order = [source for source, _, _ in drawn(blend(weights), 150)]
+    shares = np.array(weights) / sum(weights)
+    for count in range(1, 151):
+        taken = np.bincount(order[:count], minlength=len(weights))
+        assert (np.abs(taken - shares * count) < len(weights)).all()
+
+
+@settings(deadline=None)
+@given(weights=weights_of, position=st.integers(0, 60))
+def test_resuming_continues_every_source_where_it_was(weights: list[float], position: int) -> None:
+    source = blend(weights)
+    before = drawn(source, position)
+    state = json.loads(json.dumps(source.state_dict()))
+    resumed = blend(weights)
+    drawn(resumed, 7)
+    resumed.load_state_dict(state)
+    after = drawn(source, 40)
+    assert drawn(resumed, 40) == after
+    assert [number for _, _, number in before + after] == list(range(position + 40))
+
+
+def test_each_source_is_read_in_its_own_order() -> None:
+    samples = drawn(blend([3.0, 1.0]), 40)
+    for source, count in ((0, 30), (1, 10)):
+        assert [number for which, number, _ in samples if which == source] == list(range(count))
+
+
+def test_another_number_of_sources_is_refused() -> None:
+    state = blend([1.0, 1.0]).state_dict()
+    with pytest.raises(DataError, match=r"3 sources, but the checkpoint was written with 2"):
+        blend([1.0, 1.0, 1.0]).load_state_dict(state)
+
+
+def limited(source: int, count: int) -> Callable[[], Sample | None]:
+    numbers = iter(range(count))
+
+    def take() -> Sample | None:
+        number = next(numbers, None)
+        return None if number is None else sample_of(source, number)
+
+    return take
+
+
+def test_sources_that_end_leave_the_rest_to_the_others() -> None:
+    samples = blend_finite([limited(0, 3), limited(1, 50)], weights=[1.0, 1.0], count=20)
+    owners = [int(sample.tokens_S1[0]) for sample in samples]
+    assert owners.count(0) == 3
+    assert owners.count(1) == 17
+    assert [sample.sample_id for sample in samples] == list(range(20))
+    assert len(blend_finite([limited(0, 3), limited(1, 4)], weights=[1.0, 9.0], count=20)) == 7

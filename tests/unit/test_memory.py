@@ -1,0 +1,35 @@
+"""Failure regimes: a peak in the wrong unit, a current size in place of the peak, the peak of the
+parent process in a child."""
+
+import subprocess
+import sys
+
+import torch
+
+from megatron_distill.train import memory
+
+CPU = torch.device("cpu")
+SIZE = 200_000_000
+
+
+def test_the_peak_rises_by_what_was_touched_and_stays_after_it_is_freed() -> None:
+    program = (
+        "import torch, sys; from megatron_distill.train.memory import peak_memory_bytes as peak\n"
+        "before = peak(torch.device('cpu'))\n"
+        f"block = torch.ones({SIZE}, dtype=torch.uint8); held = peak(torch.device('cpu'))\n"
+        "del block; print(before, held, peak(torch.device('cpu')))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    before, held, after = map(int, said.stdout.split())
+    assert 0.9 * SIZE < held - before < 1.2 * SIZE
+    assert after > before + 0.9 * SIZE
+
+
+def test_both_ways_of_asking_a_cpu_agree(monkeypatch, tmp_path) -> None:
+    from_kernel = memory.peak_memory_bytes(CPU)
+    monkeypatch.setattr(memory, "_PROCESS_STATUS", tmp_path / "missing")
+    from_usage = memory.peak_memory_bytes(CPU)
+    # The second may be a parent's peak, so it may be larger, by less than a wrong unit makes it.
+    assert 0.9 * from_kernel <= from_usage < 100 * from_kernel

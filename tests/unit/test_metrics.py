@@ -1,0 +1,180 @@
+"""Failure regimes: a step twice in the file after a kill, a torn or damaged line, NaN in JSON, a
+sink left open because another failed, a file that cannot be written."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.train.metrics import JsonLinesSink, MetricsLog, flat_scalars, to_json
+
+
+def step_record(step: int, **values: object) -> dict[str, object]:
+    return {"step": step, "tokens": step * 100, "ce_loss": 5.0 - 0.125 * step, **values}
+
+
+def write_run(path: Path, steps: range, *, resume_step: int) -> None:
+    with MetricsLog([JsonLinesSink(path, resume_step=resume_step)]) as log:
+        for step in steps:
+            log.write(step_record(step))
+            if step % 4 == 0:
+                log.write({"step": step, "validation": {"ce_loss": 4.5}})
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def test_a_record_is_in_the_file_before_the_log_is_closed(path: Path) -> None:
+    sink = JsonLinesSink(path, resume_step=0)
+    sink.write(step_record(1, kd_loss=0.1))
+    assert read(path) == [{"step": 1, "tokens": 100, "ce_loss": 4.875, "kd_loss": 0.1}]
+    sink.close()
+
+
+@pytest.mark.parametrize("resume_step", [0, 1, 4, 6, 7])
+def test_resuming_a_killed_run_leaves_the_file_of_an_uninterrupted_one(
+    path: Path, tmp_path: Path, resume_step: int
+) -> None:
+    write_run(path, range(1, 8), resume_step=0)
+    write_run(path, range(resume_step + 1, 13), resume_step=resume_step)
+    whole = tmp_path / "whole.jsonl"
+    write_run(whole, range(1, 13), resume_step=0)
+    assert path.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "ce_lo', "{", '{"step": 3}', '{"step": 9, "a": 1}'])
+def test_a_torn_last_line_is_dropped_whatever_step_it_names(path: Path, torn: str) -> None:
+    write_run(path, range(1, 4), resume_step=0)
+    before = path.read_bytes()
+    with path.open("a") as file:
+        file.write(torn)
+    JsonLinesSink(path, resume_step=3).close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\x00\x00\x00", b"not json", b"[1, 2]", b'{"tokens": 3}', b"", b"\xff\xfe{}"]
+)
+def test_a_damaged_line_is_dropped_and_reported(
+    path: Path, damage: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    write_run(path, range(1, 4), resume_step=0)
+    before = path.read_bytes()
+    first, rest = before.split(b"\n", 1)
+    path.write_bytes(first + b"\n" + damage + b"\n" + rest)
+    JsonLinesSink(path, resume_step=3).close()
+    assert path.read_bytes() == before
+    assert f"{path}: dropped lines that are no records: [2]" in caplog.text
+
+
+def test_a_whole_file_is_not_rewritten(path: Path) -> None:
+    write_run(path, range(1, 4), resume_step=0)
+    before = path.stat().st_ino
+    JsonLinesSink(path, resume_step=3).close()
+    assert path.stat().st_ino == before
+    JsonLinesSink(path, resume_step=2).close()
+    assert path.stat().st_ino != before, "what is dropped is dropped by replacing the file"
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_is_not_finite_is_null_and_named() -> None:
+    record = step_record(
+        3,
+        kd_loss=float("nan"),
+        grad_norm=float("inf"),
+        validation={"ce_loss": float("-inf"), "kd_loss": 1.0},
+    )
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    read_back = json.loads(to_json(record), parse_constant=refuse)
+    assert read_back == {
+        "step": 3,
+        "tokens": 300,
+        "ce_loss": 4.625,
+        "kd_loss": None,
+        "grad_norm": None,
+        "validation": {"ce_loss": None, "kd_loss": 1.0},
+        "not_finite": {
+            "kd_loss": "NaN",
+            "grad_norm": "Infinity",
+            "validation.ce_loss": "-Infinity",
+        },
+    }
+
+
+def test_a_finite_record_says_nothing_about_finiteness() -> None:
+    assert json.loads(to_json(step_record(1))) == step_record(1)
+
+
+def test_floats_are_written_without_loss() -> None:
+    value = 0.1 + 0.2
+    assert json.loads(to_json({"step": 1, "ce_loss": value}))["ce_loss"] == value
+
+
+def test_scalars_are_the_numbers_under_the_name_of_their_part() -> None:
+    record = step_record(2, skipped=True, note="x", missing=None)
+    assert dict(flat_scalars(record)) == {"train/tokens": 200.0, "train/ce_loss": 4.75}
+    validation = {"step": 2, "validation": {"ce_loss": 4.5, "samples": 8}}
+    assert dict(flat_scalars(validation)) == {"validation/ce_loss": 4.5, "validation/samples": 8.0}
+
+
+class Recorder:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.records: list[object] = []
+        self.closed = 0
+        self.fails = fails
+
+    def write(self, record: object) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fails:
+            raise OSError("gone")
+
+
+def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails() -> None:
+    sinks = [Recorder(), Recorder(fails=True), Recorder()]
+    log = MetricsLog(sinks)
+    log.write(step_record(1))
+    with pytest.raises(OSError, match="gone"):
+        log.close()
+    log.close()
+    assert [sink.records for sink in sinks] == [[step_record(1)]] * 3
+    assert [sink.closed for sink in sinks] == [1, 1, 1]
+
+
+def test_a_log_without_sinks_takes_records_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MetricsLog() as log:
+        log.write(step_record(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_is_no_folder_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"output: cannot write .*run/metrics\.jsonl"):
+        JsonLinesSink(tmp_path / "run" / "metrics.jsonl", resume_step=0)
+
+
+def test_a_full_disk_is_a_config_error() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    sink = JsonLinesSink.__new__(JsonLinesSink)
+    sink._path, sink._file = full, full.open("w")
+    with pytest.raises(ConfigError, match="No space left on device; free space or set `output`"):
+        sink.write(step_record(1))

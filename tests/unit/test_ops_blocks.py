@@ -1,0 +1,44 @@
+"""Row blocks cover every row once and fit the cache; buffers are aligned, zeroed, reused."""
+
+import pytest
+import torch
+
+from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, row_blocks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 1000])
+@pytest.mark.parametrize("columns", [1, 500, 151_936, 5_000_000])
+def test_blocks_cover_every_row_once(rows: int, columns: int) -> None:
+    blocks = list(row_blocks(rows, columns, CPU))
+    covered = [row for block in blocks for row in range(block.start, block.stop)]
+    assert covered == list(range(rows))
+    largest = max((block.stop - block.start for block in blocks), default=1)
+    assert largest == 1 or largest * columns * 4 <= 2**20 * torch.get_num_threads()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (4, 0), (300, 9001)])
+def test_buffers_have_the_shape_and_the_alignment_of_torch(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    matrix = allocate(*shape, dtype, CPU, zero=True)
+    assert (matrix.shape, matrix.dtype) == (shape, dtype)
+    assert matrix.is_contiguous()
+    assert not matrix.any()
+    assert matrix.numel() == 0 or matrix.data_ptr() % 64 == 0
+
+
+def test_scratch_is_allocated_once_per_name() -> None:
+    scratch = Scratch(10, 4, torch.float32, CPU)
+    first = scratch.take("a", 10)
+    assert scratch.take("a", 3).data_ptr() == first.data_ptr()
+    assert scratch.take("a", 3).shape == (3, 4)
+    assert scratch.take("b", 10).data_ptr() != first.data_ptr()
+
+
+def test_statistics_are_never_coarser_than_fp32() -> None:
+    assert accumulation_dtype(torch.bfloat16) is torch.float32
+    assert accumulation_dtype(torch.float32) is torch.float32
+    assert accumulation_dtype(torch.float64) is torch.float64

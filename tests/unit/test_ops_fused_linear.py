@@ -1,0 +1,136 @@
+"""The chunked executor: which products it computes, on what, and how much memory it takes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.signals import HiddenState
+from tests.reference.distillation import Problem
+from tests.reference.tracing import Trace, traced
+
+TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 4096, 16
+
+
+def step(
+    problem: Problem, chunk_tokens: int, *, hidden: bool = True, weight: bool = True
+) -> Callable[[], Tensor]:
+    """Forward, and backward into the leaves that are wanted."""
+    student = problem.hidden_NH.detach().requires_grad_(hidden)
+    head = problem.weight_GH.detach().requires_grad_(weight)
+
+    def run() -> Tensor:
+        total, _ = fused_linear_objective(
+            student,
+            head,
+            HiddenState(problem.teacher_hidden, problem.teacher_weight),
+            problem.labels_N,
+            ce_weights=problem.ce_weights_N,
+            kd_weights=problem.kd_weights_N,
+            terms=[Term()],
+            chunk_tokens=chunk_tokens,
+        )
+        if total.requires_grad:
+            total.backward()
+        return total
+
+    return run
+
+
+def trace_of(problem: Problem, chunk_tokens: int, **wanted: bool) -> Trace:
+    return traced(
+        step(problem, chunk_tokens, **wanted),
+        problem.hidden_NH,
+        problem.weight_GH,
+        problem.teacher_hidden,
+        problem.teacher_weight,
+    )
+
+
+def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens() -> None:
+    peaks = [
+        trace_of(Problem.random(tokens, HIDDEN, VOCAB), CHUNK).peak_bytes
+        for tokens in (TOKENS, 2 * TOKENS)
+    ]
+    logits = 4 * CHUNK * VOCAB
+    # Two chunk buffers, three scratch blocks of at most a chunk, the weight gradient.
+    assert peaks[0] < 5 * logits + 4 * VOCAB * HIDDEN + TOKENS * 200
+    assert peaks[1] - peaks[0] < TOKENS * 200
+    assert peaks[0] < 4 * TOKENS * VOCAB / 2
+
+
+def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
+    # Where a chunk exceeds the cache, scratch is a fraction of it.
+    peak = trace_of(Problem.random(256, HIDDEN, 40_000), 256).peak_bytes
+    assert peak < 1.25 * 2 * 4 * 256 * 40_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_run_in_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
+    trace = trace_of(Problem.random(32, HIDDEN, 64, dtype=dtype), 32)
+    assert len(trace.products) == 4
+    assert {operand.dtype for operands in trace.products for operand in operands} == {dtype}
+
+
+def test_student_and_teacher_products_keep_their_own_dtype() -> None:
+    problem = Problem.random(32, HIDDEN, 64, teacher_dtype=torch.bfloat16)
+    dtypes = [operands[0].dtype for operands in trace_of(problem, 32).products]
+    assert sorted(map(str, dtypes)) == ["torch.bfloat16"] + ["torch.float32"] * 3
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "products"),
+    [(True, True, 4), (True, False, 3), (False, True, 3), (False, False, 2)],
+)
+def test_only_gradients_that_are_wanted_are_computed(
+    hidden: bool, weight: bool, products: int
+) -> None:
+    trace = trace_of(Problem.random(32, HIDDEN, 64), 32, hidden=hidden, weight=weight)
+    assert len(trace.products) == products
+
+
+def test_without_autograd_no_gradient_is_computed() -> None:
+    run = step(Problem.random(32, HIDDEN, 64), 16)
+    with torch.no_grad(), Trace() as trace:
+        total = run()
+    assert not total.requires_grad
+    assert len(trace.products) == 2 * 2
+
+
+def test_backward_computes_no_product() -> None:
+    problem = Problem.random(32, HIDDEN, 64)
+    head = problem.weight_GH.requires_grad_()
+    total, _ = fused_linear_objective(
+        problem.hidden_NH,
+        head,
+        HiddenState(problem.teacher_hidden, problem.teacher_weight),
+        problem.labels_N,
+        ce_weights=problem.ce_weights_N,
+        kd_weights=problem.kd_weights_N,
+        terms=[Term()],
+        chunk_tokens=16,
+    )
+    assert not traced(total.backward).products
+    assert head.grad is not None
+
+
+def test_masked_tokens_are_left_out_of_every_product() -> None:
+    problem = Problem.random(40, HIDDEN, 64)
+    used = int(((problem.ce_weights_N != 0) | (problem.kd_weights_N != 0)).sum())
+    assert 0 < used < 40
+    trace = trace_of(problem, 64)
+    for left, right in trace.products:
+        assert used in (*left.shape, *right.shape)
+        assert 40 not in (*left.shape, *right.shape)
+
+
+def test_chunks_are_of_one_size_and_never_larger_than_asked() -> None:
+    problem = Problem.random(40, HIDDEN, 64)
+    problem = problem.with_weights(torch.ones(40), torch.ones(40))
+    trace = trace_of(problem, 32)
+    rows = [left.shape[0] for left, right in trace.products if left.shape[1] != VOCAB]
+    assert 20 in rows
+    assert 32 not in rows
+    assert len(trace.products) == 2 * 4

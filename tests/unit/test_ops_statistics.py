@@ -1,0 +1,119 @@
+"""Row statistics and their merge: any split of the vocabulary equals the whole, shards without real
+columns included; ties go to the lowest id; equal models diverge by exactly zero."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops.blocks import Scratch
+from megatron_distill.ops.chunk import Chunk, shard_factors
+from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
+from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, row_top
+from tests.reference.distillation import cross_entropy, entropy, forward_kl
+
+KL = divergence_named("forward_kl")
+CPU = torch.device("cpu")
+
+
+def split_statistics(
+    student: Tensor, teacher: Tensor, labels: Tensor, bounds: Sequence[int], temperature: float
+) -> tuple[MergedStatistics, list[Packet]]:
+    """Statistics of column ranges, merged as an all-gather of their packets would be."""
+    sweep = Sweep(("student", "teacher"), (WeightedDivergence(KL, temperature, 1.0),), full=True)
+    packets = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        shard = VocabShard(student.shape[1], start, stop)
+        columns = slice(start, start + shard.real_width)
+        chunk = Chunk(
+            sweep,
+            {"student": student[:, columns], "teacher": teacher[:, columns]},
+            {"student": LogitRule(), "teacher": LogitRule()},
+            shard,
+            Scratch(len(student), shard.real_width, student.dtype, CPU),
+            labels,
+        )
+        packet = Packet.empty(sweep, len(student), student.dtype, CPU)
+        chunk.measure(packet)
+        packets.append(packet)
+    return MergedStatistics(sweep, torch.stack([p.values for p in packets]).double()), packets
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), temperature=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    tokens, vocab = 5, data.draw(st.integers(1, 300))
+    inner = data.draw(st.lists(st.integers(0, vocab + 20), max_size=3))
+    bounds = sorted([0, *inner, vocab + 20])
+    student, teacher = torch.randn(2, tokens, vocab, generator=generator) * 3
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    merged, packets = split_statistics(student, teacher, labels, bounds, temperature)
+    term = merged.sweep.terms[0]
+    pairs = [
+        (merged.divergence(term), forward_kl(student, teacher, temperature)),
+        (merged.cross_entropy("student"), cross_entropy(student, labels)),
+        (merged.cross_entropy("teacher"), cross_entropy(teacher, labels)),
+        (merged.entropy("student"), entropy(student)),
+        (merged.entropy("teacher"), entropy(teacher)),
+        (merged.agreement(), (student.argmax(1) == teacher.argmax(1)).double()),
+    ]
+    for ours, oracle in pairs:
+        torch.testing.assert_close(ours, oracle, rtol=2e-6, atol=2e-6)
+    mass = sum(
+        shard_factors(packet, merged)["teacher", temperature].squeeze(1)
+        * packet.rows()[f"teacher_mass@{temperature}"]
+        for packet in packets
+    )
+    torch.testing.assert_close(mass, torch.ones(tokens), rtol=1e-6, atol=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), cut=st.integers(0, 200), scale=st.sampled_from([1e-3, 1, 30]))
+def test_equal_models_diverge_by_exactly_zero(seed: int, cut: int, scale: float) -> None:
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(seed)) * scale
+    merged, _ = split_statistics(
+        logits, logits.clone(), torch.zeros(6, dtype=torch.long), [0, cut, 200], 1.0
+    )
+    assert merged.divergence(merged.sweep.terms[0]).tolist() == [0.0] * 6
+    assert merged.agreement().tolist() == [1.0] * 6
+
+
+def test_divergence_does_not_suffer_from_large_common_offsets() -> None:
+    student, teacher = torch.randn(2, 4, 500, generator=torch.Generator().manual_seed(1))
+    offset = torch.tensor([[0.0], [64.0], [-1024.0], [4096.0]])
+    student, teacher = student + offset, teacher + offset
+    merged, _ = split_statistics(
+        student, teacher, torch.zeros(4, dtype=torch.long), [0, 100, 500], 1.0
+    )
+    torch.testing.assert_close(
+        merged.divergence(merged.sweep.terms[0]),
+        forward_kl(student, teacher),
+        rtol=1e-6,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("values", [2, 10**6])
+def test_top_is_the_lowest_column_of_the_largest_value(vocab: int, values: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(values, (50, vocab), generator=generator).float()
+    value, column = row_top(logits)
+    lowest = [row.tolist().index(row.max().item()) for row in logits]
+    assert torch.equal(value, logits.amax(1))
+    assert column.tolist() == lowest
+
+
+def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
+    term = WeightedDivergence(KL, 2.0, 1.0)
+    assert len(Sweep(("student", "teacher"), (term,), full=False).names) == 5
+    one = WeightedDivergence(KL, 1.0, 1.0)
+    assert len(Sweep(("student", "teacher"), (one,), full=True).names) == 10
+    assert len(Sweep(("student", "teacher"), (one, term), full=True).names) == 13
+    assert len(Sweep(("student",), (), full=True).names) == 4

@@ -1,0 +1,127 @@
+"""Failure regimes: no file or an empty picture, labels on top of each other, a curve outside the
+picture, a run that has not been validated or has no finite loss."""
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation import plot
+from megatron_distill.evaluation.runs import RunLog, read_run
+
+
+def write_run(folder: Path, label: str, floor: float, *, steps: int = 200, every: int = 40):
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(7)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            loss = floor + (8.0 - floor) * math.exp(-step / 30)
+            record = {"step": step, "tokens": step * 1000, "ce_loss": loss + noise.normal() / 10}
+            file.write(json.dumps(record) + "\n")
+            if every and step % every == 0:
+                file.write(json.dumps({"step": step, "validation": {"ce_loss": loss}}) + "\n")
+    return read_run(folder, label=label)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunLog]:
+    return [
+        write_run(tmp_path / "alone", "student alone", 3.60),
+        write_run(tmp_path / "distilled", "distilled student", 3.58),
+    ]
+
+
+def share_near(picture: np.ndarray, colour: str) -> float:
+    target = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return float((np.abs(picture[..., :3] - target).max(axis=-1) < 0.02).mean())
+
+
+def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(
+    runs: list[RunLog], tmp_path: Path
+) -> None:
+    path = plot.plot_losses(runs, tmp_path / "new" / "curves.png", title="T", teacher_ce=3.2)
+    picture = matplotlib.image.imread(path)
+    height, width = picture.shape[:2]
+    assert (width, height) == (1600, 920)
+    assert path.stat().st_size < 300_000
+    for colour in (*plot._COLOURS[:2], plot._TEACHER_COLOUR):
+        assert 0.0005 < share_near(picture, colour) < 0.05, colour
+    assert share_near(picture, plot._COLOURS[2]) == 0, "a colour of no run"
+    assert share_near(picture, "#FFFFFF") > 0.8
+
+
+def drawn(runs: list[RunLog], tmp_path: Path, monkeypatch, **arguments):
+    """The figure that plot_losses saves, laid out."""
+    kept = []
+    figure_type = plot.Figure
+
+    class Kept(figure_type):
+        def savefig(self, *positional, **named):
+            kept.append(self)
+            super().savefig(*positional, **named)
+
+    monkeypatch.setattr(plot, "Figure", Kept)
+    plot.plot_losses(runs, tmp_path / "curves.png", title="T", **arguments)
+    return kept[0]
+
+
+def test_labels_of_close_ends_do_not_overlap_and_stay_inside(
+    runs: list[RunLog], tmp_path: Path, monkeypatch
+) -> None:
+    figure = drawn(runs, tmp_path, monkeypatch, teacher_ce=3.57)
+    (axes,) = figure.axes
+    named = ("student alone", "distilled student", "teacher")
+    boxes = [
+        text.get_window_extent() for text in axes.texts if text.get_text().split("\n")[0] in named
+    ]
+    assert len(boxes) == 3
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+        assert box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0
+        assert box.y1 <= figure.bbox.y1
+
+
+def test_every_held_out_point_and_the_teacher_lie_inside_the_axes(
+    runs: list[RunLog], tmp_path: Path, monkeypatch
+) -> None:
+    figure = drawn(runs, tmp_path, monkeypatch, teacher_ce=2.0)
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    assert low < 2.0
+    for run in runs:
+        assert high > run.held_out("ce_loss").values.max()
+    assert axes.get_xlim()[1] >= 200_000
+    assert "nats per token" in axes.get_ylabel()
+    assert "tokens" in axes.get_xlabel()
+
+
+def test_a_run_without_validation_is_drawn_by_its_training_loss(tmp_path: Path, monkeypatch):
+    run = write_run(tmp_path / "run", "only trained", 3.0, every=0)
+    figure = drawn([run], tmp_path, monkeypatch)
+    assert figure.axes[0].texts[0].get_text().split("\n")[0] == "only trained"
+
+
+def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "short", 3.0, steps=1, every=1)
+    assert plot.plot_losses([run], tmp_path / "curves.png", title="T").stat().st_size > 0
+
+
+def test_smoothing_keeps_a_line_and_the_length_and_lessens_noise() -> None:
+    line = np.linspace(5.0, 3.0, 400)
+    # Only the end, where the window is lopsided, may leave a sloping line.
+    assert np.allclose(plot._smooth(line)[:-10], line[:-10])
+    assert np.allclose(plot._smooth(line), line, atol=0.03)
+    noise = np.random.default_rng(0).normal(size=400)
+    assert plot._smooth(noise)[10:-10].std() < 0.5 * noise.std()
+    assert plot._smooth(np.array([2.0])).tolist() == [2.0]
+
+
+def test_nothing_to_draw_is_a_data_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "empty", 3.0, steps=0)
+    with pytest.raises(DataError, match="no run has a loss to draw"):
+        plot.plot_losses([run], tmp_path / "curves.png", title="T")

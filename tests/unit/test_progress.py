@@ -1,0 +1,148 @@
+"""Failure regimes: control characters in a log file, a wrong time left, a resumed run that counts
+from nought, a closing line that calls a stopped run finished, a value that is not finite."""
+
+import io
+
+import pytest
+
+from megatron_distill.train.progress import LiveProgress, PlainProgress, open_progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def record(step: int, **values: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "tokens": step * 2048,
+        "ce_loss": 4.0,
+        "kd_loss": 0.5,
+        "total_loss": 4.5,
+        "grad_norm": 1.25,
+        "learning_rate": 3e-4,
+        "tokens_per_second": 14823.0,
+        "peak_memory_bytes": 1_234_000_000,
+        **values,
+    }
+
+
+def play(stream: io.StringIO, *, total: int, start: int, last: int, interval: int = 1) -> None:
+    """Two seconds a step."""
+    clock = Clock()
+    display = open_progress(
+        stream, total_steps=total, start_step=start, interval=interval, clock=clock
+    )
+    for step in range(start + 1, last + 1):
+        clock.now += 2.0
+        display.write(record(step))
+    display.close()
+
+
+def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> None:
+    stream = io.StringIO()
+    play(stream, total=10, start=0, last=10, interval=4)
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        ["step", "1/10"],
+        ["step", "4/10"],
+        ["step", "8/10"],
+        ["step", "10/10"],
+    ]
+    assert lines[1] == (
+        "step 4/10  ce 4.000  kd 0.500  total 4.500  grad norm 1.25  lr 3.00e-04  14.8k tok/s"
+        "  peak 1.23 GB  eta 0:12"
+    )
+    assert lines[-1] == (
+        "finished 10 steps in 0:20, 20.5k tokens, ce 4.0000, 1024 tokens/s, peak memory 1.23 GB"
+    )
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_with_the_same_figures_and_the_cursor_back() -> None:
+    stream = Terminal()
+    play(stream, total=10, start=0, last=10)
+    text = stream.getvalue()
+    for figure in ("4/10", "ce 4.000", "kd 0.500", "total 4.500", "14.8k tok/s", "eta 0:12"):
+        assert figure in text, figure
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert text.rstrip().endswith("peak memory 1.23 GB")
+
+
+def test_what_is_logged_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
+    stream = Terminal()
+    display = open_progress(stream, total_steps=2, start_step=0)
+    display.write(record(1))
+    display.stream.write("a line of the log\n")
+    display.close()
+    (line,) = [line for line in stream.getvalue().splitlines() if "a line of the log" in line]
+    assert line.endswith("a line of the log")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_validation_is_shown_and_its_loss_is_in_the_closing_line(stream: io.StringIO) -> None:
+    display = open_progress(stream, total_steps=2, start_step=0)
+    display.write(record(1))
+    validation = {
+        "ce_loss": 4.21,
+        "kd_loss": 0.75,
+        "top1_agreement": 0.423,
+        "teacher_ce_loss": 3.9,
+    }
+    display.write({"step": 1, "validation": validation})
+    display.close()
+    shown = "step 1 held-out:  ce 4.2100  kd 0.7500  top-1 agreement 42.3%  teacher's ce 3.9000"
+    assert shown in stream.getvalue()
+    assert "stopped at step 1 of 2" in stream.getvalue()
+    assert "held-out ce 4.2100" in stream.getvalue()
+
+
+def test_a_resumed_run_takes_its_pace_from_its_own_steps() -> None:
+    stream = io.StringIO()
+    play(stream, total=110, start=100, last=104)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 101/110")
+    assert lines[0].endswith("eta -")
+    assert lines[3].endswith("eta 0:12")
+    assert lines[4].startswith("stopped at step 104 of 110 after 0:08, 213k tokens")
+    assert "1024 tokens/s" in lines[4]
+
+
+def test_a_run_that_was_finished_before_says_so() -> None:
+    stream = io.StringIO()
+    play(stream, total=10, start=10, last=10)
+    assert stream.getvalue() == "no step was needed: 10 of 10 steps were done before\n"
+
+
+def test_without_a_teacher_the_one_loss_is_shown_once() -> None:
+    stream = io.StringIO()
+    display = open_progress(stream, total_steps=1, start_step=0)
+    display.write(record(1, kd_loss=0.0, total_loss=4.0))
+    assert "ce 4.000  grad norm" in stream.getvalue()
+    display.write({"step": 1, "validation": {"ce_loss": 4.5, "kd_loss": 0.0}})
+    assert stream.getvalue().endswith("step 1 held-out:  ce 4.5000\n")
+
+
+def test_a_loss_that_is_not_a_number_is_shown_as_such() -> None:
+    stream = io.StringIO()
+    display = open_progress(stream, total_steps=1, start_step=0)
+    display.write(record(1, ce_loss=float("nan"), grad_norm=float("inf")))
+    assert "ce nan" in stream.getvalue()
+    assert "grad norm inf" in stream.getvalue()
+
+
+def test_the_kind_of_stream_chooses_the_display() -> None:
+    assert isinstance(open_progress(io.StringIO(), total_steps=1, start_step=0), PlainProgress)
+    live = open_progress(Terminal(), total_steps=1, start_step=0)
+    assert isinstance(live, LiveProgress)
+    live.close()

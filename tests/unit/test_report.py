@@ -1,0 +1,150 @@
+"""Failure regimes: a torn line of a running run read as damage or damage as a torn line, a figure
+in the wrong unit or row, a missing figure shown as 0, a margin with the wrong sign."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.report import (
+    RunSummary,
+    margin,
+    markdown_table,
+    result_table,
+    summarize,
+)
+from megatron_distill.evaluation.runs import read_run
+
+ALONE = RunSummary("student alone", 300, 614400, 3.80331, None, None, None, 8994.6, 601_000_000)
+DISTILLED = RunSummary(
+    "distilled student", 300, 614400, 3.5624, 0.41, 3.03, 0.4567, 6021.2, 812_300_000
+)
+
+
+def write(folder: Path, *records: dict[str, object]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return folder
+
+
+def step(number: int, **values: object) -> dict[str, object]:
+    return {"step": number, "tokens": number * 100, "ce_loss": 6.0 - number, **values}
+
+
+def validation(number: int, **values: object) -> dict[str, object]:
+    return {"step": number, "validation": values}
+
+
+def test_series_are_over_tokens_and_leave_out_what_is_not_finite(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        validation(0, ce_loss=9.0),
+        step(1),
+        step(2, ce_loss=None, not_finite={"ce_loss": "NaN"}),
+        validation(2, ce_loss=4.5, top1_agreement=0.25),
+        step(3),
+        validation(3, ce_loss=3.5, top1_agreement=0.5),
+    )
+    run = read_run(folder, label="a run")
+    training = run.training("ce_loss")
+    assert training.tokens.tolist() == [100, 300]
+    assert training.values.tolist() == [5.0, 3.0]
+    held_out = run.held_out("ce_loss")
+    assert held_out.tokens.tolist() == [0, 200, 300]
+    assert held_out.values.tolist() == [9.0, 4.5, 3.5]
+    assert run.last_step == 3
+    assert run.last_held_out("top1_agreement") == 0.5
+    assert run.last_held_out("teacher_ce_loss") is None
+    assert len(run.training("no such metric")) == 0
+
+
+def test_the_torn_last_line_of_a_running_run_is_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path, step(1), step(2))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "to')
+    assert read_run(folder, label="a run").last_step == 2
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"tokens": 1}', '{"step": "1"}', ""])
+def test_damage_elsewhere_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
+    folder = write(tmp_path, step(1))
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n" + json.dumps(step(2)) + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: no JSON object"):
+        read_run(folder, label="a run")
+
+
+def test_a_folder_without_a_run_and_a_run_without_a_step_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no such file; name the output folder of a run"):
+        read_run(tmp_path / "nothing", label="a run")
+    with pytest.raises(DataError, match="no step in its metrics"):
+        summarize(read_run(write(tmp_path), label="a run"))
+
+
+def test_a_summary_takes_the_last_validation_the_median_speed_and_the_largest_peak(
+    tmp_path: Path,
+) -> None:
+    speeds, peaks = [10.0, 1000.0, 900.0], [5, 9, 7]
+    steps = [
+        step(number, tokens_per_second=speed, peak_memory_bytes=peak)
+        for number, speed, peak in zip([1, 2, 3], speeds, peaks, strict=True)
+    ]
+    last = validation(3, ce_loss=3.5, kd_loss=0.5, teacher_ce_loss=3.0, top1_agreement=0.625)
+    folder = write(tmp_path, *steps[:2], validation(2, ce_loss=8.0), steps[2], last)
+    assert summarize(read_run(folder, label="a run")) == RunSummary(
+        label="a run",
+        steps=3,
+        tokens=300,
+        held_out_ce=3.5,
+        held_out_kd=0.5,
+        teacher_held_out_ce=3.0,
+        top1_agreement=0.625,
+        tokens_per_second=900.0,
+        peak_memory_bytes=9,
+    )
+
+
+def test_a_summary_of_a_bare_run_has_no_figures_it_does_not_know(tmp_path: Path) -> None:
+    summary = summarize(read_run(write(tmp_path, step(1)), label="a run"))
+    assert summary == RunSummary("a run", 1, 100, None, None, None, None, None, None)
+
+
+def test_the_markdown_table_holds_each_figure_in_its_column() -> None:
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in markdown_table([ALONE, DISTILLED]).splitlines()
+    ]
+    assert {len(line) for line in lines} == {6}
+    rows = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+    distilled, alone = rows["distilled student"], rows["student alone"]
+    assert distilled["held-out CE (nats/token)"] == "3.5624"
+    assert distilled["agreement (top-1 with teacher)"] == "45.7%"
+    assert distilled["trained on (tokens)"] == "614,400"
+    assert distilled["speed (tokens/s)"] == "6,021"
+    assert distilled["peak memory (GB per process)"] == "0.81"
+    assert alone["held-out CE (nats/token)"] == "3.8033"
+    assert alone["agreement (top-1 with teacher)"] == "-"
+
+
+def test_the_terminal_table_fits_80_columns_with_every_figure_whole() -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(result_table([ALONE, DISTILLED], title="Result"))
+    text = stream.getvalue()
+    (row,) = [line for line in text.splitlines() if "distilled student" in line]
+    assert row.split() == ["distilled", "student", "3.5624", "45.7%", "614,400", "6,021", "0.81"]
+    assert "Result" in text
+
+
+def test_the_margin_is_positive_when_the_teacher_helped() -> None:
+    result = margin(alone=4.0, distilled=3.5, teacher=3.0)
+    assert (result.nats, result.share, result.gap_closed) == (0.5, 0.125, 0.5)
+    assert margin(alone=3.5, distilled=4.0, teacher=3.0).nats == -0.5
+
+
+def test_a_teacher_no_better_than_the_student_leaves_no_gap_to_close() -> None:
+    assert margin(alone=3.0, distilled=2.9, teacher=3.0).gap_closed is None
+    assert np.isclose(margin(alone=3.0, distilled=2.9, teacher=3.1).nats, 0.1)

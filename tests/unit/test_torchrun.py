@@ -1,0 +1,149 @@
+"""Failure regimes: a rank left running after its launcher, a signal that kills ranks in place of
+letting them finish, a rank that ignores the signal, a failure reported as success."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_distill.runtime.torchrun import run_child, threads_per_process, torchrun_command
+
+# A launcher with two ranks in sessions of their own, as torchrun's are. A rank writes its process
+# id, then waits; on SIGTERM it says `saved` and leaves with 0, or does not listen.
+RANK = textwrap.dedent(
+    """
+    import os, pathlib, signal, sys, time
+    folder, rank, deaf = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf"
+    def save(*_):
+        (folder / f"saved{rank}").touch()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else save)
+    part = folder / f"part{rank}"
+    part.write_text(str(os.getpid()))
+    part.rename(folder / f"rank{rank}")
+    time.sleep(600)
+    """
+)
+LAUNCHER = textwrap.dedent(
+    """
+    import pathlib, signal, subprocess, sys
+    folder, manner, rank_program = sys.argv[1], sys.argv[2], sys.argv[3]
+    signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(folder) / "launcher_hit").touch())
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", rank_program, folder, str(rank), manner],
+                         start_new_session=True)
+        for rank in range(2)
+    ]
+    if manner == "abandon":
+        while len(list(pathlib.Path(folder).glob("rank*"))) < 2:
+            pass
+        import time; time.sleep(1.5)
+        sys.exit(7)
+    sys.exit(max(rank.wait() for rank in ranks))
+    """
+)
+PARENT = textwrap.dedent(
+    """
+    import os, sys
+    from megatron_distill.runtime.torchrun import run_child
+    outcome = run_child([sys.executable, "-c", *sys.argv[2:]], environment=os.environ,
+                        grace_seconds=float(sys.argv[1]))
+    print(outcome.status, outcome.interrupted_by)
+    """
+)
+
+
+def start(folder: Path, manner: str, *, grace_seconds: float = 60) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-c", PARENT, str(grace_seconds)),
+            *(LAUNCHER, str(folder), manner, RANK),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def rank_processes(folder: Path) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("rank*"))) < 2:
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+    return [psutil.Process(int(path.read_text())) for path in sorted(folder.glob("rank*"))]
+
+
+def assert_gone(ranks: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) -> None:
+    parent = start(tmp_path, "listen")
+    ranks = rank_processes(tmp_path)
+    # As a terminal does: to the whole group of the foreground.
+    os.killpg(parent.pid, number)
+    said, _ = parent.communicate(timeout=60)
+    assert said.split() == ["0", str(int(number))]
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert not (tmp_path / "launcher_hit").exists()
+    assert_gone(ranks)
+
+
+def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    parent = start(tmp_path, "deaf")
+    ranks = rank_processes(tmp_path)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert parent.poll() is None, "the first signal waits"
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=60)
+    assert_gone(ranks)
+
+
+def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
+    parent = start(tmp_path, "deaf", grace_seconds=0.5)
+    ranks = rank_processes(tmp_path)
+    parent.send_signal(signal.SIGTERM)
+    said, _ = parent.communicate(timeout=60)
+    assert said.split()[1] == str(int(signal.SIGTERM))
+    assert_gone(ranks)
+
+
+def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
+    parent = start(tmp_path, "abandon")
+    ranks = rank_processes(tmp_path)
+    said, _ = parent.communicate(timeout=60)
+    assert said.split() == ["7", "None"]
+    assert_gone(ranks)
+
+
+def test_the_childs_status_environment_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    program = "import os, sys; sys.exit(int(os.environ['STATUS']))"
+    outcome = run_child([sys.executable, "-c", program], environment={**os.environ, "STATUS": "3"})
+    assert (outcome.status, outcome.interrupted_by) == (3, None)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_command_is_torchrun_by_this_python_with_a_port_of_its_own() -> None:
+    command = torchrun_command("launch/x.py", ["--config", "a b.yaml"], processes=4)
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert "--standalone" in command
+    assert command[-4:] == ["--nproc-per-node=4", "launch/x.py", "--config", "a b.yaml"]
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 4, 1), (16, 4, 4), (7, 2, 3)])
+def test_threads_use_each_core_once(
+    cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_distill.runtime.torchrun.available_cores", lambda: cores)
+    assert threads_per_process(processes) == threads
