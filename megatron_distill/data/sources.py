@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +16,13 @@ from megatron_distill.data.documents import Cursor, DocumentReader, is_held_out,
 from megatron_distill.data.megatron_indexed import IndexedSource
 from megatron_distill.data.order import permutation
 from megatron_distill.data.samples import Sample, SampleList, SampleSource
+from megatron_distill.data.shuffle import ShuffledSamples
 from megatron_distill.data.stream import Order, PackedStream, TextEncoder
 from megatron_distill.errors import DataError
 
 HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+# Held-out samples read for each one kept: the more, the more documents they come from.
+_HELD_OUT_CHOICE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -24,13 +30,15 @@ class DataOptions:
     """How sources are read.
 
     validation_fraction: share of the documents that training never sees, chosen by content.
-    shuffle_buffer: documents per shuffled block. on_error: "raise", or "skip" to count bad records.
-    index_cache: folder for the indices of format megatron.
+    shuffle_buffer: documents per shuffled block. shuffle_samples: packed samples per shuffled
+    window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
+    of format megatron.
     """
 
     sequence_length: int
     validation_fraction: float = 0.0
     shuffle_buffer: int = 256
+    shuffle_samples: int = 1024
     on_error: str = "raise"
     index_cache: Path | None = None
 
@@ -52,7 +60,9 @@ def open_training(
             held_out_fraction=options.validation_fraction,
             is_held_out=False,
         )
-        return [_stream(spec, tokenizer, options, order, epochs=None)]
+        packed = _stream(spec, tokenizer, options, order, epochs=None)
+        window = options.shuffle_samples
+        return [ShuffledSamples(packed, window=window, seed=seed, name=spec.name)]
 
     sources: list[SampleSource] = []
     weights: list[float] = []
@@ -66,19 +76,21 @@ def open_training(
 def read_held_out(
     specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, samples: int
 ) -> SampleList:
-    """The first `samples` samples of the held-out documents, the same for every seed.
+    """`samples` samples of the held-out documents, the same for every seed.
 
+    They are drawn from several times as many, so that a long document does not stand for all;
     options.validation_fraction must be the training stream's; 1.0 for sources of their own. Only
     the last sample of a source may hold padding. Raises DataError if there are not that many.
     """
     takers: list[Callable[[], Sample | None]] = []
     weights: list[float] = []
     fraction = options.validation_fraction
-    for spec in _named(specs, "data.validation_sources"):
-        parts: list[Callable[[], Sample | None]] = []
+    named = _named(specs, "data.validation_sources")
+    total = sum(spec.weight for spec in named)
+    for spec in named:
+        parts: list[IndexedSource] | list[PackedStream]
         if spec.format == "megatron":
-            found = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
-            parts.extend(source.next_or_none for source in found)
+            parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
         else:
             order = Order(
                 seed=HELD_OUT_SEED,
@@ -86,9 +98,11 @@ def read_held_out(
                 held_out_fraction=fraction,
                 is_held_out=True,
             )
-            parts.append(_stream(spec, tokenizer, options, order, epochs=1).next_or_none)
-        takers.extend(parts)
-        weights.extend([spec.weight / len(parts)] * len(parts))
+            parts = [_stream(spec, tokenizer, options, order, epochs=1)]
+        weight = spec.weight / len(parts)
+        choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
+        takers.extend(partial(next, _spread(part, choice), None) for part in parts)
+        weights.extend([weight] * len(parts))
     found_samples = blend_finite(takers, weights=weights, count=samples)
     if len(found_samples) < samples:
         raise DataError(
@@ -98,6 +112,13 @@ def read_held_out(
             "data.validation_fraction, or name data.validation_sources"
         )
     return SampleList(found_samples)
+
+
+def _spread(source: IndexedSource | PackedStream, choice: int) -> Iterator[Sample]:
+    """All samples of a finite source, each `choice` of them in a fixed shuffled order."""
+    remaining = iter(source.next_or_none, None)
+    while pool := list(islice(remaining, choice)):
+        yield from (pool[index] for index in permutation(len(pool), HELD_OUT_SEED))
 
 
 def sample_texts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -99,6 +99,7 @@ def data_options(data: DataConfig) -> DataOptions:
         sequence_length=data.sequence_length,
         validation_fraction=0.0 if data.validation_sources else data.validation_fraction,
         shuffle_buffer=data.shuffle_buffer,
+        shuffle_samples=data.shuffle_samples,
         on_error=data.on_error,
         index_cache=Path(data.cache) if data.cache else None,
     )
@@ -152,13 +153,7 @@ def read_validation(
 
 
 def _whole(options: DataOptions) -> DataOptions:
-    return DataOptions(
-        sequence_length=options.sequence_length,
-        validation_fraction=1.0,
-        shuffle_buffer=options.shuffle_buffer,
-        on_error=options.on_error,
-        index_cache=options.index_cache,
-    )
+    return replace(options, validation_fraction=1.0)
 
 
 def _loader(

@@ -38,7 +38,7 @@ def test_what_the_standard_library_corpus_leaves_out(tmp_path: Path) -> None:
 
 
 def test_the_stream_reads_the_standard_library() -> None:
-    options = DataOptions(sequence_length=64, validation_fraction=0.1)
+    options = DataOptions(sequence_length=64, validation_fraction=0.1, shuffle_samples=1)
     source = open_training(
         [SourceSpec("python_stdlib")], tokenizer=ByteTokenizer(), options=options, seed=3
     )

@@ -91,6 +91,12 @@ class DataConfig(Section):
     shuffle_buffer: int = Field(
         default=256, ge=1, description="Documents in one shuffled block; 1 keeps their order."
     )
+    shuffle_samples: int = Field(
+        default=1024,
+        ge=1,
+        description="Packed samples of a source in one shuffled window, so that a long document "
+        "does not fill a batch; 1 keeps their order. Two windows are in memory.",
+    )
     on_error: Literal["raise", "skip"] = Field(
         default="raise", description="A bad record: stop, or count it, report it and go on."
     )
