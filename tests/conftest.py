@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.distributed.pool import Pool
 
@@ -13,3 +14,12 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A process that computes with one thread, as a measure of row blocks needs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

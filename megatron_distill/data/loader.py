@@ -83,6 +83,7 @@ class StepLoader:
                 data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
             )
             .context_shard(*self._context)
+            .with_trained_rows()
             .to(self._device)
             for index in range(self._layout.micro_batches)
         )

@@ -57,7 +57,8 @@ class Wire:
     def exchange(self, step: int, said: StepData | DataError | None) -> StepData:
         """Every rank gets what rank 0 says: the step's data, or DataError raised on all of them.
 
-        `said` is None on every other rank. All ranks must ask for the same step.
+        `said` is None on every other rank. All ranks must ask for the same step. The data lies in
+        the memory of the host, whatever device it came over.
 
         Collective: the group, two broadcasts: a header of 40 bytes and 8 bytes per token (plus less
         than 1 kB per source), or the error's text.
@@ -76,7 +77,7 @@ class Wire:
         if isinstance(said, StepData):
             text = said.state_text
         else:
-            text = payload[-self._text_words(text_bytes) :].cpu().numpy().tobytes()[:text_bytes]
+            text = payload[-self._text_words(text_bytes) :].numpy().tobytes()[:text_bytes]
         if status == _ERROR:
             raise said if isinstance(said, DataError) else DataError(text.decode("utf-8"))
         return StepData(self._unpack(payload), ce_tokens, kd_tokens, text)
@@ -107,7 +108,7 @@ class Wire:
         tensor = tensor.to(self._device)
         assert (tensor.shape, tensor.dtype) == ((size,), dtype)
         dist.broadcast(tensor, group=self._group, group_src=0)
-        return tensor
+        return tensor.cpu()
 
     def _unpack(self, payload: Tensor) -> GlobalBatch:
         cells = self._rows * self._width

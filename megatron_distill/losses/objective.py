@@ -32,6 +32,7 @@ def fused_linear_objective(
     ce_coefficient: float = 1.0,
     student_softcap: float | None = None,
     student_scale: float = 1.0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ce_coefficient sum(ce_weights CE) + sum over terms of weight sum(kd_weights D)``.
 
@@ -47,8 +48,10 @@ def fused_linear_objective(
     over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). The hidden
     states must be whole on every rank of the group.
 
-    Tokens with both weights zero are left out, whatever they hold. A label outside the vocabulary
-    on a token that counts makes the total infinite. Logits exist for ``chunk_tokens`` tokens only.
+    Tokens with both weights zero are left out, whatever they hold. Where ``rows`` (``[n]`` int64,
+    the others' places in order) is not given, finding them waits for the device once. A label
+    outside the vocabulary on a token that counts makes the total infinite. Logits exist for
+    ``chunk_tokens`` tokens only.
 
     Collective: one all-gather over ``group`` per chunk of 40 bytes per token with one term at
     temperature one (12 more per further temperature), 16 without a teacher; none in backward.
@@ -73,6 +76,7 @@ def fused_linear_objective(
         chunk_tokens=chunk_tokens,
         shard=shard,
         group=group,
+        rows=rows,
     )
     total, sums = fused_linear(_head(hidden), work)
     return total, _report(work, terms, sums)

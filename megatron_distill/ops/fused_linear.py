@@ -42,6 +42,8 @@ class FusedLinear:
         chunk_tokens: most tokens whose logits exist at once.
         shard: this rank's columns.
         group: the ranks that hold the other columns; None if there are no others.
+        rows: ``[n]`` int64, the tokens with a weight in order; None to look for them, which waits
+            for the device.
     """
 
     teacher: LinearHead | GivenLogits | None
@@ -53,6 +55,16 @@ class FusedLinear:
     chunk_tokens: int
     shard: VocabShard
     group: dist.ProcessGroup | None
+    rows: Tensor | None = None
+
+    @property
+    def counted_rows(self) -> Rows:
+        """The tokens that take part."""
+        if self.rows is not None:
+            return Rows.of_indices(self.labels.shape[0], self.rows)
+        if self.teacher is None:
+            return Rows.of_weights(self.ce_weights)
+        return Rows.of_weights(self.ce_weights, self.kd_weights)
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -140,8 +152,7 @@ class _Executor:
     ) -> None:
         self._student = student
         self._work = work
-        weights = (work.ce_weights,) if work.teacher is None else (work.ce_weights, work.kd_weights)
-        self._rows = Rows.of_weights(*weights)
+        self._rows = work.counted_rows
         self._dtype = accumulation_dtype(student.dtype)
         self._columns = work.shard.real_width
         self._sums = torch.zeros(

@@ -26,6 +26,11 @@ class Rows:
         kept = used.nonzero().squeeze(1)
         return cls(used.numel(), None if kept.numel() == used.numel() else kept)
 
+    @classmethod
+    def of_indices(cls, total: int, indices: Tensor) -> Rows:
+        """Rows that the caller has counted, ``[n]`` int64 in order; waits for nothing."""
+        return cls(total, None if indices.numel() == total else indices)
+
     @property
     def count(self) -> int:
         """How many there are."""

@@ -42,6 +42,9 @@ class Batch:
     sequence_index_s: Tensor  # int64, global index of each local position
     sample_ids_b: Tensor  # int64
     isolate_documents: bool
+    # int64, the places in the flattened [b * s] that a mask trains, in order; None: not looked for.
+    # Known beforehand, they spare the objective from waiting for the device to count them.
+    trained_rows_n: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -58,6 +61,7 @@ class Batch:
         """
         sequence_length = self.document_ids_bS.shape[1]
         assert self.tokens_bs.shape[1] == sequence_length, "the batch is sharded already"
+        assert self.trained_rows_n is None, "rows are looked for after sharding"
         if size == 1:
             return self
         index = zigzag_index(sequence_length, rank=rank, size=size).to(self.tokens_bs.device)
@@ -71,8 +75,14 @@ class Batch:
             sequence_index_s=self.sequence_index_s[index],
         )
 
+    def with_trained_rows(self) -> Batch:
+        """The same batch with `trained_rows_n`; to be called on a CPU, on its final positions."""
+        is_trained_bs = self.ce_mask_bs | self.kd_mask_bs
+        return replace(self, trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1))
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
+        rows_n = self.trained_rows_n
         return Batch(
             tokens_bs=self.tokens_bs.to(device),
             labels_bs=self.labels_bs.to(device),
@@ -83,6 +93,7 @@ class Batch:
             sequence_index_s=self.sequence_index_s.to(device),
             sample_ids_b=self.sample_ids_b.to(device),
             isolate_documents=self.isolate_documents,
+            trained_rows_n=None if rows_n is None else rows_n.to(device),
         )
 
 

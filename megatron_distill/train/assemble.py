@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,10 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
+    # What the imports left stays for good: Megatron-Core collects at every save, and walking it
+    # through would stop all ranks for a tenth of a second or more.
+    gc.collect()
+    gc.freeze()
     with _groups(config) as groups, ExitStack() as resources:
         parts = _assemble(config, device, groups, resources)
         if parts.state.step >= config.train.steps:

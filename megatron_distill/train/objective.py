@@ -69,6 +69,7 @@ class TokenObjective:
             shard=self.shard,
             group=self.groups.tensor,
             student_softcap=self.logit_softcap,
+            rows=batch.trained_rows_n,
         )
 
 

@@ -34,7 +34,9 @@ def open_source(spec: SourceSpec, rank: int) -> SampleSource | None:
             source = open_training(
                 [spec],
                 tokenizer=ByteTokenizer(),
-                options=DataOptions(sequence_length=LENGTH, validation_fraction=0.1),
+                options=DataOptions(
+                    sequence_length=LENGTH, validation_fraction=0.1, shuffle_samples=4
+                ),
                 seed=1,
             )
     return source

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from megatron_distill import log
@@ -22,6 +23,8 @@ from tests.distributed.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from _pytest.mark import ParameterSet
 
     from megatron_distill.train.loop import Parts
 
@@ -86,6 +89,7 @@ data:
   sequence_length: 32
   validation_fraction: 0.1
   shuffle_buffer: 16
+  shuffle_samples: 40
 objective:
   terms:
     - {{divergence: forward_kl, weight: 1.0}}
@@ -154,6 +158,13 @@ def train_tokenizer(rank: int, world_size: int, inputs: Inputs) -> int:
     tokenizer = train_bpe(texts, vocab_size=301)
     tokenizer.save(inputs.tokenizer)
     return tokenizer.vocab_size
+
+
+def quick_and_slow(cases: Iterable[str], quick: Collection[str]) -> list[ParameterSet]:
+    """Return a test's cases, those that are not quick marked as slow."""
+    cases = list(cases)
+    assert set(quick) <= set(cases), set(quick) - set(cases)
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def configure(rank: int, config_path: Path, overrides: Sequence[str], world: int) -> RunConfig:

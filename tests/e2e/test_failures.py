@@ -177,7 +177,8 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     corpus = tmp_path / "corpus.jsonl"
     with_bad_lines(inputs, corpus, [70])
     output = tmp_path / "run"
-    data = (f"data.sources.0.paths={corpus}", "data.shuffle_buffer=4", "train.steps=200")
+    data = (f"data.sources.0.paths={corpus}", "data.shuffle_buffer=4")
+    data += ("data.shuffle_samples=4", "train.steps=200")
     said = message(
         call(pool, inputs.folder / "dense.yaml", output, *data, SAVE, "checkpoint.interval=5",
              "checkpoint.asynchronous=true")

@@ -16,15 +16,24 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, checkpoints, course, failure, records, run
+from tests.e2e.runs import (
+    Inputs,
+    assembled,
+    checkpoints,
+    course,
+    failure,
+    quick_and_slow,
+    records,
+    run,
+)
 
-STEPS = 12
-STOP = 7
+STEPS = 9
+STOP = 5
 COMMON = (
     f"train.steps={STEPS}",
     "checkpoint.save=true",
     "validation.samples=8",
-    "validation.interval=4",
+    "validation.interval=3",
     "data.validation_fraction=0.2",
 )
 TENSOR = "parallel.tensor=2"
@@ -53,7 +62,11 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAME)
+# One of each kind; the others take minutes and run with the slow tests.
+QUICK_SAME = ("one rank", "DP2", "DP2, saved meanwhile", "PP2+virtual", "TP2+sequence, dropout")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
 def test_in_the_same_layout_every_bit_is_the_same(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
@@ -69,7 +82,7 @@ def test_in_the_same_layout_every_bit_is_the_same(
         for folder in ("cut", "whole")
     ]
     assert validations[0] == validations[1]
-    assert [record["step"] for record in validations[0]] == [4, 8, 12]
+    assert [record["step"] for record in validations[0]] == [3, 6, 9]
 
 
 def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
@@ -104,7 +117,16 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OTHER)
+QUICK_OTHER = (
+    "one rank to TP2xPP2",
+    "TP2 to CP2",
+    "DP2xTP2 to PP2+virtual",
+    "to a whole optimizer",
+    "experts EP2 to one rank",
+)
+
+
+@pytest.mark.parametrize("case", quick_and_slow(OTHER, QUICK_OTHER))
 def test_in_another_layout_the_losses_are_the_same(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
@@ -164,7 +186,7 @@ def test_the_newest_are_kept_and_leftovers_go(
     (leftover / "description.json").write_text('{"step": 99}')
     found = run(pool, 2, config, tmp_path, *overrides)
     assert [record["step"] for record in found] == list(range(1, STEPS + 1))
-    assert checkpoints(tmp_path) == ["step_0000010", "step_0000012"]
+    assert checkpoints(tmp_path) == ["step_0000008", "step_0000009"]
 
 
 @pytest.fixture(scope="module")

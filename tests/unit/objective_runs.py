@@ -25,6 +25,7 @@ def run(
     student_rule: Rule = (None, 1.0),
     teacher_rule: Rule = (None, 1.0),
     shard: VocabShard | None = None,
+    rows: Tensor | None = None,
 ) -> Result:
     """Total, report, and the gradients on hidden states and weight."""
     hidden = problem.hidden_NH.detach().requires_grad_()
@@ -44,6 +45,7 @@ def run(
         ce_coefficient=ce_coefficient,
         student_softcap=student_rule[0],
         student_scale=student_rule[1],
+        rows=rows,
     )
     hidden_gradient, weight_gradient = torch.autograd.grad(total * upstream, (hidden, weight))
     return total.detach(), report, hidden_gradient, weight_gradient

@@ -2,12 +2,14 @@
 models, labels that do not exist, repeated calls."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard
@@ -45,6 +47,46 @@ def test_splitting_a_batch_changes_nothing(seed: int, cut: int, chunk: int) -> N
         first[3] + second[3],
     )
     assert_same(joined, run(whole))
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts the operators whose result the host has to wait for on a GPU."""
+
+    WAITING = (
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.unique_dim.default,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 1024])
+def test_rows_known_beforehand_change_nothing_and_spare_the_wait(chunk_tokens: int) -> None:
+    problem = Problem.random(seed=9)
+    used = (problem.ce_weights_N != 0) | (problem.kd_weights_N != 0)
+    assert 0 < int(used.sum()) < used.numel()
+    rows = used.nonzero().squeeze(1)
+    with HostWaits() as looked_for:
+        expected = run(problem, chunk_tokens=chunk_tokens)
+    with HostWaits() as given:
+        found = run(problem, chunk_tokens=chunk_tokens, rows=rows)
+    # The others are those of the loops over row blocks on a CPU, which a GPU does not run.
+    assert given.count == looked_for.count - 1
+    assert torch.equal(found[0], expected[0])
+    for ours, other in zip(found[2:], expected[2:], strict=True):
+        assert torch.equal(ours, other)
+    # Rows that carry no weight may be among them; they are computed for nothing.
+    assert_same(run(problem, chunk_tokens=chunk_tokens, rows=torch.arange(used.numel())), expected)
 
 
 @pytest.mark.parametrize("upstream", [0.0, 1.0, -3.0, 1 / 1024])

@@ -283,7 +283,9 @@ def test_logits_that_are_a_slice_of_a_wider_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_above_the_gradient_does_not_grow_with_tokens(dtype: torch.dtype) -> None:
+def test_memory_above_the_gradient_does_not_grow_with_tokens(
+    dtype: torch.dtype, one_thread: None
+) -> None:
     def extra(tokens: int) -> int:
         student, teacher = logit_pair(tokens, 100_000, dtype=dtype)
         student.requires_grad_()

@@ -36,6 +36,16 @@ def test_two_ranks_by_hand() -> None:
     assert zigzag_index(8, rank=1, size=2).tolist() == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_trained_rows_are_the_places_that_a_mask_trains(size: int) -> None:
+    for rank in range(size):
+        batch = batch_of(3, 16).context_shard(rank, size).with_trained_rows()
+        assert batch.trained_rows_n is not None
+        is_trained = (batch.ce_mask_bs | batch.kd_mask_bs).flatten().tolist()
+        assert batch.trained_rows_n.tolist() == [n for n, yes in enumerate(is_trained) if yes]
+        assert batch.to("cpu").trained_rows_n is not None
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_field_goes_with_its_position(size: int) -> None:
     whole = batch_of(2, 16)
