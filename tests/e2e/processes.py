@@ -1,0 +1,128 @@
+"""A real torchrun of the entry script, watched, signalled and always ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.runs import environment
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "pretrain_distill.py"
+WRAPPER = ROOT / "launch" / "torchrun.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SIGNALLING_TORCHRUN = (sys.executable, str(WRAPPER))
+RANKS = 2
+PATIENCE = 240.0  # nothing takes that long but a hang
+
+# Runs the script given first and keeps its exit status, which torchrun does not tell.
+_RECORDER = """\
+import os, pathlib, runpy, sys
+folder, script, *sys.argv[1:] = sys.argv[1:]
+sys.argv[0] = script
+sys.path[0] = os.path.dirname(script)
+place = pathlib.Path(folder) / ("status" + os.environ["RANK"])
+place.unlink(missing_ok=True)
+try:
+    runpy.run_path(script, run_name="__main__")
+except SystemExit as end:
+    place.write_text(str(end.code))
+    raise
+"""
+
+
+@dataclass
+class Started:
+    """A torchrun and every process that it was seen to start."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    folder: Path
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    def look(self) -> set[psutil.Process]:
+        """Return the processes below torchrun, and remember them."""
+        try:
+            now = set(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            now = set()
+        self.seen |= now
+        return now
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the rank processes, by their number."""
+        found = {}
+        for process in self.look():
+            try:
+                rank = process.environ().get("RANK")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if rank is not None and process.status() != psutil.STATUS_ZOMBIE:
+                found[int(rank)] = process
+        return [found[rank] for rank in sorted(found)]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something to happen while the run is alive, and return at once when it does."""
+        self.look()
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+        self.look()
+
+    def wait(self) -> int:
+        """Return torchrun's exit status."""
+        return self.process.wait(timeout=PATIENCE)
+
+    def wait_for_all(self) -> None:
+        """Wait until nothing is left of what torchrun started."""
+        gone, alive = psutil.wait_procs(self.seen, timeout=PATIENCE)
+        alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert not alive, [process.cmdline() for process in alive]
+
+    def statuses(self) -> list[str]:
+        """Return what each rank ended with; a rank that was killed ended with nothing."""
+        places = [self.folder / f"status{rank}" for rank in range(RANKS)]
+        return [place.read_text() if place.exists() else "killed" for place in places]
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        for process in self.look() | self.seen:
+            if process.is_running():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def torchrun(
+    folder: Path, arguments: Sequence[str], *, launcher: Sequence[str] = TORCHRUN
+) -> Iterator[Started]:
+    """Start the entry script on two ranks; whatever happens, nothing of it is left at the end."""
+    recorder = folder / "recorder.py"
+    recorder.write_text(_RECORDER)
+    for place in folder.glob("status*"):
+        place.unlink()
+    log = folder / "torchrun.log"
+    command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", str(recorder), str(folder)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, str(SCRIPT), *arguments],
+            env=environment(),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    started = Started(process, log, folder)
+    try:
+        yield started
+    finally:
+        started.end()

@@ -1,0 +1,190 @@
+"""A run that is killed or asked to stop, at any moment, loses no step that was saved.
+
+Regimes: SIGKILL of everything in the middle of a save; SIGTERM and SIGINT to one rank and to
+torchrun; a torchrun that is killed and leaves its ranks; processes that stay behind; two starts
+that write into one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
+from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+
+STEPS = 60
+OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=3")
+
+Course = list[tuple[float, ...]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, inputs: Inputs) -> Course:
+    """What every run here must have done in the end, bit by bit."""
+    output = inputs.folder / "undisturbed"
+    return course(run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES))
+
+
+def steps_done(output: Path) -> int:
+    """Number of whole lines in the log."""
+    log = output / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def has_steps(output: Path, number: int) -> Callable[[], bool]:
+    return lambda: steps_done(output) >= number
+
+
+def is_saving(output: Path, after: int) -> Callable[[], bool]:
+    """Whether a checkpoint is being written, once `after` steps are done."""
+    folder = output / "checkpoints"
+    return lambda: steps_done(output) >= after and any(folder.glob("step_???????.partial/*"))
+
+
+def arguments(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
+    config = inputs.folder / "dense.yaml"
+    return ["--config", str(config), f"output={output}", *OVERRIDES, *overrides]
+
+
+def kill_everything(started: Started) -> None:
+    """SIGKILL to torchrun and to all it was seen to start, at once."""
+    for process in started.seen:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    started.process.kill()
+    started.wait()
+    started.wait_for_all()
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
+) -> None:
+    output = tmp_path / "run"
+    saving = f"checkpoint.asynchronous={asynchronous}"
+    with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
+        started.wait_until(has_steps(output, 7))
+        started.wait_until(is_saving(output, after=7))
+        kill_everything(started)
+    done = steps_done(output)
+    assert 7 <= done < STEPS, started.log.read_text()
+    left = checkpoints(output)
+    complete = [name for name in left if "." not in name]
+    assert left != complete, "it was not killed during a save; there is no partial folder"
+    newest = int(complete[-1].removeprefix("step_"))
+    assert done - 6 <= newest <= done
+    after = run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES, saving)
+    assert course(after) == undisturbed
+    assert checkpoints(output) == [f"step_{STEPS - 3:07d}", f"step_{STEPS:07d}"]
+
+
+def to_the_last_rank(started: Started, number: int) -> None:
+    started.ranks()[-1].send_signal(number)
+
+
+def to_torchrun(started: Started, number: int) -> None:
+    os.kill(started.process.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("to", "number", "status"),
+    [
+        pytest.param(to_the_last_rank, signal.SIGTERM, 0, id="rank TERM"),
+        pytest.param(to_the_last_rank, signal.SIGINT, 0, id="rank INT", marks=pytest.mark.slow),
+        # torchrun itself ends with 1, but its ranks are given the time to end well.
+        pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM", marks=pytest.mark.slow),
+        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT"),
+        pytest.param(to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL"),
+    ],
+)
+def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    undisturbed: Course,
+    to: Callable[[Started, int], None],
+    number: int,
+    status: int,
+) -> None:
+    output = tmp_path / "run"
+    with torchrun(tmp_path, arguments(inputs, output)) as started:
+        started.wait_until(has_steps(output, 4))
+        to(started, number)
+        assert started.wait() == status
+        started.wait_for_all()
+    assert_ended_well(started, output)
+    assert course(run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES)) == undisturbed
+
+
+def assert_ended_well(started: Started, output: Path) -> None:
+    """Every rank left with 0, and the last step is saved."""
+    said = started.log.read_text()
+    assert started.statuses() == ["0", "0"], said
+    done = len(step_records(output))
+    assert 4 <= done < STEPS
+    assert checkpoints(output)[-1] == f"step_{done:07d}"
+    assert f"stopped by a signal after step {done}" in said
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="TERM"),
+        pytest.param(signal.SIGINT, id="INT", marks=pytest.mark.slow),
+    ],
+)
+def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number: int) -> None:
+    output = tmp_path / "run"
+    given = arguments(inputs, output)
+    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as started:
+        started.wait_until(has_steps(output, 4))
+        to_torchrun(started, number)
+        assert started.wait() == 0
+        started.wait_for_all()
+    assert_ended_well(started, output)
+
+
+@pytest.mark.slow
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course
+) -> None:
+    output = tmp_path / "run"
+    with torchrun(tmp_path, arguments(inputs, output)) as started:
+        started.wait_until(has_steps(output, 4))
+        started.process.kill()
+        started.wait()
+        found = run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES)
+        started.wait_for_all()
+    assert course(found) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_killed_again_and_again_it_arrives(
+    inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
+) -> None:
+    output = tmp_path / "run"
+    chance = random.Random(5)
+    given = arguments(inputs, output, f"checkpoint.asynchronous={asynchronous}")
+    for _ in range(8):
+        before = steps_done(output)
+        with torchrun(tmp_path, given) as started:
+            if chance.random() < 0.7:
+                started.wait_until(lambda before=before: steps_done(output) != before)  # type: ignore[misc]
+            time.sleep(chance.uniform(0.0, 1.0))
+            started.look()
+            kill_everything(started)
+    with torchrun(tmp_path, given) as started:
+        assert started.wait() == 0, started.log.read_text()
+    assert course(step_records(output)) == undisturbed
+    assert checkpoints(output) == [f"step_{STEPS - 3:07d}", f"step_{STEPS:07d}"]
