@@ -81,10 +81,10 @@ def margin(*, alone: float, distilled: float, teacher: float) -> Margin:
 
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("held-out CE", "nats/token"),
-    ("agreement", "top-1 with teacher"),
+    ("agreement", "top-1"),
     ("trained on", "tokens"),
     ("speed", "tokens/s"),
-    ("peak memory", "GB per process"),
+    ("memory", "peak GB"),
 )
 
 

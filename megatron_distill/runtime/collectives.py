@@ -60,22 +60,24 @@ def together(*, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     agree(failure, group=group)
 
 
-def highest_vote(vote: int, *, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
-    """Return the largest number that any rank votes for.
+def highest(
+    *values: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[int, ...]:
+    """Return the largest of each value over all ranks.
 
-    Collective: `group` (the world), one all-reduce of 4 bytes.
+    Collective: `group` (the world), one all-reduce of 8 bytes per value.
     """
-    votes = torch.tensor([vote], dtype=torch.int32, device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    return int(votes.item())
+    largest = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return tuple(largest.tolist())
 
 
 def any_rank(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether the flag is set on at least one rank.
 
-    Collective: `group` (the world), one all-reduce of 4 bytes.
+    Collective: `group` (the world), one all-reduce of 8 bytes.
     """
-    return bool(highest_vote(int(flag), device=device, group=group))
+    return bool(highest(int(flag), device=device, group=group)[0])
 
 
 def sum_over(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:

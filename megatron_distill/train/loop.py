@@ -13,7 +13,7 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
-from megatron_distill.runtime.collectives import agree, highest_vote
+from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
@@ -69,7 +69,7 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
     the log cannot be written any more.
 
-    Collective: what the parts communicate, and per step one all-reduce of 4 bytes in the world.
+    Collective: what the parts communicate, and per step one all-reduce of 16 bytes in the world.
     """
     log = _Log(parts.metrics)
     try:
@@ -96,10 +96,10 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
         report, teacher_seconds = _distil(parts, batches, plan)
         state.advance(batches, applied=report.applied)
         _judge(report, batches, state, plan)
-        stopping = _is_stopping(termination, log, parts.device)
+        stopping, peak_bytes = _vote(termination, log, parts.device)
         seconds = time.perf_counter() - started
         last = step == plan.steps
-        log.write(_record(parts, report, seconds, teacher_seconds))
+        log.write(_record(parts, report, seconds, teacher_seconds, peak_bytes))
         if parts.held_out and (last or _due(step, plan.validation_interval)):
             log.write({"step": step, "validation": _validation(parts)})
         if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
@@ -123,12 +123,14 @@ class _Log:
                 self.failure = error
 
 
-def _is_stopping(termination: TerminationRequest, log: _Log, device: torch.device) -> bool:
+def _vote(termination: TerminationRequest, log: _Log, device: torch.device) -> tuple[bool, int]:
+    """Return whether to stop, and the peak memory of the rank that holds most."""
     vote = _Vote.STOP if termination.received else _Vote.GO_ON
-    verdict = highest_vote(_Vote.FAIL if log.failure else vote, device=device)
+    vote = _Vote.FAIL if log.failure else vote
+    verdict, peak_bytes = highest(vote, peak_memory_bytes(device), device=device)
     if verdict == _Vote.FAIL:
         agree(log.failure)
-    return verdict == _Vote.STOP
+    return verdict == _Vote.STOP, peak_bytes
 
 
 def _due(step: int, interval: int) -> bool:
@@ -180,7 +182,11 @@ def _sample_ids(batches: StepBatches, groups: Groups) -> list[int]:
 
 
 def _record(
-    parts: Parts, report: StepReport, seconds: float, teacher_seconds: float
+    parts: Parts,
+    report: StepReport,
+    seconds: float,
+    teacher_seconds: float,
+    peak_bytes: int,
 ) -> dict[str, object]:
     state, values = parts.state, dict(report.values)
     record: dict[str, object] = {
@@ -194,7 +200,7 @@ def _record(
         **parts.throughput.figures(seconds),
         "step_seconds": seconds,
         "teacher_seconds": teacher_seconds,
-        "peak_memory_bytes": peak_memory_bytes(parts.device),
+        "peak_memory_bytes": peak_bytes,
         **_public_names(values),
     }
     if not report.applied:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import CheckpointError, DataError, MegatronDistillError
-from megatron_distill.runtime.collectives import agree, any_rank, sum_over, together
+from megatron_distill.runtime.collectives import agree, any_rank, highest, sum_over, together
 from tests.distributed.pool import Pool
 
 
@@ -61,6 +61,14 @@ def _votes(rank: int, world: int, yes: int) -> bool:
 def test_one_vote_is_enough_and_none_is_not(pool: Pool) -> None:
     assert pool.run(4, _votes, 2) == [True] * 4
     assert pool.run(4, _votes, -1) == [False] * 4
+
+
+def _highest(rank: int, world: int) -> tuple[int, ...]:
+    return highest(rank, 2**40 - rank, device=torch.device("cpu"))
+
+
+def test_the_highest_of_each_value_may_come_from_another_rank(pool: Pool) -> None:
+    assert pool.run(4, _highest) == [(3, 2**40)] * 4
 
 
 def _sum(rank: int, world: int) -> tuple[float, float]:
