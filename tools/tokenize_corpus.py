@@ -1,0 +1,92 @@
+"""Tokenise a corpus once, into the .bin/.idx pair that `format: megatron` reads.
+
+    python tools/tokenize_corpus.py --tokenizer DIR --output corpora/code 'data/*.jsonl.zst'
+    python tools/tokenize_corpus.py --tokenizer DIR --output corpora/books --format text books/*
+
+Then, in a run: data.sources: [{format: megatron, paths: [corpora/code]}]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from megatron_distill import log
+from megatron_distill.data.corpora import SourceSpec
+from megatron_distill.data.tokenize import tokenized_documents
+from megatron_distill.data.tokenizer import load_tokenizer
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+
+INTERRUPTED_STATUS = 130
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = _parse()
+    log.configure(0)
+    try:
+        _tokenize(arguments)
+    except MegatronDistillError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; nothing was written\n")
+        return INTERRUPTED_STATUS
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", metavar="FILE", help="files or quoted glob patterns")
+    parser.add_argument("--tokenizer", required=True, help="Hugging Face folder")
+    parser.add_argument("--output", required=True, type=Path, help="prefix of the two files")
+    parser.add_argument("--format", choices=("text", "jsonl", "python_stdlib"), default="jsonl")
+    parser.add_argument("--text-key", default="text", help="field of a jsonl record")
+    parser.add_argument(
+        "--documents", choices=("file", "line"), default="file", help="what a text document is"
+    )
+    parser.add_argument(
+        "--on-error", choices=("raise", "skip"), default="raise", help="what to do with bad records"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    return parser.parse_args()
+
+
+def _tokenize(arguments: argparse.Namespace) -> None:
+    spec = SourceSpec(
+        format=arguments.format,
+        paths=tuple(arguments.paths),
+        text_key=arguments.text_key,
+        documents=arguments.documents,
+    )
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    prepare_megatron_core(on_cuda=torch.cuda.is_available())
+    # Only now: this imports Megatron-Core, which had to be prepared first.
+    from megatron_distill.runtime.indexed_writer import open_indexed
+
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        open_indexed(
+            arguments.output, vocab_size=tokenizer.vocab_size, overwrite=arguments.overwrite
+        ) as writer,
+    ):
+        task, said = progress.add_task(""), ""
+        for rows in tokenized_documents(spec, tokenizer, skip_bad=arguments.on_error == "skip"):
+            writer.add(rows)
+            said = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+            progress.update(task, description=said)
+    console.print(f"{arguments.output}.bin and .idx: {said}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
