@@ -98,8 +98,9 @@ def random_batches(case: Case, step: int, *, groups: Groups, device: torch.devic
         tokens = torch.randint(
             workload.vocab_size, (data_parallel, size, length + 1), generator=generator
         )
-        batch = _batch(tokens[groups.data.rank()]).to(device)
-        micro_batches.append(batch.context_shard(groups.context.rank(), groups.context.size()))
+        batch = _batch(tokens[groups.data.rank()])
+        shard = batch.context_shard(groups.context.rank(), groups.context.size())
+        micro_batches.append(shard.with_trained_rows().to(device))
     count = case.tokens_per_step
     return StepBatches(tuple(micro_batches), ce_tokens=count, kd_tokens=count, positions=count)
 

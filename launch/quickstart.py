@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -276,6 +277,7 @@ def _result(outcomes: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
     margins = [outcome["margin"]["nats"] for outcome in outcomes]  # type: ignore[index]
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
         "hardware": _hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
