@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_distill import log
 from megatron_distill.config import RunConfig, to_yaml
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
@@ -203,14 +204,15 @@ def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
                     )
                 )
             if config.logging.progress:
-                sinks.append(
-                    open_progress(
-                        sys.stderr,
-                        total_steps=config.train.steps,
-                        start_step=resume_step,
-                        interval=config.logging.interval,
-                    )
+                progress = open_progress(
+                    sys.stderr,
+                    total_steps=config.train.steps,
+                    start_step=resume_step,
+                    interval=config.logging.interval,
                 )
+                sinks.append(progress)
+                # Log lines go above the bar, not through it.
+                log.configure(dist.get_rank(), stream=progress.stream)
     return MetricsLog(sinks)
 
 

@@ -66,7 +66,7 @@ def kill_everything(started: Started) -> None:
     started.wait_for_all()
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
     pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
 ) -> None:
@@ -104,7 +104,9 @@ def to_torchrun(started: Started, number: int) -> None:
         # torchrun itself ends with 1, but its ranks are given the time to end well.
         pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM", marks=pytest.mark.slow),
         pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT"),
-        pytest.param(to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL"),
+        pytest.param(
+            to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(

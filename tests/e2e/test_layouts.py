@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, run
+from tests.e2e.runs import Inputs, quick_and_slow, run
 
 FIRST = 1e-6
 LAST = 1e-4
@@ -129,7 +129,20 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+QUICK_COMBINATIONS = (
+    "overlapped parameter gather, virtual",
+    "whole optimizer on every rank",
+    "recompute layers",
+    "teacher padded otherwise",
+    "student padded otherwise",
+    "documents see each other",
+    "GPT-like TP2",
+    "CP2xTP2",
+    "experts TP2xEP2",
+)
+
+
+@pytest.mark.parametrize("combination", quick_and_slow(COMBINATIONS, QUICK_COMBINATIONS))
 def test_combinations_are_those_of_one_rank(train: Runner, combination: str) -> None:
     name, world, common, layout = COMBINATIONS[combination]
     expected = train(name, 1, SHORT, *common)
@@ -149,7 +162,7 @@ BALANCED: dict[str, tuple[int, Sequence[str]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", BALANCED)
+@pytest.mark.parametrize("layout", quick_and_slow(BALANCED, ("micro-batch 1", "EP2", "CP2")))
 def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, layout: str) -> None:
     world, overrides = BALANCED[layout]
     expected = train("moe", 1, SHORT, AUXILIARY)
@@ -170,14 +183,23 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK_FAMILIES = ("tied TP2", "tied PP2", "capped logits TP2")
+
+
+@pytest.mark.parametrize("family", quick_and_slow(FAMILIES, QUICK_FAMILIES))
 def test_families_are_those_of_one_rank_from_random_weights(train: Runner, family: str) -> None:
     world, architecture, layout = FAMILIES[family]
     random = (SHORT, "student.checkpoint=null", *architecture)
     assert_same_course(train("dense", world, *random, *layout), train("dense", 1, *random))
 
 
-@pytest.mark.parametrize("layout", [(), (TENSOR, SEQUENCE)], ids=["one rank", "TP2+sequence"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param((TENSOR, SEQUENCE), id="TP2+sequence", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_is_close_to_fp32(train: Runner, layout: Sequence[str]) -> None:
     exact = train("dense", 1)
     rounded = train("dense", 2 if layout else 1, "train.precision=bf16", *layout)
