@@ -13,7 +13,7 @@ class ShuffledSamples:
     The order is a function of (seed, number of the window). One sample of the next window is read
     for each one given, so that the reading is spread evenly; memory: two windows. The state is the
     source's at the beginning of the window and the number of samples given from it; going back
-    there reads one window again.
+    there reads one window again. A window longer than a corpus holds parts of several epochs.
     """
 
     def __init__(self, source: SampleSource, *, window: int, seed: int, name: str) -> None:
@@ -28,7 +28,7 @@ class ShuffledSamples:
         self._start = start  # the source's state where the window begins
         self._number = number
         self._given = given
-        self._order: list[int] = []
+        self._order = permutation(self._window, self._seed, number)
         self._samples: list[Sample] = []
         self._ahead: list[Sample] = []  # the beginning of the next window
         self._ahead_start: State = {}
@@ -49,15 +49,12 @@ class ShuffledSamples:
         self._samples = [self._source.next_sample() for _ in range(self._window)]
         self._ahead_start = self._source.state_dict()
         self._ahead = [self._source.next_sample() for _ in range(self._given)]
-        self._order = permutation(self._window, self._seed, self._number)
 
     def _turn(self) -> None:
         """Go on to the next window, which is read by now."""
-        self._start, self._samples = self._ahead_start, self._ahead
-        self._ahead_start, self._ahead = self._source.state_dict(), []
-        self._number += 1
-        self._given = 0
-        self._order = permutation(self._window, self._seed, self._number)
+        samples = self._ahead
+        self._begin(self._ahead_start, number=self._number + 1, given=0)
+        self._samples, self._ahead_start = samples, self._source.state_dict()
 
     def state_dict(self) -> State:
         """Plain values: the source's state and three numbers."""

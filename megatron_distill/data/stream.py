@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from megatron_distill.errors import DataError
 
 BLOCK_CHARACTERS: Final = 64 << 20  # a shuffled block ends here if its documents are long
 _ENCODED_CHARACTERS: Final = 1 << 19  # tokenised at once: enough to keep every core busy
+
+Mark = TypeVar("Mark")
 
 
 class TextEncoder(Protocol):
@@ -179,9 +181,13 @@ class PackedStream:
         documents = self._reader.documents(files, place.start)
         while block := self._block(documents):
             order = permutation(len(block), self._order.seed, place.epoch, place.block)
-            yield from self._encode(
-                (block[order[rank]], replace(place, document=rank))
-                for rank in range(place.document, len(block))
+            # Never across blocks: a block is what going back reads again.
+            yield from encoded(
+                (
+                    (block[order[rank]], replace(place, document=rank))
+                    for rank in range(place.document, len(block))
+                ),
+                self._tokenizer,
             )
             after = block[-1].after
             place = Place(place.epoch, place.block + 1, 0, after, self._reader.skipped)
@@ -197,21 +203,28 @@ class PackedStream:
                     break
         return block
 
-    def _encode(self, documents: Iterable[tuple[Document, Place]]) -> Iterator[Encoded]:
-        """Tokenise in batches, never across blocks, and end each document with its token."""
-        batch: list[tuple[Document, Place]] = []
-        characters = 0
-        for item in documents:
-            batch.append(item)
-            characters += len(item[0].text)
-            if characters >= _ENCODED_CHARACTERS:
-                yield from self._encode_batch(batch)
-                batch, characters = [], 0
-        if batch:
-            yield from self._encode_batch(batch)
 
-    def _encode_batch(self, batch: Sequence[tuple[Document, Place]]) -> Iterator[Encoded]:
-        end = np.array([self._tokenizer.eos_id], np.int32)
-        rows = self._tokenizer.encode_batch([document.text for document, _ in batch])
-        for row, (document, place) in zip(rows, batch, strict=True):
-            yield (np.concatenate([row, end]) if document.is_end else row), place
+def encoded(
+    documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder
+) -> Iterator[tuple[NDArray[np.int32], Mark]]:
+    """Tokenise marked documents, many at once, and end each whole one with its token."""
+    end = np.array([tokenizer.eos_id], np.int32)
+    for batch in _batches(documents):
+        rows = tokenizer.encode_batch([document.text for document, _ in batch])
+        for row, (document, mark) in zip(rows, batch, strict=True):
+            yield (np.concatenate([row, end]) if document.is_end else row), mark
+
+
+def _batches(
+    documents: Iterable[tuple[Document, Mark]],
+) -> Iterator[list[tuple[Document, Mark]]]:
+    batch: list[tuple[Document, Mark]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += len(item[0].text)
+        if characters >= _ENCODED_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -65,10 +65,11 @@ def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[
             writer.finish(partial[index])
         finally:
             writer.close()
-        # The index first: without its data file the pair does not look whole.
-        for path in (index, data):
-            with _writing(path):
-                partial[path].replace(path)
+        # Without its data file a pair does not look whole, whatever stops us in between.
+        with _writing(data):
+            data.unlink(missing_ok=True)
+            partial[index].replace(index)
+            partial[data].replace(data)
     finally:
         for path in partial.values():
             with suppress(NotADirectoryError):
