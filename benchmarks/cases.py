@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Subject = Literal["ours", "peer", "peer-unrepaired"]
+Subject = Literal["ours", "peer", "peer-unrepaired", "peer-stock"]
 
 # Smoke runs of the harness itself; their figures mean nothing.
 _QUICK_TOKENS = 256

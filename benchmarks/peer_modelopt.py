@@ -12,7 +12,9 @@ What was done for the peer, beyond its defaults:
   each micro-batch, which is another objective and two more synchronisations;
 * in fp32 the student's CE runs on a copy of the logits: Megatron-Core's overwrites fp32 logits in
   place before ModelOpt reads them, and the KL comes out wrong. `peer-unrepaired` leaves that out: a
-  wrong loss for one buffer less. bf16 needs no copy.
+  wrong loss for one buffer less. bf16 needs no copy;
+* its attention is ours, because Megatron-Core's own without Transformer Engine holds every score
+  [b, heads, s, s]. `peer-stock` has that one, under the mask that Megatron-LM hands to it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from benchmarks.cases import Body, Case
@@ -49,6 +52,21 @@ from megatron_distill.models.specs import layer_specs
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.optimizer import wrap_data_parallel
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What was done for the peer."""
+
+    keeps_logits: bool = True  # in fp32, where the CE would overwrite them
+    torch_attention: bool = True
+
+
+PEERS = {
+    "peer": Peer(),
+    "peer-unrepaired": Peer(keeps_logits=False),
+    "peer-stock": Peer(torch_attention=False),
+}
 
 
 class SumOfLosses(mtd.DistillationLossBalancer):
@@ -84,6 +102,7 @@ class PeerStep:
 
     case: Case
     model: Any  # what modelopt makes of the student's class at run time
+    attention_mask_11ss: Tensor | None
     training: TrainingState
     groups: Groups
 
@@ -101,7 +120,9 @@ class PeerStep:
         training.schedule.step(1)
         workload = self.case.workload
         reports = get_forward_backward_func()(
-            forward_step_func=partial(_forward, model=self.model),
+            forward_step_func=partial(
+                _forward, model=self.model, attention_mask_11ss=self.attention_mask_11ss
+            ),
             data_iterator=iter(batches.micro_batches),
             model=list(training.wrapped),
             num_microbatches=len(batches.micro_batches),
@@ -129,13 +150,17 @@ class PeerStep:
 
 
 def _forward(
-    iterator: Iterator[Batch], wrapped: torch.nn.Module, *, model: Any
+    iterator: Iterator[Batch],
+    wrapped: torch.nn.Module,
+    *,
+    model: Any,
+    attention_mask_11ss: Tensor | None,
 ) -> tuple[Tensor, Any]:
     batch = next(iterator)
     losses = wrapped(
         input_ids=batch.tokens_bs,
         position_ids=batch.position_ids_bs,
-        attention_mask=None,
+        attention_mask=attention_mask_11ss,
         labels=batch.labels_bs,
     )
     return losses, partial(_loss, batch.ce_mask_bs, model=model)
@@ -162,18 +187,12 @@ def _masked_sum(losses: Any, mask_bs: Tensor) -> Tensor:
     return total
 
 
-def build_peer_step(
-    case: Case, *, groups: Groups, device: torch.device, repaired: bool = True
-) -> PeerStep:
+def build_peer_step(case: Case, *, peer: Peer, groups: Groups, device: torch.device) -> PeerStep:
     """Assemble the peer on a case."""
-    copies = repaired and case.precision == "fp32"
-    student_class = CopyingGPT if copies else MarkedGPT
-    student = _gpt(
-        student_class, case.workload.student, case, STUDENT_SEED, groups=groups, device=device
-    )
-    teacher = _gpt(
-        GPTModel, case.workload.teacher, case, TEACHER_SEED, groups=groups, device=device
-    )
+    copies = peer.keeps_logits and case.precision == "fp32"
+    build = partial(_gpt, case=case, peer=peer, groups=groups, device=device)
+    student = build(CopyingGPT if copies else MarkedGPT, case.workload.student, STUDENT_SEED)
+    teacher = build(GPTModel, case.workload.teacher, TEACHER_SEED)
     model = _distillation_model(student, teacher)
     wrapped = wrap_data_parallel([model], OPTIMIZER, groups=groups)
     model.config.finalize_model_grads_func = finalize_model_grads
@@ -181,9 +200,17 @@ def build_peer_step(
     return PeerStep(
         case=case,
         model=model,
+        attention_mask_11ss=None
+        if peer.torch_attention
+        else _later_positions(case.workload.sequence_length, device),
         training=training_state(wrapped, dtype=execution(case, device).dtype),
         groups=groups,
     )
+
+
+def _later_positions(length: int, device: torch.device) -> Tensor:
+    """Return bool [1, 1, s, s], true where a query may not see a key."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def _distillation_model(student: GPTModel, teacher: GPTModel) -> Any:
@@ -206,19 +233,24 @@ def _distillation_model(student: GPTModel, teacher: GPTModel) -> Any:
 def _gpt(
     kind: type[GPTModel],
     body: Body,
-    case: Case,
     seed: int,
     *,
+    case: Case,
+    peer: Peer,
     groups: Groups,
     device: torch.device,
 ) -> GPTModel:
     shape = architecture(body, case)
     config = transformer_config(shape, groups.layout, execution(case, device))
+    layers = layer_specs(
+        shape, config, device=device, vp_stage=None, pp_rank=groups.pipeline.rank()
+    )
+    if not peer.torch_attention:
+        for layer in layers.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     model = kind(
         config=config,
-        transformer_layer_spec=layer_specs(
-            shape, config, device=device, vp_stage=None, pp_rank=groups.pipeline.rank()
-        ),
+        transformer_layer_spec=layers,
         vocab_size=shape.padded_vocab_size(groups.layout.tensor),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=groups.is_first_stage,

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 from benchmarks.summary import Ratio, Row, markdown_table, write_csv
 
 _PEER_NOTE = """\
-Both subjects have the same models, initial weights, random tokens, layers (torch SDPA attention),
+All subjects have the same models, initial weights, random tokens, layers (torch SDPA attention),
 gradient buffers and distributed AdamW, and ran in turns in fresh processes. The peer is
 Megatron-Core's GPTModel with ModelOpt's `LogitsKLLoss`, CE included, and a plain sum of both. In
 fp32 its CE works on a copy of the logits, because Megatron-Core's overwrites them before ModelOpt
-reads them; `peer-unrepaired` leaves the copy out and gets another KL.
+reads them; `peer-unrepaired` leaves the copy out and gets another KL. `peer-stock` has the
+attention that Megatron-Core brings where there is no Transformer Engine: every score in memory.
 
 Ratios above one are in our favour. `fastest step` compares the shortest steps, which other
 processes disturb least; `with gradients` counts the gradient buffers as part of the step. The loss

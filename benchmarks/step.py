@@ -113,7 +113,7 @@ def _selected_pairs(arguments: argparse.Namespace) -> list[tuple[Case, list[str]
     for case in _selected(peer_cases(), arguments):
         subjects = ["ours", "peer"]
         if case.precision == "fp32":
-            subjects.append("peer-unrepaired")
+            subjects += ["peer-unrepaired", "peer-stock"]
         pairs.append((case, subjects))
     return pairs
 

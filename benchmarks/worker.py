@@ -121,9 +121,9 @@ def _build(subject: Subject, case: Case, *, groups: Groups, device: torch.device
         from benchmarks.own_step import build_own_step
 
         return build_own_step(case, groups=groups, device=device)
-    from benchmarks.peer_modelopt import build_peer_step
+    from benchmarks.peer_modelopt import PEERS, build_peer_step
 
-    return build_peer_step(case, groups=groups, device=device, repaired=subject == "peer")
+    return build_peer_step(case, peer=PEERS[subject], groups=groups, device=device)
 
 
 if __name__ == "__main__":
