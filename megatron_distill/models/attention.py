@@ -34,12 +34,24 @@ def attention_mask(batch: Batch, *, context_size: int) -> Tensor | None:
     sequence_length = batch.document_ids_bS.shape[1]
     query_index_s = batch.sequence_index_s
     key_index_S = torch.cat(
-        [zigzag_index(sequence_length, rank=r, size=context_size) for r in range(context_size)]
-    ).to(query_index_s.device)
+        [
+            zigzag_index(sequence_length, rank=rank, size=context_size, device=query_index_s.device)
+            for rank in range(context_size)
+        ]
+    )
     earlier_sS = key_index_S[None, :] <= query_index_s[:, None]
     documents = batch.document_ids_bS
     same_bsS = documents[:, query_index_s, None] == documents[:, None, key_index_S]
     return (same_bsS & earlier_sS).unsqueeze(1)
+
+
+def attends_in_groups(device: str, dtype: torch.dtype, *, is_masked: bool) -> bool:
+    """Return whether torch takes grouped queries as they are without holding all their scores.
+
+    On CUDA only its flash kernel does, in half precision and without a mask; anything else would
+    fall to the kernel that writes out [b, n, s, S]. With a key per query there is always another.
+    """
+    return device == "cpu" or (dtype in (torch.bfloat16, torch.float16) and not is_masked)
 
 
 class TorchAttention(MegatronModule):
@@ -98,6 +110,10 @@ class TorchAttention(MegatronModule):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        queries_per_key = query.shape[1] // key.shape[1]
+        is_masked = mask is not None
+        if not attends_in_groups(query.device.type, query.dtype, is_masked=is_masked):
+            key, value = (x.repeat_interleave(queries_per_key, dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query,
             key,

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 
-def zigzag_index(sequence_length: int, *, rank: int, size: int) -> Tensor:
+def zigzag_index(
+    sequence_length: int, *, rank: int, size: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Global positions that context-parallel rank `rank` of `size` keeps.
 
     The sequence is cut into `2 * size` chunks; rank r keeps chunks r and `2 * size - 1 - r`, so
     that every rank has the same share of the causal triangle.
 
-    Returns: int64 [sequence_length / size], ascending.
+    Returns: int64 [sequence_length / size], ascending, made on the device without waiting for it.
     """
     if size == 1:
-        return torch.arange(sequence_length)
+        return torch.arange(sequence_length, device=device)
     assert sequence_length % (2 * size) == 0, (sequence_length, size)
-    chunk_length = sequence_length // (2 * size)
-    chunks = torch.arange(sequence_length).view(2 * size, chunk_length)
-    return chunks[[rank, 2 * size - 1 - rank]].reshape(-1)
+    length = sequence_length // (2 * size)
+    starts = (rank * length, (2 * size - 1 - rank) * length)
+    return torch.cat([torch.arange(start, start + length, device=device) for start in starts])
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Batch:
         assert self.trained_rows_n is None, "rows are looked for after sharding"
         if size == 1:
             return self
-        index = zigzag_index(sequence_length, rank=rank, size=size).to(self.tokens_bs.device)
+        device = self.tokens_bs.device
+        index = zigzag_index(sequence_length, rank=rank, size=size, device=device)
         return replace(
             self,
             tokens_bs=self.tokens_bs[:, index],

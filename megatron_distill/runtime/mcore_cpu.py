@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime.mcore_optimizer import mend_loading
+from megatron_distill.runtime.mcore_optimizer import mend_gradient_norm, mend_loading
 
 SUPPORTED_RELEASES = ("0.16.1",)
 
@@ -115,12 +115,6 @@ LITERAL_CHANGES = (
         "DistributedOptimizer.__init__",
         _HALF,
         "half-precision parameters are found by the name of their CUDA tensor type",
-    ),
-    LiteralChange(
-        "megatron.core.utils",
-        "local_multi_tensor_l2_norm",
-        _DEVICE,
-        "the norm is returned on the CUDA device",
     ),
     LiteralChange(
         "megatron.core.optimizer.clip_grads",
@@ -298,6 +292,7 @@ def prepare_megatron_core(*, on_cuda: bool) -> None:
         # The router asks whether this name is None, but it is set only when the import succeeds.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         vars(router)["te_general_gemm"] = None
+    mend_gradient_norm()
     mend_loading()
 
 

@@ -1,10 +1,12 @@
-"""What Megatron-Core's distributed optimizer needs mended to be loaded, on any device."""
+"""What of Megatron-Core's optimizers is mended, on any device."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -26,3 +28,29 @@ def mend_loading() -> None:
         upstream(self, model_param, {**present, **tensors})
 
     kind._set_main_param_and_optimizer_states = set_states  # noqa: SLF001
+
+
+def mend_gradient_norm() -> None:
+    """Measure and scale gradients where they are, if neither Transformer Engine nor Apex does it.
+
+    Upstream's stand-in for their kernels fetches the norm of every gradient to the host, one by
+    one, and scales into temporaries. A second call changes nothing.
+    """
+    gradients = importlib.import_module("megatron.core.optimizer.clip_grads")
+    stand_ins = importlib.import_module("megatron.core.utils")
+    if gradients.multi_tensor_applier is stand_ins.local_multi_tensor_applier:
+        vars(gradients)["l2_norm_impl"] = _norm
+        vars(gradients)["multi_tensor_scale_impl"] = _scale
+
+
+def _norm(_: int, __: Tensor, lists: Sequence[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
+    """Return the Euclidean norm of all gradients as one vector, fp32 [1]."""
+    norms = torch._foreach_norm(lists[0])  # noqa: SLF001
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _scale(_: int, __: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
+    """Scale gradients in place; upstream names each list as its own destination."""
+    sources, destinations = lists
+    assert all(a is b for a, b in zip(sources, destinations, strict=True))
+    torch._foreach_mul_(destinations, factor)

@@ -69,7 +69,7 @@ def _loss(
     step: StepBatches,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     total, report = objective(hidden_sbh, head, batch, signal, step)
-    positions = torch.tensor(batch.tokens_bs.numel(), dtype=torch.int, device=total.device)
+    positions = total.new_full((), batch.tokens_bs.numel(), dtype=torch.int)
     return total * step.positions, positions, {**report, "total": total.detach()}
 
 

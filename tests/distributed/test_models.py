@@ -63,13 +63,17 @@ def reference_attention(
     return out.flatten(2)
 
 
-def _attention(rank: int, world: int, isolate: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    with megatron_groups(context=world) as groups:
+def _attention(
+    rank: int, world: int, isolate: bool, in_groups: bool
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    with megatron_groups(context=world) as groups, pytest.MonkeyPatch.context() as changes:
         from megatron.core.transformer.enums import AttnMaskType
 
+        from megatron_distill.models import attention
         from megatron_distill.models.architecture import Execution, transformer_config
         from megatron_distill.models.attention import TorchAttention, attention_mask
 
+        changes.setattr(attention, "attends_in_groups", lambda *_, **__: in_groups)
         execution = Execution(torch.float32, torch.device("cpu"))
         config = transformer_config(small_architecture(), groups.layout, execution)
         core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.megatron)
@@ -91,11 +95,12 @@ def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("in_groups", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_attention_equals_its_definition_for_any_context_split(
-    pool: Pool, world: int, isolate: bool
+    pool: Pool, world: int, isolate: bool, in_groups: bool
 ) -> None:
-    shards = pool.run(world, _attention, isolate)
+    shards = pool.run(world, _attention, isolate, in_groups)
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
     weight = torch.randn(LENGTH, 2, 32, generator=generator)
@@ -111,6 +116,22 @@ def test_attention_equals_its_definition_for_any_context_split(
         assert tensor.grad is not None
         found = _gathered(shards, lambda shard, n=number: shard[2][n])
         torch.testing.assert_close(found, tensor.grad, atol=5e-6, rtol=0)
+
+
+def _grouped(rank: int, world: int) -> list[bool]:
+    small_architecture()  # prepares Megatron-Core for the import
+    from megatron_distill.models.attention import attends_in_groups
+
+    return [
+        attends_in_groups("cpu", torch.float32, is_masked=True),
+        attends_in_groups("cuda", torch.bfloat16, is_masked=False),
+        attends_in_groups("cuda", torch.bfloat16, is_masked=True),
+        attends_in_groups("cuda", torch.float32, is_masked=False),
+    ]
+
+
+def test_keys_are_repeated_where_no_kernel_takes_groups(pool: Pool) -> None:
+    assert pool.run(1, _grouped) == [[True, True, False, False]]
 
 
 def _hidden(rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a piece of code does to memory, which products it computes, and what it communicates."""
+"""What a piece of code does: memory, matrix products, communication, waits of the host."""
 
 from __future__ import annotations
 
@@ -62,6 +62,27 @@ class Trace(TorchDispatchMode):
                 if storage._cdata not in self._known:
                     self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts the operators whose result the host has to wait for on a GPU."""
+
+    WAITING = (
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.unique_dim.default,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func in self.WAITING
+        return func(*args, **(kwargs or {}))
 
 
 def traced(run: Callable[[], object], *existing: Tensor) -> Trace:

@@ -2,19 +2,18 @@
 models, labels that do not exist, repeated calls."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
+from tests.reference.tracing import HostWaits
 from tests.unit.objective_runs import Result, assert_same, run
 
 
@@ -47,27 +46,6 @@ def test_splitting_a_batch_changes_nothing(seed: int, cut: int, chunk: int) -> N
         first[3] + second[3],
     )
     assert_same(joined, run(whole))
-
-
-class HostWaits(TorchDispatchMode):
-    """Counts the operators whose result the host has to wait for on a GPU."""
-
-    WAITING = (
-        torch.ops.aten.nonzero.default,
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.masked_select.default,
-        torch.ops.aten.unique_dim.default,
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func in self.WAITING
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
