@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.shards import check_columns, check_rows, resolve_shard
-from megatron_distill.losses.terms import Term, weighted_divergences
+from megatron_distill.losses.targets import kept_target
+from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
+from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.signals import DenseLogits, HiddenState, Signal
+from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal, TopK
 
 __all__ = ["fused_linear_objective"]
 
@@ -66,20 +68,48 @@ def fused_linear_objective(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:
         raise ValueError(f"{len(terms)} divergence terms need a teacher's signal, there is none")
+    check_distinct(terms)
+    between, kept = _plans(signal, terms, student_hidden.shape[0])
     work = FusedLinear(
         teacher=_teacher(signal, student_hidden.shape[0], shard, group),
         labels=labels,
         ce_weights=ce_weights,
         kd_weights=kd_weights,
         ce_coefficient=ce_coefficient,
-        terms=weighted_divergences(terms),
+        terms=tuple(term.weighted for term in between),
+        kept=tuple(plan for _, plan in kept),
         chunk_tokens=chunk_tokens,
         shard=shard,
         group=group,
         rows=rows,
     )
     total, sums = fused_linear(_head(hidden), work)
-    return total, _report(work, terms, sums)
+    return total, _report(work, between, kept, sums)
+
+
+def _plans(
+    signal: Signal | None, terms: Sequence[Term], tokens: int
+) -> tuple[list[Term], list[tuple[Term, KeptPlan]]]:
+    """The terms between logits, and those on kept ids with what they are held against."""
+    if isinstance(signal, TopK | Sampled):
+        check_rows(tokens, ids=signal.ids)
+        for term in terms:
+            if term.top_k is not None:
+                raise ValueError(
+                    f"{term.name} asks for a top-k of {term.top_k}, but the signal is one of "
+                    f"{signal.ids.shape[1]} ids already; leave top_k out"
+                )
+        kept = [(term, kept_target(signal, term)) for term in terms]
+        return [], [
+            (term, KeptPlan(term.weighted, term.name, term.support, target, None))
+            for term, target in kept
+        ]
+    between = [term for term in terms if term.top_k is None]
+    return between, [
+        (term, KeptPlan(term.weighted, term.name, term.support, None, term.top_k))
+        for term in terms
+        if term.top_k is not None
+    ]
 
 
 def _head(state: HiddenState) -> LinearHead:
@@ -89,7 +119,7 @@ def _head(state: HiddenState) -> LinearHead:
 def _teacher(
     signal: Signal | None, tokens: int, shard: VocabShard, group: dist.ProcessGroup | None
 ) -> LinearHead | GivenLogits | None:
-    if signal is None:
+    if signal is None or isinstance(signal, TopK | Sampled):
         return None
     teacher: LinearHead | GivenLogits
     if isinstance(signal, DenseLogits):
@@ -102,14 +132,24 @@ def _teacher(
     return teacher
 
 
-def _report(work: FusedLinear, terms: Sequence[Term], sums: Tensor) -> dict[str, Tensor]:
+def _report(
+    work: FusedLinear,
+    between: Sequence[Term],
+    kept: Sequence[tuple[Term, KeptPlan]],
+    sums: Tensor,
+) -> dict[str, Tensor]:
     by_name = dict(zip(work.sum_names, sums.unbind(), strict=True))
-    divergences = {term.key: by_name.pop(term.key) for term in work.terms}
-    if work.teacher is None:
+    keys = {term.name: term.weighted.key for term in between}
+    keys |= {term.name: plan.key for term, plan in kept}
+    divergences = {name: by_name.pop(key) for name, key in keys.items()}
+    masses = [by_name.pop(plan.mass_key) for _, plan in kept if plan.has_mass]
+    if not divergences and work.teacher is None:
         return by_name
+    if masses:
+        by_name["topk_mass"] = masses[0]
     kd = sums.new_zeros(())
-    for term, weighted in zip(terms, work.terms, strict=True):
-        value = divergences[weighted.key] * term.temperature_factor
+    for term in (*between, *(term for term, _ in kept)):
+        value = divergences[term.name] * term.temperature_factor
         by_name[term.name] = value
         kd = kd + term.weight * value
     return by_name | {"kd": kd}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
 
-from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
+from megatron_distill.ops.divergence import Divergence, WeightedDivergence, divergence_named
+from megatron_distill.ops.kept_divergence import Support
 
-__all__ = ["Term", "weighted_divergences"]
+__all__ = ["Term", "check_distinct"]
 
 
 @dataclass(frozen=True)
@@ -16,19 +18,25 @@ class Term:
     """One divergence from the teacher, of both models at ``temperature``, with its weight.
 
     ``scale_by_temperature_squared`` multiplies loss and gradient by T^2 (Hinton et al., 2015,
-    section 2), so that gradients keep their size when the temperature changes.
+    section 2), so that gradients keep their size when the temperature changes. ``top_k`` keeps
+    that many ids of a teacher that speaks of all. ``support`` says what a divergence on kept ids
+    is between: the ids and their ``tail`` as one more class, both models ``renormalized`` over the
+    ids, or the ``raw`` sum over the ids. ``parameters`` are those of the divergence.
 
     Raises:
-        ValueError: unknown divergence, temperature not positive, or weight not finite.
+        ValueError: an unknown divergence, parameter or support, or a number out of range.
     """
 
     divergence: str = "forward_kl"
     weight: float = 1.0
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
+    top_k: int | None = None
+    support: Support = "tail"
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        divergence_named(self.divergence)
+        divergence_named(self.divergence, **self.parameters)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(
                 f"temperature of {self.divergence} is {self.temperature}; "
@@ -36,35 +44,52 @@ class Term:
             )
         if not math.isfinite(self.weight):
             raise ValueError(f"weight of {self.divergence} is {self.weight}; it must be finite")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k of {self.divergence} is {self.top_k}; it must be at least 1")
+        if self.support not in get_args(Support):
+            known = ", ".join(get_args(Support))
+            raise ValueError(f"support of {self.divergence} is {self.support!r}; known: {known}")
+
+    @property
+    def row(self) -> Divergence:
+        """The divergence with its parameters."""
+        return divergence_named(self.divergence, **self.parameters)
+
+    @property
+    def is_forward_kl(self) -> bool:
+        """Whether the term is linear in the teacher's probabilities."""
+        return self.row.is_linear
 
     @property
     def name(self) -> str:
-        """Name in reports: the divergence, with the temperature unless that is one."""
-        if self.temperature == 1.0:
-            return self.divergence
-        return f"{self.divergence}_t{self.temperature:g}"
+        """Name in reports: the divergence, with what is not the default."""
+        name = self.row.name
+        if self.temperature != 1.0:
+            name += f"_t{self.temperature:g}"
+        if self.top_k is not None:
+            name += f"_top{self.top_k}"
+        if self.support != "tail":
+            name += f"_{self.support}"
+        return name
 
     @property
     def temperature_factor(self) -> float:
         """T^2 if asked for, else 1: the one place where the convention enters."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
+    @property
+    def weighted(self) -> WeightedDivergence:
+        """The term as the executors take it, weight and temperature factor in one coefficient."""
+        return WeightedDivergence(self.row, self.temperature, self.weight * self.temperature_factor)
 
-def weighted_divergences(terms: Sequence[Term]) -> tuple[WeightedDivergence, ...]:
-    """The terms as the executors take them, weight and temperature factor in one coefficient.
+
+def check_distinct(terms: Sequence[Term]) -> None:
+    """Refuse terms that are the same.
 
     Raises:
-        ValueError: two terms are the same divergence at the same temperature.
+        ValueError: two terms differ in nothing but their weight.
     """
     names = [term.name for term in terms]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"terms repeat {', '.join(repeated)}; add their weights up instead")
-    return tuple(
-        WeightedDivergence(
-            divergence_named(term.divergence),
-            term.temperature,
-            term.weight * term.temperature_factor,
-        )
-        for term in terms
-    )

@@ -6,52 +6,68 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.shards import check_columns, check_rows, resolve_shard
-from megatron_distill.losses.terms import Term, weighted_divergences
+from megatron_distill.losses.targets import kept_target
+from megatron_distill.losses.terms import Term
+from megatron_distill.ops.kept_divergence import SampledTarget, Support, TopKTarget
 from megatron_distill.ops.logit_divergence import LogitDivergence, logit_divergence
 from megatron_distill.ops.logits import GivenLogits
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.signals import DenseLogits
+from megatron_distill.signals import DenseLogits, Sampled, TopK
 
 __all__ = ["token_divergence"]
 
 
 def token_divergence(
     student_logits: Tensor,
-    signal: DenseLogits,
+    signal: DenseLogits | TopK | Sampled,
     *,
     divergence: str,
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
+    support: Support = "tail",
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
+    **parameters: float,
 ) -> Tensor:
     """Divergence of the student from the teacher for each token.
 
-    Shapes: student logits ``[N, V]`` over this rank's columns, the signal's logits likewise ->
-    ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable in the student's logits. The two
-    dtypes may differ. ``shard=None`` takes all columns as the whole vocabulary. Inputs are not
-    modified. The gradient is complete on every rank: nothing is to be reduced.
+    Shapes: student logits ``[N, V]`` over this rank's columns; `DenseLogits` likewise, `TopK` and
+    `Sampled` whole on every rank -> ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable in
+    the student's logits. The dtypes may differ. ``shard=None`` takes all columns as the whole
+    vocabulary. Inputs are not modified. The gradient is complete on every rank: nothing is to be
+    reduced. ``support`` and ``parameters`` are those of `Term`. Samples give the cross-entropy
+    ``-sum w log q``, of the gradient of forward KL in expectation.
 
-    Collective: one all-gather over ``group`` of 20 bytes per token forward, none in backward.
+    Collective, forward only: over ``group`` one all-gather of 20 bytes per token between logits,
+    and one more of 8 where the divergence is neither forward nor reverse KL (those of `head_share`
+    for adaptive KL); on K kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised).
 
     Raises:
-        ValueError: shapes, shard and group do not fit, or an unknown divergence.
-        TypeError: the signal does not carry logits.
+        ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,
+            or one that is not defined on this signal.
+        TypeError: the signal carries neither logits nor kept ids.
     """
-    if not isinstance(signal, DenseLogits):
-        raise TypeError(
-            f"token_divergence takes DenseLogits, not {type(signal).__name__}; "
-            "fused_linear_objective takes a hidden state"
-        )
     student = DenseLogits(student_logits).logits
     shard, group = resolve_shard(student.shape[1], shard, group)
-    check_columns(signal.logits.shape[1], shard, group)
-    check_rows(student.shape[0], teacher_logits=signal.logits)
     term = Term(
         divergence,
         temperature=temperature,
         scale_by_temperature_squared=scale_by_temperature_squared,
+        support=support,
+        parameters=parameters,
     )
-    (weighted,) = weighted_divergences([term])
-    work = LogitDivergence(GivenLogits(signal.logits), weighted, shard, group)
+    teacher: GivenLogits | TopKTarget | SampledTarget
+    if isinstance(signal, DenseLogits):
+        check_columns(signal.logits.shape[1], shard, group)
+        check_rows(student.shape[0], teacher_logits=signal.logits)
+        teacher = GivenLogits(signal.logits)
+    elif isinstance(signal, TopK | Sampled):
+        check_rows(student.shape[0], ids=signal.ids)
+        teacher = kept_target(signal, term)
+    else:
+        raise TypeError(
+            f"token_divergence takes DenseLogits, TopK or Sampled, not {type(signal).__name__}; "
+            "fused_linear_objective takes a hidden state"
+        )
+    work = LogitDivergence(teacher, term.weighted, shard, group)
     return logit_divergence(GivenLogits(student), work)

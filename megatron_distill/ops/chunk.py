@@ -3,43 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.ops.block import Block
 from megatron_distill.ops.blocks import Scratch, row_blocks
-from megatron_distill.ops.divergence import Model
+from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.pushforward import SoftmaxWeights, push_forward_
-from megatron_distill.ops.statistics import (
-    MergedStatistics,
-    Packet,
-    Sweep,
-    exponentiate,
-    measure_block,
-)
+from megatron_distill.ops.pushforward import SoftmaxWeights
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, measure_block
+from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["Chunk", "Factors", "shard_factors"]
-
-# What turns a shard's exponentials into global probabilities: ``[N, 1]`` per softmax.
-Factors = Mapping[tuple[Model, float], Tensor]
+__all__ = ["Chunk", "Solved"]
 
 
-def shard_factors(packet: Packet, merged: MergedStatistics) -> dict[tuple[Model, float], Tensor]:
-    """The factors of this rank's shard."""
-    return {
-        softmax: merged.shard_factor(packet, *softmax).unsqueeze(1)
-        for softmax in packet.sweep.softmaxes
-    }
+@dataclass(frozen=True)
+class Solved:
+    """What is known of each token of a chunk once the ranks have spoken.
+
+    Attributes:
+        factors: ``[N, 1]`` per softmax: what makes this shard's exponentials probabilities.
+        shifts: ``[N, 1]`` per temperature: log normaliser of the teacher less the student's.
+        anchors: ``[N, 1]`` per temperature, see `Classes`.
+        values: ``[N]`` fp64 per term.
+        slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
+        blends: ``[N, 1]`` per term that blends: the part of forward KL.
+    """
+
+    factors: Mapping[tuple[Model, float], Tensor]
+    shifts: Mapping[float, Tensor] = field(default_factory=dict)
+    anchors: Mapping[float, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    slopes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    blends: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, packet: Packet, merged: MergedStatistics) -> Solved:
+        """What follows from the first sweep."""
+        sweep, dtype = packet.sweep, packet.values.dtype
+        factors = {
+            softmax: merged.shard_factor(packet, *softmax).unsqueeze(1)
+            for softmax in sweep.softmaxes
+        }
+        temperatures = {term.temperature for term in sweep.curved}
+        shifts = {value: merged.shift(value).to(dtype).unsqueeze(1) for value in temperatures}
+        anchors = {value: merged.anchor(value).to(dtype).unsqueeze(1) for value in temperatures}
+        return cls(factors, shifts, anchors)
+
+    def set_value(
+        self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
+    ) -> None:
+        """Keep the value of a term, given the part that its slopes' sweep found."""
+        row = term.divergence
+        value = of_slopes
+        if row.has_forward_kl:
+            value = merged.forward_kl(term.temperature)
+        if row.head_mass is not None:
+            assert value is not None
+            assert of_slopes is not None
+            blend = self.blends[term.key].double().squeeze(1)
+            value = blend * value + (1 - blend) * of_slopes
+        assert value is not None
+        self.values[term.key] = value
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Raw outputs ``[N, V]`` of both models over this shard's real columns, and how to read them.
+    """Raw outputs ``[N, V]`` of the models over this shard's real columns, and how to read them.
 
     ``labels [N]`` are global ids, given if the sweep is a full one.
     """
@@ -56,61 +93,163 @@ class Chunk:
         packet: Packet,
         weights: Sequence[SoftmaxWeights] | None,
         group: dist.ProcessGroup | None,
-    ) -> MergedStatistics:
-        """Merged statistics; with weights, the gradient replaces the student's outputs as well.
+    ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
+        """Merged statistics and the values of all terms; with weights, the gradient replaces the
+        student's outputs as well.
 
-        Collective: that of `Packet.merge`, once.
+        Collective: those of `solve`.
         """
-        if weights is None or group is not None:
-            self.measure(packet)
-            merged = packet.merge(group)
-            if weights is not None:
-                self.push(packet, shard_factors(packet, merged), weights, self.raw["student"])
-            return merged
-        # Nothing to wait for between the two sweeps: a block stays in the cache for both.
-        self._measure_labels(packet)
-        for rows in self._blocks():
-            logits, statistics = self._load(rows), packet.rows(rows)
-            measure_block(self.sweep, statistics, logits, self.scratch)
-            factors = {
-                (model, temperature): statistics[f"{model}_mass@{temperature}"]
-                .reciprocal()
-                .unsqueeze(1)
-                for model, temperature in self.sweep.softmaxes
-            }
-            block_weights = [softmax.rows(rows) for softmax in weights]
-            gradient = self._gradient(logits, factors, block_weights)
-            self.raw["student"][rows].copy_(gradient)
-        return packet.merge(None)
+        if weights is not None and group is None:
+            # Nothing to wait for between the sweeps: a block stays in the cache for all of them.
+            return self._process_blocks(packet, weights)
+        merged, solved = self.solve(packet, group)
+        if weights is not None:
+            self.push(packet, solved, weights, self.raw["student"])
+        return merged, solved.values
 
-    def measure(self, packet: Packet) -> None:
-        """Fill the packet of the whole chunk."""
+    def solve(
+        self, packet: Packet, group: dist.ProcessGroup | None
+    ) -> tuple[MergedStatistics, Solved]:
+        """Fill the packet, and find the values of all terms and what their gradients need.
+
+        Collective: over ``group`` that of `Packet.merge`; one all-gather of 12 bytes per token and
+        term with slopes, if there is one; those of `head_share` for each term that blends.
+        """
         self._measure_labels(packet)
-        for rows in self._blocks():
-            measure_block(self.sweep, packet.rows(rows), self._load(rows), self.scratch)
+        for rows in self._rows():
+            measure_block(packet.part(rows), self._load(rows), self.scratch)
+        merged = packet.merge(group)
+        solved = Solved.of(packet, merged)
+        for term in self.sweep.curved:
+            if term.divergence.head_mass is not None:
+                blend = head_share(
+                    partial(self._teacher_blocks, packet, solved, term.temperature),
+                    packet.values.shape[1],
+                    head_mass=term.divergence.head_mass,
+                    group=group,
+                    device=packet.values.device,
+                )
+                solved.blends[term.key] = blend.to(packet.values.dtype)
+        of_slopes = self._sum_slopes(packet, merged, solved, group)
+        for term in self.sweep.terms:
+            solved.set_value(term, merged, of_slopes.get(term.key))
+        return merged, solved
 
     def push(
-        self, packet: Packet, factors: Factors, weights: Sequence[SoftmaxWeights], out: Tensor
+        self, packet: Packet, solved: Solved, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> None:
         """Write the gradient on the student's raw outputs to ``out``, which may be these outputs.
 
         Of the packet only the peaks are read.
         """
-        for rows in self._blocks():
-            logits, statistics = self._load(rows), packet.rows(rows)
-            for model, temperature in self.sweep.softmaxes:
-                peak = statistics[f"{model}_peak"]
-                buffer = self.scratch.take(f"{model}@{temperature}", peak.shape[0])
-                exponentiate(logits[model], peak, temperature, buffer)
-            block_factors = {softmax: factor[rows] for softmax, factor in factors.items()}
-            block_weights = [softmax.rows(rows) for softmax in weights]
-            out[rows].copy_(self._gradient(logits, block_factors, block_weights))
+        known = [softmax.with_slopes(solved.slopes).blended(solved.blends) for softmax in weights]
+        for rows in self._rows():
+            block = self._block(packet, solved, rows)
+            block.exponentiate(self.sweep.softmaxes)
+            gradient, _ = block.gradient([softmax.rows(rows) for softmax in known])
+            out[rows].copy_(gradient)
 
-    def _blocks(self) -> list[slice]:
+    def _process_blocks(
+        self, packet: Packet, weights: Sequence[SoftmaxWeights]
+    ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
+        """All sweeps of one block after another, as one rank alone can."""
+        self._measure_labels(packet)
+        found: dict[str, list[Tensor]] = {term.key: [] for term in self.sweep.curved}
+        blends: dict[str, list[Tensor]] = {
+            term.key: [] for term in self.sweep.curved if term.divergence.head_mass is not None
+        }
+        for rows in self._rows():
+            own, logits = packet.part(rows), self._load(rows)
+            measure_block(own, logits, self.scratch)
+            solved = Solved.of(own, own.merge(None)) if found else self._only_factors(own)
+            block = Block(self.sweep, logits, self.rules["student"], own, solved, self.scratch)
+            for term in self.sweep.curved:
+                if term.divergence.head_mass is not None:
+                    solved.blends[term.key] = block.blend(term)
+                    blends[term.key].append(solved.blends[term.key])
+            pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
+            gradient, values = block.gradient(pushed)
+            self.raw["student"][rows].copy_(gradient)
+            for key, value in values.items():
+                found[key].append(value)
+        merged = packet.merge(None)
+        whole = Solved({}, blends={key: torch.cat(parts) for key, parts in blends.items()})
+        for term in self.sweep.terms:
+            parts = found.get(term.key)
+            whole.set_value(term, merged, torch.cat(parts) if parts else None)
+        return merged, whole.values
+
+    def _only_factors(self, packet: Packet) -> Solved:
+        """`Solved.of` for one rank alone and forward KL, in as few operations as it takes."""
+        statistics = packet.rows()
+        return Solved(
+            {
+                (model, temperature): statistics[f"{model}_mass@{temperature}"]
+                .reciprocal()
+                .unsqueeze(1)
+                for model, temperature in self.sweep.softmaxes
+            }
+        )
+
+    def _sum_slopes(
+        self,
+        packet: Packet,
+        merged: MergedStatistics,
+        solved: Solved,
+        group: dist.ProcessGroup | None,
+    ) -> dict[str, Tensor]:
+        """Add up values and slopes of the terms that have some; returns their values."""
+        terms = self.sweep.curved
+        if not terms:
+            return {}
+        sums = packet.values.new_zeros(3 * len(terms), packet.values.shape[1])
+        temperatures = list(dict.fromkeys(term.temperature for term in terms))
+        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] in temperatures]
+        for rows in self._rows():
+            block = self._block(packet, solved, rows)
+            block.exponentiate(softmaxes)
+            for number, term in enumerate(terms):
+                value, average, reference = block.sum_slopes(term)
+                sums[3 * number : 3 * number + 3, rows] = torch.stack((value, average, reference))
+        gathered = gather_ranks(sums, group).double()
+        values = {}
+        for number, term in enumerate(terms):
+            value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
+            values[term.key] = value.sum(0)
+            chosen = merged.at_top(reference)
+            # Each rank summed relative to the slope at its own top token.
+            shares = merged.shares(term.temperature)
+            total = (average + shares * (reference - chosen)).sum(0)
+            solved.slopes[term.key] = (
+                chosen.to(sums.dtype).unsqueeze(1),
+                total.to(sums.dtype).unsqueeze(1),
+            )
+        return values
+
+    def _teacher_blocks(
+        self, packet: Packet, solved: Solved, temperature: float
+    ) -> Iterator[TeacherBlock]:
+        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] == temperature]
+        for rows in self._rows():
+            block = self._block(packet, solved, rows)
+            block.exponentiate(softmaxes)
+            yield block.for_head(rows, temperature)
+
+    def _rows(self) -> list[slice]:
         student = self.raw["student"]
         if student.shape[1] == 0:
             return []
         return list(row_blocks(student.shape[0], student.shape[1], student.device))
+
+    def _block(self, packet: Packet, solved: Solved, rows: slice) -> Block:
+        part = Solved(
+            {softmax: factor[rows] for softmax, factor in solved.factors.items()},
+            {temperature: shift[rows] for temperature, shift in solved.shifts.items()},
+            {temperature: anchor[rows] for temperature, anchor in solved.anchors.items()},
+        )
+        student = self.rules["student"]
+        own = packet.part(rows)
+        return Block(self.sweep, self._load(rows), student, own, part, self.scratch)
 
     def _load(self, rows: slice) -> dict[Model, Tensor]:
         return {
@@ -127,41 +266,3 @@ class Chunk:
             label = statistics[f"{model}_label"]
             label.copy_(raw.gather(1, columns).squeeze(1))
             label.copy_(torch.where(owned, self.rules[model].apply_(label), -math.inf))
-
-    def _gradient(
-        self,
-        logits: Mapping[Model, Tensor],
-        factors: Factors,
-        weights: Sequence[SoftmaxWeights],
-    ) -> Tensor:
-        """Gradient of a block from the exponentials in scratch, its factors and its weights."""
-        size = logits["student"].shape[0]
-        spare = self.scratch.take("spare", size)
-        gradients = [self._softmax_gradient(softmax, factors, size) for softmax in weights]
-        if not gradients:
-            return spare.zero_()
-        total = gradients[0]
-        for gradient in gradients[1:]:
-            total.add_(gradient)
-        return self.rules["student"].chain_(total, logits["student"], spare)
-
-    def _softmax_gradient(self, weights: SoftmaxWeights, factors: Factors, size: int) -> Tensor:
-        """What the terms at one temperature add to the gradient on logits."""
-        temperature = weights.temperature
-        student = self.scratch.take(f"student@{temperature}", size)
-        pulls: list[tuple[Tensor, Tensor, Tensor]] = []
-        for term, weight in weights.pulls:
-            teacher = self.scratch.take(f"teacher@{temperature}", size)
-            factor = factors[term.divergence.expectation, temperature]
-            pulls.append((term.divergence.pull(student, teacher), weight, factor))
-        gradient = push_forward_(
-            student,
-            weights.student,
-            factors["student", temperature],
-            pulls,
-            sparse=weights.sparse,
-        )
-        if weights.label is not None:
-            columns, label = weights.label
-            gradient.scatter_add_(1, columns, -label)
-        return gradient

@@ -8,7 +8,7 @@ backward only multiplies by the scalar that comes from above.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.kept_plan import KeptPlan, SolvedPlan, solve_plans
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
 from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
@@ -38,7 +39,8 @@ class FusedLinear:
         ce_weights: ``[N]``, mask and normalisation of the label loss.
         kd_weights: ``[N]``, mask and normalisation of the divergences.
         ce_coefficient: constant factor of the label loss.
-        terms: the divergences with their coefficients.
+        terms: the divergences between logits with their coefficients.
+        kept: the divergences on kept ids.
         chunk_tokens: most tokens whose logits exist at once.
         shard: this rank's columns.
         group: the ranks that hold the other columns; None if there are no others.
@@ -52,6 +54,7 @@ class FusedLinear:
     kd_weights: Tensor
     ce_coefficient: float
     terms: tuple[WeightedDivergence, ...]
+    kept: tuple[KeptPlan, ...]
     chunk_tokens: int
     shard: VocabShard
     group: dist.ProcessGroup | None
@@ -62,7 +65,7 @@ class FusedLinear:
         """The tokens that take part."""
         if self.rows is not None:
             return Rows.of_indices(self.labels.shape[0], self.rows)
-        if self.teacher is None:
+        if self.teacher is None and not self.kept:
             return Rows.of_weights(self.ce_weights)
         return Rows.of_weights(self.ce_weights, self.kd_weights)
 
@@ -75,15 +78,21 @@ class FusedLinear:
     def sweep(self) -> Sweep:
         """What is measured of each chunk."""
         given = isinstance(self.teacher, GivenLogits)
-        return Sweep(self.models, self.terms, full=True, infinite=given)
+        temperatures = tuple(plan.term.temperature for plan in self.kept if plan.needs_rest)
+        return Sweep(self.models, self.terms, True, given, temperatures)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the weighted sums that `fused_linear` returns, in order."""
-        if self.teacher is None:
-            return ("ce",)
-        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
-        return ("ce", *metrics, *(term.key for term in self.terms))
+        names = ["ce"]
+        if self.teacher is not None:
+            names += ["teacher_ce", "teacher_entropy"]
+        if self.teacher is not None or self.kept:
+            names += ["student_entropy", "top1_agreement"]
+        names += [term.key for term in self.terms]
+        for plan in self.kept:
+            names += [plan.key, *([plan.mass_key] if plan.has_mass else [])]
+        return tuple(names)
 
 
 def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor]:
@@ -98,9 +107,10 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     ``chunk_tokens * V`` logits of each model, ``N * H`` hidden gradient, ``V * H`` fp32 weight
     gradient and a few row blocks, whatever N is.
 
-    Collective: over ``group`` one all-gather per chunk of 4 bytes per name of the sweep and token
-    (10 names with a teacher and one term at temperature one), none in backward. The number of
-    chunks follows from the weights and ``chunk_tokens`` alone, which are the same on all ranks.
+    Collective: over ``group`` per chunk one all-gather of 4 bytes per name of the sweep and token
+    (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and
+    those of `solve_plans`; none in backward. The number of chunks follows from the weights and
+    ``chunk_tokens`` alone, which are the same on all ranks.
     """
     hidden, weight = student.hidden, student.weight
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -200,6 +210,8 @@ class _Executor:
         total: Tensor = self._work.ce_coefficient * by_name["ce"]
         for term in self._work.terms:
             total = total + term.coefficient * by_name[term.key]
+        for plan in self._work.kept:
+            total = total + plan.term.coefficient * by_name[plan.key]
         return total.to(self._dtype)
 
     def _run_chunk(
@@ -218,12 +230,15 @@ class _Executor:
         sweep = work.sweep
         packet = Packet.empty(sweep, labels.shape[0], self._dtype, labels.device)
         chunk = Chunk(sweep, raw, rules, work.shard, scratch, labels)
+        targets = [plan.of_rows(self._rows, rows) for plan in work.kept]
+        kept = solve_plans(targets, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
         if self._hidden_rows is not None or self.weight_gradient is not None:
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
-            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard)
-        merged = chunk.process(packet, weights, work.group)
-        self._sums += _weighted_sums(work, merged, ce_weights, kd_weights)
+            pairs = [(one.kept, one.row) for one in kept]
+            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
+        merged, values = chunk.process(packet, weights, work.group)
+        self._sums += _weighted_sums(work, merged, values, kept, ce_weights, kd_weights)
         self._accumulate(rows, raw["student"])
 
     def _outputs(
@@ -260,16 +275,31 @@ class _Executor:
 
 
 def _weighted_sums(
-    work: FusedLinear, merged: MergedStatistics, ce_weights: Tensor, kd_weights: Tensor
+    work: FusedLinear,
+    merged: MergedStatistics,
+    values: Mapping[str, Tensor],
+    kept: Sequence[SolvedPlan],
+    ce_weights: Tensor,
+    kd_weights: Tensor,
 ) -> Tensor:
     """Sums ``[K]`` over the tokens of a chunk, in the order of ``work.sum_names``."""
-    sums = [_weighted_sum(ce_weights, merged.cross_entropy("student"))]
+    sums = {"ce": _weighted_sum(ce_weights, merged.cross_entropy("student"))}
+    counted: dict[str, Tensor] = {}
     if work.teacher is not None:
-        sums.append(_weighted_sum(ce_weights, merged.cross_entropy("teacher")))
-        values = [merged.entropy("student"), merged.entropy("teacher"), merged.agreement()]
-        values += [merged.divergence(term) for term in work.terms]
-        sums += [_weighted_sum(kd_weights, value) for value in values]
-    return torch.stack(sums)
+        sums["teacher_ce"] = _weighted_sum(ce_weights, merged.cross_entropy("teacher"))
+        counted["teacher_entropy"] = merged.entropy("teacher")
+        counted["top1_agreement"] = merged.agreement()
+    elif kept:
+        counted["top1_agreement"] = merged.agreement_at(kept[0].row.first_logit)
+    if work.teacher is not None or kept:
+        counted["student_entropy"] = merged.entropy("student")
+    counted.update((term.key, values[term.key]) for term in work.terms)
+    for plan, solved in zip(work.kept, kept, strict=True):
+        counted[plan.key] = solved.row.value
+        if plan.has_mass:
+            counted[plan.mass_key] = solved.kept_mass
+    sums.update((name, _weighted_sum(kd_weights, value)) for name, value in counted.items())
+    return torch.stack([sums[name] for name in work.sum_names])
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -2,49 +2,111 @@
 
 With ``q = softmax(z / T)`` and a loss ``sum_i l(p_i, q_i)`` of slope ``s = dl/dq``,
 
-    dL/dz_j = (1/T) q_j (s_j - sum_i q_i s_i) = (1/T) (q_j sum_i pull_i - pull_j),   pull = -q s.
+    dL/dz_j = (1/T) q_j (s_j - sum_i q_i s_i)
 
-Cross-entropy is the same with a one-hot pull. Ratios p/q are never formed.
+A constant added to s cancels. So slopes are taken relative to that of the student's top token:
+where one token has nearly all of q, the difference in the bracket is small, and must not be one of
+two rounded numbers. Forward KL and cross-entropy give ``q`` less a distribution and need no slope.
+Ratios p/q are never formed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_distill.ops.divergence import WeightedDivergence
+from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient
 from megatron_distill.ops.statistics import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["SoftmaxWeights", "push_forward_", "softmax_weights"]
+__all__ = ["Curved", "SoftmaxWeights", "scale_rows_", "softmax_weights"]
+
+
+@dataclass(frozen=True)
+class Curved:
+    """A term with slopes.
+
+    Attributes:
+        term: what it is.
+        weight: ``[N, 1]`` of the tokens, of a blend that of its reverse KL.
+        reference: ``[N, 1]`` the slope at the student's top token; None to look it up.
+        average: ``[N, 1]`` ``sum q (s - reference)`` over the vocabulary; None to sum it up.
+    """
+
+    term: WeightedDivergence
+    weight: Tensor
+    reference: Tensor | None = None
+    average: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class SoftmaxWeights:
-    """How the terms at one temperature weigh the tokens in the gradient, ``[N, 1]`` each.
+    """How the terms at one temperature weigh the tokens in the gradient.
 
     Attributes:
         temperature: of the student's softmax.
-        student: weight of the student's probabilities: the pulls' totals.
-        pulls: each divergence and the weight of its pull.
-        label: column of each label on this shard and the weight there (zero elsewhere), or None.
+        student: ``[N, 1]`` weight of the student's probabilities.
+        teacher: ``[N, 1]`` weight of the teacher's, subtracted; None where no forward KL is.
+        curved: the other terms between logits.
+        points: columns ``[N, K]`` of this shard and what is added there: labels, kept ids.
         sparse: whether a weight may be zero.
     """
 
     temperature: float
     student: Tensor
-    pulls: tuple[tuple[WeightedDivergence, Tensor], ...]
-    label: tuple[Tensor, Tensor] | None
+    teacher: Tensor | None
+    curved: tuple[Curved, ...]
+    points: tuple[tuple[Tensor, Tensor], ...]
     sparse: bool
 
     def rows(self, rows: slice) -> SoftmaxWeights:
         """The weights of some tokens."""
-        label = None if self.label is None else (self.label[0][rows], self.label[1][rows])
-        pulls = tuple((term, weight[rows]) for term, weight in self.pulls)
-        return SoftmaxWeights(self.temperature, self.student[rows], pulls, label, self.sparse)
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows]
+
+        return SoftmaxWeights(
+            self.temperature,
+            self.student[rows],
+            cut(self.teacher),
+            tuple(
+                replace(
+                    curved,
+                    weight=curved.weight[rows],
+                    reference=cut(curved.reference),
+                    average=cut(curved.average),
+                )
+                for curved in self.curved
+            ),
+            tuple((columns[rows], values[rows]) for columns, values in self.points),
+            self.sparse,
+        )
+
+    def with_slopes(self, slopes: Mapping[str, tuple[Tensor, Tensor]]) -> SoftmaxWeights:
+        """The same, with reference and average ``[N, 1]`` of each term by its key."""
+        curved = []
+        for one in self.curved:
+            reference, average = slopes[one.term.key]
+            curved.append(replace(one, reference=reference, average=average))
+        return replace(self, curved=tuple(curved))
+
+    def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
+        """The same, the weights of blends shared out: ``[N, 1]`` each, the part of forward KL."""
+        student, teacher, curved = self.student, self.teacher, []
+        for one in self.curved:
+            blend = blends.get(one.term.key)
+            if blend is None:
+                curved.append(one)
+                continue
+            forward = _unless_zero(one.weight, blend)
+            student = student + forward
+            teacher = forward if teacher is None else teacher + forward
+            curved.append(replace(one, weight=_unless_zero(one.weight, 1 - blend)))
+        return replace(self, student=student, teacher=teacher, curved=tuple(curved))
 
 
 def softmax_weights(
@@ -53,56 +115,64 @@ def softmax_weights(
     label_weights: Tensor | None,
     labels: Tensor | None,
     shard: VocabShard,
+    kept: Sequence[tuple[KeptTerm, RowGradient]] = (),
 ) -> tuple[SoftmaxWeights, ...]:
     """Weights for each temperature that has a gradient.
 
     Shapes: all ``[N]``; labels are global ids, given if the label weights are.
     """
-    weights: list[SoftmaxWeights] = []
-    for temperature in sweep.temperatures:
-        label: tuple[Tensor, Tensor] | None = None
+    temperatures = dict.fromkeys(
+        (*sweep.temperatures, *(one.term.temperature for one, _ in kept)),
+    )
+    weights = []
+    for temperature in temperatures:
         student = torch.zeros_like(divergence_weights).unsqueeze(1)
+        teacher: Tensor | None = None
+        curved: list[Curved] = []
+        points: list[tuple[Tensor, Tensor]] = []
+        used: list[Tensor] = []
         if temperature == 1.0 and label_weights is not None and labels is not None:
             student = label_weights.unsqueeze(1)
             owned = torch.where(shard.owns(labels), label_weights, 0.0)
-            label = shard.local(labels).unsqueeze(1), owned.unsqueeze(1)
-        pulls: list[tuple[WeightedDivergence, Tensor]] = []
+            points.append((shard.local(labels).unsqueeze(1), -owned.unsqueeze(1)))
         for term in sweep.terms:
             if term.temperature == temperature:
                 weight = (divergence_weights * (term.coefficient / temperature)).unsqueeze(1)
-                pulls.append((term, weight))
-                student = student + weight * term.divergence.pull_total
-        if pulls or label is not None:
-            sparse = _may_be_zero(student, *(weight for _, weight in pulls))
-            weights.append(SoftmaxWeights(temperature, student, tuple(pulls), label, sparse))
+                used.append(weight)
+                if term.divergence.is_linear:
+                    student = student + weight
+                    teacher = weight if teacher is None else teacher + weight
+                else:
+                    curved.append(Curved(term, weight))
+        for one, solved in kept:
+            if one.term.temperature == temperature:
+                weight = (divergence_weights * (one.term.coefficient / temperature)).unsqueeze(1)
+                used.append(weight)
+                student = student + _unless_zero(weight, solved.slope.unsqueeze(1))
+                points.append((solved.columns, _unless_zero(weight, solved.excess)))
+        if used or points:
+            sparse = _may_be_zero(student, *used)
+            weights.append(
+                SoftmaxWeights(temperature, student, teacher, tuple(curved), tuple(points), sparse)
+            )
     return tuple(weights)
 
 
-def push_forward_(
-    student: Tensor,
-    student_weight: Tensor,
-    student_factor: Tensor,
-    pulls: Sequence[tuple[Tensor, Tensor, Tensor]],
-    *,
-    sparse: bool,
+def _unless_zero(weight: Tensor, values: Tensor) -> Tensor:
+    """The product; a token of weight zero counts as zero whatever its values are."""
+    return torch.where(weight == 0, 0.0, weight * values.to(weight.dtype))
+
+
+def scale_rows_(
+    values: Tensor, weight: Tensor, *, sparse: bool, factor: Tensor | None = None
 ) -> Tensor:
-    """Overwrite ``student`` with ``weight * factor * student`` minus the same of each pull.
+    """Multiply rows ``[N, V]`` by weights and factors ``[N, 1]``, in place.
 
-    Shapes: exponentials ``[N, V]``, weights and factors (what makes exponentials probabilities)
-    ``[N, 1]``. The pulls are overwritten as well.
-
-    If ``sparse``, a row of weight zero counts as zero whatever stands in it. Equal rows with equal
-    weights give exactly zero: the products are rounded before they are subtracted, which a fused
-    multiply-add would not do.
+    If ``sparse``, a row of weight zero becomes zero whatever stands in it. The products are rounded
+    before they are subtracted from others, which a fused multiply-add would not do: equal rows with
+    equal weights leave exactly nothing.
     """
-    _scale_rows_(student, student_weight, student_factor, sparse)
-    for pull, weight, factor in pulls:
-        student.sub_(_scale_rows_(pull, weight, factor, sparse))
-    return student
-
-
-def _scale_rows_(values: Tensor, weight: Tensor, factor: Tensor, sparse: bool) -> Tensor:
-    values.mul_(weight * factor)
+    values.mul_(weight if factor is None else weight * factor)
     if not sparse:
         return values
     # Zero times NaN is NaN.

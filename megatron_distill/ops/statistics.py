@@ -3,8 +3,8 @@
 A rank describes each token by a few numbers about its own columns: the peak logit, the sum of
 ``e^((z - peak)/T)`` and sums weighted by these exponentials. One all-gather of this packet, and
 every rank computes the same global values from the same numbers in the same order: identical bits.
-The expectation of the log ratio is summed as ``e^(z_t - peak) (z_t - z_s)``, so that equal models
-have a divergence of exactly zero.
+The expectation of the log ratio under the teacher is summed as ``e^(z_t - peak) (z_t - z_s)``, so
+that equal models have a divergence of exactly zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from torch import Tensor
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.divergence import Model, WeightedDivergence
 
-__all__ = ["MergedStatistics", "Packet", "Sweep", "exponentiate", "measure_block", "row_top"]
+__all__ = [
+    "MergedStatistics",
+    "Packet",
+    "Sweep",
+    "exponentiate",
+    "logit_gap",
+    "measure_block",
+    "row_top",
+]
 
 _SEGMENT = 128
 # Exponentials are taken to base two: twice as fast on a CPU, and any temperature costs the same.
@@ -35,6 +43,7 @@ class Sweep:
     Attributes:
         models: whose logits there are.
         terms: the divergences between them.
+        student_temperatures: further ones of the student's softmax, for what is not between logits.
         full: also softmaxes at temperature one, label logits, entropies and the top token.
         infinite: whether logits may be -inf. Such an id has no probability, and where that is so on
             both sides it counts for nothing.
@@ -44,17 +53,32 @@ class Sweep:
     terms: tuple[WeightedDivergence, ...]
     full: bool
     infinite: bool = False
+    student_temperatures: tuple[float, ...] = ()
 
     @cached_property
     def temperatures(self) -> tuple[float, ...]:
-        """Temperatures of the softmaxes, each once; one comes first in a full sweep."""
+        """Temperatures at which both models have a softmax; one comes first in a full sweep."""
         wanted = [1.0] if self.full else []
         return tuple(dict.fromkeys(wanted + [term.temperature for term in self.terms]))
 
     @cached_property
     def softmaxes(self) -> tuple[tuple[Model, float], ...]:
-        """Every model at every temperature."""
-        return tuple((model, value) for model in self.models for value in self.temperatures)
+        """Every model at every temperature, and the student at those of its own."""
+        shared = [(model, value) for model in self.models for value in self.temperatures]
+        own: list[tuple[Model, float]] = [("student", value) for value in self.student_temperatures]
+        return tuple(dict.fromkeys(shared + own))
+
+    @cached_property
+    def ratio_temperatures(self) -> tuple[float, ...]:
+        """Temperatures at which the average of the log ratio is measured: those of forward KL."""
+        return tuple(
+            dict.fromkeys(term.temperature for term in self.terms if term.divergence.has_forward_kl)
+        )
+
+    @cached_property
+    def curved(self) -> tuple[WeightedDivergence, ...]:
+        """The terms whose gradients need slopes."""
+        return tuple(term for term in self.terms if not term.divergence.is_linear)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -63,21 +87,29 @@ class Sweep:
         names += [f"{model}_mass@{temperature}" for model, temperature in self.softmaxes]
         if self.full:
             names += [f"{model}_{what}" for model in self.models for what in ("label", "log")]
-            names += ["teacher_at_top"] if "teacher" in self.models else []
-        return tuple(names + [term.key for term in self.terms])
+        if self.curved or (self.full and "teacher" in self.models):
+            names.append("teacher_at_top")
+        return (*names, *(f"ratio@{temperature}" for temperature in self.ratio_temperatures))
 
 
 @dataclass(frozen=True)
 class Packet:
-    """This rank's statistics: one row of ``values [K, N]`` per name of the sweep."""
+    """This rank's statistics: one row of ``values [K, N]`` per name of the sweep.
+
+    ``top [N]`` is the column of the student's largest logit here, where a term needs slopes; it is
+    not sent.
+    """
 
     sweep: Sweep
     values: Tensor
+    top: Tensor | None = None
 
     @classmethod
     def empty(cls, sweep: Sweep, rows: int, dtype: torch.dtype, device: torch.device) -> Packet:
         """The packet of a shard without real columns: no mass, and no peak to speak of."""
-        packet = cls(sweep, torch.zeros(len(sweep.names), rows, dtype=dtype, device=device))
+        values = torch.zeros(len(sweep.names), rows, dtype=dtype, device=device)
+        top = torch.zeros(rows, dtype=torch.int64, device=device) if sweep.curved else None
+        packet = cls(sweep, values, top)
         for name, values in packet.rows().items():
             if name.endswith("_peak"):
                 values.fill_(_lowest(dtype))
@@ -88,6 +120,11 @@ class Packet:
     def rows(self, rows: slice = slice(None)) -> dict[str, Tensor]:
         """The statistics ``[N]`` of some tokens by name, as views."""
         return dict(zip(self.sweep.names, self.values[:, rows].unbind(), strict=True))
+
+    def part(self, rows: slice) -> Packet:
+        """The packet of some tokens, as views."""
+        top = None if self.top is None else self.top[rows]
+        return Packet(self.sweep, self.values[:, rows], top)
 
     def merge(self, group: dist.ProcessGroup | None) -> MergedStatistics:
         """Exact statistics over the whole vocabulary, with identical bits on every rank.
@@ -129,12 +166,31 @@ class MergedStatistics:
         share = (log_mass - log_mass.logsumexp(0)).exp()
         return torch.where(mass == 0, 0.0, share * summed / mass).sum(0)
 
-    def divergence(self, term: WeightedDivergence) -> Tensor:
-        """``[N]`` value of a term, without its coefficient."""
-        row, temperature = term.divergence, term.temperature
-        ratio = self._average(row.expectation, temperature, self[term.key]) / temperature
+    def shift(self, temperature: float) -> Tensor:
+        """``[N]`` log normaliser of the teacher less that of the student."""
         student = self.log_normalizer("student", temperature)
-        return ratio - (self.log_normalizer("teacher", temperature) - student)
+        return self.log_normalizer("teacher", temperature) - student
+
+    def forward_kl(self, temperature: float) -> Tensor:
+        """``[N]`` forward KL."""
+        summed = self[f"ratio@{temperature}"]
+        average = self._average("teacher", temperature, summed) / temperature
+        return average - self.shift(temperature)
+
+    def anchor(self, temperature: float) -> Tensor:
+        """``[N]`` one where the teacher likes the student's top token half as much at least."""
+        gap = self.at_top(self["teacher_at_top"]) - self["student_peak"].amax(0)
+        return (gap / temperature - self.shift(temperature) > -math.log(2)).double()
+
+    def shares(self, temperature: float) -> Tensor:
+        """``[ranks, N]`` the student's mass on each rank's columns."""
+        log_mass = self._shard_log_mass("student", temperature)
+        return (log_mass - log_mass.logsumexp(0)).exp()
+
+    def at_top(self, gathered: Tensor) -> Tensor:
+        """Of ``[ranks, N]`` the entries of the rank that holds the student's top token: ``[N]``."""
+        owner = self["student_peak"].argmax(0, keepdim=True)
+        return gathered.gather(0, owner).squeeze(0)
 
     def cross_entropy(self, model: Model) -> Tensor:
         """``[N]`` negative log probability of the label; infinite if no rank owns the label."""
@@ -148,9 +204,12 @@ class MergedStatistics:
 
     def agreement(self) -> Tensor:
         """``[N]`` whether the student's most probable token is one of the teacher's, as 0 or 1."""
-        owner = self["student_peak"].argmax(0, keepdim=True)
-        teacher = self["teacher_at_top"].gather(0, owner).squeeze(0)
+        teacher = self.at_top(self["teacher_at_top"])
         return (teacher == self["teacher_peak"].amax(0)).double()
+
+    def agreement_at(self, logit: Tensor) -> Tensor:
+        """``[N]`` whether these logits are the student's largest, as 0 or 1."""
+        return (logit == self["student_peak"].amax(0)).double()
 
     def shard_factor(self, packet: Packet, model: Model, temperature: float) -> Tensor:
         """``[N]`` what turns this rank's exponentials into global probabilities."""
@@ -186,18 +245,14 @@ def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def measure_block(
-    sweep: Sweep,
-    statistics: Mapping[str, Tensor],
-    logits: Mapping[Model, Tensor],
-    scratch: Scratch,
-) -> None:
-    """Fill the statistics ``[N]`` of a row block, all but the label logits.
+def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
+    """Fill the packet of a row block, all but the label logits.
 
     ``logits [N, V]`` are those of this shard's real columns, V > 0, in the dtype of statistics.
     Leaves every softmax's exponentials in the scratch buffers ``MODEL@T``.
     """
-    _measure_peaks(sweep, statistics, logits)
+    sweep, statistics = packet.sweep, packet.rows()
+    _measure_peaks(packet, statistics, logits)
     rows = logits["student"].shape[0]
     spare = scratch.take("spare", rows)
     for model, temperature in sweep.softmaxes:
@@ -213,26 +268,34 @@ def measure_block(
         else:
             exponentiate(logits[model], peak, temperature, buffer)
             torch.sum(buffer, 1, out=mass)
-    for term in sweep.terms:
-        torch.sub(logits["teacher"], logits["student"], out=spare)
-        if sweep.infinite:
-            lowest = _lowest(spare.dtype)
-            spare.nan_to_num_(nan=0.0, posinf=-lowest, neginf=lowest)
-        student = scratch.take(f"student@{term.temperature}", rows)
-        teacher = scratch.take(f"teacher@{term.temperature}", rows)
-        summands = term.divergence.weighted_log_ratio(student, teacher, spare)
-        torch.sum(summands, 1, out=statistics[term.key])
+    for temperature in sweep.ratio_temperatures:
+        logit_gap(logits, spare, infinite=sweep.infinite)
+        spare.mul_(scratch.take(f"teacher@{temperature}", rows))
+        torch.sum(spare, 1, out=statistics[f"ratio@{temperature}"])
+
+
+def logit_gap(logits: Mapping[Model, Tensor], out: Tensor, *, infinite: bool) -> Tensor:
+    """The teacher's logits less the student's, finite where one of them is -inf."""
+    torch.sub(logits["teacher"], logits["student"], out=out)
+    if infinite:
+        lowest = _lowest(out.dtype)
+        out.nan_to_num_(nan=0.0, posinf=-lowest, neginf=lowest)
+    return out
 
 
 def _measure_peaks(
-    sweep: Sweep, statistics: Mapping[str, Tensor], logits: Mapping[Model, Tensor]
+    packet: Packet, statistics: Mapping[str, Tensor], logits: Mapping[Model, Tensor]
 ) -> None:
-    if sweep.full and "teacher" in sweep.models:
+    sweep, compares = packet.sweep, "teacher_at_top" in statistics
+    if compares or packet.top is not None:
         peak, column = row_top(logits["student"])
         statistics["student_peak"].copy_(peak)
         torch.amax(logits["teacher"], 1, out=statistics["teacher_peak"])
-        at_top = statistics["teacher_at_top"].unsqueeze(1)
-        torch.gather(logits["teacher"], 1, column.unsqueeze(1), out=at_top)
+        if compares:
+            at_top = statistics["teacher_at_top"].unsqueeze(1)
+            torch.gather(logits["teacher"], 1, column.unsqueeze(1), out=at_top)
+        if packet.top is not None:
+            packet.top.copy_(column)
     else:
         for model in sweep.models:
             torch.amax(logits[model], 1, out=statistics[f"{model}_peak"])

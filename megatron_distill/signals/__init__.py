@@ -1,5 +1,12 @@
-"""What a teacher says, and where it comes from."""
+"""What a teacher says, whatever it is and wherever it runs."""
 
-from megatron_distill.signals.types import DenseLogits, HiddenState, Signal, Teacher
+from megatron_distill.signals.types import (
+    DenseLogits,
+    HiddenState,
+    Sampled,
+    Signal,
+    Teacher,
+    TopK,
+)
 
-__all__ = ["DenseLogits", "HiddenState", "Signal", "Teacher"]
+__all__ = ["DenseLogits", "HiddenState", "Sampled", "Signal", "Teacher", "TopK"]

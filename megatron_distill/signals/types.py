@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_distill.runtime.batch import Batch
 
-__all__ = ["DenseLogits", "HiddenState", "Signal", "Teacher"]
+__all__ = ["DenseLogits", "HiddenState", "Sampled", "Signal", "Teacher", "TopK"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,61 @@ class HiddenState:
         _require_positive("HiddenState.logit_scale", self.logit_scale)
 
 
-Signal: TypeAlias = DenseLogits | HiddenState
+@dataclass(frozen=True)
+class TopK:
+    """The teacher's most probable ids of each token, and what it leaves to all others.
+
+    Attributes:
+        ids: ``[N, K]`` int64 global ids, each at most once per token.
+        log_probs: ``[N, K]``, normalised over the whole vocabulary, not over the K ids. An entry of
+            -inf is not kept: its id counts with all others.
+        log_tail: ``[N]`` log of the mass of all others; -inf if nothing is left.
+        temperature: of the teacher's softmax that these are from. None: whatever the term's is,
+            which the caller vouches for.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    log_tail: Tensor
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_ids("TopK", self.ids, self.log_probs, "log_probs")
+        if not self.log_probs.is_floating_point():
+            raise ValueError(f"TopK.log_probs is {self.log_probs.dtype}; it must be floating-point")
+        if self.log_tail.shape != self.ids.shape[:1] or not self.log_tail.is_floating_point():
+            raise ValueError(
+                f"TopK.log_tail is {self.log_tail.dtype} of shape {tuple(self.log_tail.shape)}; it "
+                f"must be floating-point, one number for each of {self.ids.shape[0]} tokens"
+            )
+        if self.temperature is not None:
+            _require_positive("TopK.temperature", self.temperature)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Ids drawn from the teacher with replacement, and how often each was drawn.
+
+    Attributes:
+        ids: ``[N, K]`` int64 global ids.
+        counts: ``[N, K]``, integers or importance weights; an id of count 0 was not drawn. They are
+            divided by their sum per token.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    def __post_init__(self) -> None:
+        _require_ids("Sampled", self.ids, self.counts, "counts")
+
+
+Signal: TypeAlias = DenseLogits | HiddenState | TopK | Sampled
 
 
 class Teacher(Protocol):
@@ -79,6 +133,19 @@ def _require_matrix(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
             "it must be a floating-point matrix with one row per token or column"
+        )
+
+
+def _require_ids(kind: str, ids: Tensor, values: Tensor, name: str) -> None:
+    if ids.dim() != 2 or ids.shape[1] < 1 or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(
+            f"{kind}.ids is {ids.dtype} of shape {tuple(ids.shape)}; "
+            "it must be an integer matrix with one row per token and at least one column"
+        )
+    if values.shape != ids.shape or values.device != ids.device:
+        raise ValueError(
+            f"{kind}.{name} is of shape {tuple(values.shape)} on {values.device}, "
+            f"its ids of {tuple(ids.shape)} on {ids.device}"
         )
 
 
