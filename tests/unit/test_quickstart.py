@@ -166,7 +166,7 @@ def test_other_settings_are_refused_without_fresh(
 ) -> None:
     start(tmp_path)
     assert start(tmp_path, "--seed", "99") == 1
-    assert "other settings (there 'seed: 1234', here 'seed: 99')" in capsys.readouterr().err
+    assert "other settings (there 'seed: 1', here 'seed: 99')" in capsys.readouterr().err
 
 
 def test_several_seeds_have_folders_of_their_own_and_one_result(
