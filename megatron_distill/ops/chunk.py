@@ -115,9 +115,7 @@ class Chunk:
         Collective: over ``group`` that of `Packet.merge`; one all-gather of 12 bytes per token and
         term with slopes, if there is one; those of `head_share` for each term that blends.
         """
-        self._measure_labels(packet)
-        for rows in self._rows():
-            measure_block(packet.part(rows), self._load(rows), self.scratch)
+        self.measure(packet)
         merged = packet.merge(group)
         solved = Solved.of(packet, merged)
         for term in self.sweep.curved:
@@ -134,6 +132,12 @@ class Chunk:
         for term in self.sweep.terms:
             solved.set_value(term, merged, of_slopes.get(term.key))
         return merged, solved
+
+    def measure(self, packet: Packet) -> None:
+        """Fill the packet of the whole chunk."""
+        self._measure_labels(packet)
+        for rows in self._rows():
+            measure_block(packet.part(rows), self._load(rows), self.scratch)
 
     def push(
         self, packet: Packet, solved: Solved, weights: Sequence[SoftmaxWeights], out: Tensor

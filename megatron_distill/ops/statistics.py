@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _SEGMENT = 128
-# Exponentials are taken to base two: twice as fast on a CPU, and any temperature costs the same.
+# To base two exponentials are twice as fast on a CPU, and any temperature costs the same.
 _LOG2_E = math.log2(math.e)
 
 
@@ -79,6 +79,11 @@ class Sweep:
     def curved(self) -> tuple[WeightedDivergence, ...]:
         """The terms whose gradients need slopes."""
         return tuple(term for term in self.terms if not term.divergence.is_linear)
+
+    @property
+    def exact(self) -> bool:
+        """Whether exponentials are wanted to the last bit: slopes compare those of both models."""
+        return bool(self.curved)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -218,10 +223,19 @@ class MergedStatistics:
         return factor.to(packet.values.dtype)
 
 
-def exponentiate(logits: Tensor, peak: Tensor, temperature: float, out: Tensor) -> Tensor:
+def exponentiate(
+    logits: Tensor, peak: Tensor, temperature: float, out: Tensor, *, exact: bool
+) -> Tensor:
     """``e^((logits - peak) / temperature)`` of ``[N, V]`` and ``[N]`` into ``out``."""
     torch.sub(logits, peak.unsqueeze(1), out=out)
-    return out.mul_(_LOG2_E / temperature).exp2_()
+    return _exponential_(out, temperature, exact=exact)
+
+
+def _exponential_(gap: Tensor, temperature: float, *, exact: bool) -> Tensor:
+    """``e^(gap / temperature)`` in place, to half an ulp of the exponent if not ``exact``."""
+    if not exact:
+        return gap.mul_(_LOG2_E / temperature).exp2_()
+    return (gap if temperature == 1.0 else gap.mul_(1 / temperature)).exp_()
 
 
 def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,13 +274,13 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
         mass = statistics[f"{model}_mass@{temperature}"]
         if sweep.full and temperature == 1.0:
             torch.sub(logits[model], peak.unsqueeze(1), out=spare)
-            torch.mul(spare, _LOG2_E, out=buffer).exp2_()
+            _exponential_(buffer.copy_(spare), 1.0, exact=sweep.exact)
             torch.sum(buffer, 1, out=mass)
             if sweep.infinite:
                 spare.clamp_(min=_lowest(spare.dtype))
             torch.sum(spare.mul_(buffer), 1, out=statistics[f"{model}_log"])
         else:
-            exponentiate(logits[model], peak, temperature, buffer)
+            exponentiate(logits[model], peak, temperature, buffer, exact=sweep.exact)
             torch.sum(buffer, 1, out=mass)
     for temperature in sweep.ratio_temperatures:
         logit_gap(logits, spare, infinite=sweep.infinite)

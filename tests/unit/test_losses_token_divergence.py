@@ -306,7 +306,7 @@ def test_misuse_is_named() -> None:
     student, teacher = logit_pair(4, 10)
     with pytest.raises(ValueError, match="unknown divergence 'kl'"):
         token_divergence(student, DenseLogits(teacher), divergence="kl")
-    with pytest.raises(TypeError, match="takes DenseLogits, not HiddenState"):
+    with pytest.raises(TypeError, match="takes DenseLogits, TopK or Sampled, not HiddenState"):
         token_divergence(
             student,
             HiddenState(torch.zeros(4, 2), torch.zeros(10, 2)),  # type: ignore[arg-type]

@@ -1,34 +1,96 @@
-"""The divergence table: every pull is -q dl/dq with the right total, unknown names are refused."""
+"""The divergence table: every slope is dl/dq up to the row's constant, equal models give exactly
+nothing, both anchors agree, unknown names are refused."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_distill.ops.divergence import DIVERGENCES, Divergence, divergence_named
+from megatron_distill.ops.divergence import DIVERGENCES, Classes, divergence_named
+from tests.reference.divergences import ORACLES
+
+CURVED = [name for name in DIVERGENCES if name not in ("forward_kl", "adaptive_kl")]
+PARAMETERS: dict[str, dict[str, float]] = {
+    "js_divergence": {"beta": 0.3},
+    "skewed_forward_kl": {"skew_lambda": 0.6},
+    "skewed_reverse_kl": {"skew_lambda": 0.6},
+}
 
 
-def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def distributions(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
     logits = torch.randn(2, 5, 17, generator=generator, dtype=torch.float64) * 3
-    student, teacher = logits.softmax(2)
+    student, teacher = logits.softmax(2).to(dtype)
     return student, teacher
 
 
-@pytest.mark.parametrize("row", DIVERGENCES.values(), ids=list(DIVERGENCES))
-def test_pull_is_minus_q_times_the_slope_of_the_value(row: Divergence) -> None:
-    student, teacher = distributions(1)
-    student.requires_grad_()
-    log_ratio = teacher.log() - student.log()
-    value = row.weighted_log_ratio(student, teacher, log_ratio * 1).sum()
-    (slope,) = torch.autograd.grad(value, student)
-    pull = row.pull(student.detach().clone(), teacher.clone())
-    torch.testing.assert_close(pull, -(student * slope).detach(), rtol=1e-12, atol=1e-14)
-    total = torch.full((5,), row.pull_total, dtype=torch.float64)
-    torch.testing.assert_close(pull.sum(1), total, rtol=1e-12, atol=0)
+def classes(student: Tensor, teacher: Tensor, anchor: Tensor | None = None) -> Classes:
+    return Classes(teacher, student, lambda: teacher.log() - student.log(), anchor)
+
+
+@pytest.mark.parametrize("given", [{}, PARAMETERS], ids=["defaults", "parameters"])
+@pytest.mark.parametrize("name", CURVED)
+def test_slope_is_that_of_the_value_up_to_the_constant(name: str, given: dict[str, Any]) -> None:
+    parameters = given.get(name, {})
+    row = divergence_named(name, **parameters)
+    student, teacher = distributions()
+    leaf = student.log().requires_grad_()
+    # As a function of q alone, which does not have to sum to one.
+    value = ORACLES[name](teacher.log(), leaf, **parameters).sum()
+    expected = torch.autograd.grad(value, leaf)[0] / student - row.constant
+    summands, slope = row.evaluate(classes(student, teacher))
+    assert slope is not None
+    torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(summands.sum(), value.detach(), rtol=1e-12, atol=0)
+    balanced = summands - row.balance * (teacher - student)
+    torch.testing.assert_close(balanced.sum(), value.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_anchors_differ_by_a_constant_of_the_row(name: str) -> None:
+    student, teacher = distributions()
+    row = divergence_named(name, **PARAMETERS.get(name, {}))
+    near, far = (
+        row.evaluate(classes(student, teacher, torch.full((5, 1), value, dtype=torch.float64)))
+        for value in (1.0, 0.0)
+    )
+    assert near[1] is not None
+    assert far[1] is not None
+    torch.testing.assert_close(near[0], far[0], rtol=1e-12, atol=1e-15)
+    difference = near[1] - far[1]
+    torch.testing.assert_close(difference, difference[:1, :1].expand_as(difference))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_equal_distributions_give_exactly_nothing(name: str, dtype: torch.dtype) -> None:
+    student, _ = distributions(dtype)
+    student[0, :3] = torch.tensor([0.0, 1e-42, 1e-38], dtype=dtype)
+    equal = Classes(student.clone(), student, lambda: torch.zeros_like(student))
+    values, slope = divergence_named(name).evaluate(equal)
+    assert not values.any()
+    assert slope is None or not slope.any()
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_slopes_are_finite_where_a_class_has_no_probability(name: str) -> None:
+    student = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
+    teacher = torch.tensor([[0.5, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    ratio = torch.tensor([[80.0, -80.0, 0.0], [-80.0, 0.0, 80.0]])
+    values, slope = divergence_named(name).evaluate(
+        Classes(teacher, student, ratio.clone, torch.ones(2, 1))
+    )
+    assert slope is not None
+    assert bool(values.isfinite().all())
+    assert bool(slope.isfinite().all())
 
 
 def test_names_are_those_of_the_table() -> None:
-    for name, row in DIVERGENCES.items():
-        assert divergence_named(name) is row
-        assert row.name == name
-    with pytest.raises(ValueError, match="unknown divergence 'foward_kl'; known: forward_kl"):
+    for name in DIVERGENCES:
+        assert divergence_named(name).name == name
+    assert divergence_named("js_divergence", beta=0.25).name == "js_divergence(beta=0.25)"
+    with pytest.raises(ValueError, match="unknown divergence 'foward_kl'; known: adaptive_kl, for"):
         divergence_named("foward_kl")

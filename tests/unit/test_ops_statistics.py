@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.blocks import Scratch
-from megatron_distill.ops.chunk import Chunk, shard_factors
+from megatron_distill.ops.chunk import Chunk, Solved
 from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, row_top
@@ -54,9 +54,8 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     student, teacher = torch.randn(2, tokens, vocab, generator=generator) * 3
     labels = torch.randint(vocab, (tokens,), generator=generator)
     merged, packets = split_statistics(student, teacher, labels, bounds, temperature)
-    term = merged.sweep.terms[0]
     pairs = [
-        (merged.divergence(term), forward_kl(student, teacher, temperature)),
+        (merged.forward_kl(temperature), forward_kl(student, teacher, temperature)),
         (merged.cross_entropy("student"), cross_entropy(student, labels)),
         (merged.cross_entropy("teacher"), cross_entropy(teacher, labels)),
         (merged.entropy("student"), entropy(student)),
@@ -66,7 +65,7 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     for ours, oracle in pairs:
         torch.testing.assert_close(ours, oracle, rtol=2e-6, atol=2e-6)
     mass = sum(
-        shard_factors(packet, merged)["teacher", temperature].squeeze(1)
+        Solved.of(packet, merged).factors["teacher", temperature].squeeze(1)
         * packet.rows()[f"teacher_mass@{temperature}"]
         for packet in packets
     )
@@ -80,7 +79,7 @@ def test_equal_models_diverge_by_exactly_zero(seed: int, cut: int, scale: float)
     merged, _ = split_statistics(
         logits, logits.clone(), torch.zeros(6, dtype=torch.long), [0, cut, 200], 1.0
     )
-    assert merged.divergence(merged.sweep.terms[0]).tolist() == [0.0] * 6
+    assert merged.forward_kl(1.0).tolist() == [0.0] * 6
     assert merged.agreement().tolist() == [1.0] * 6
 
 
@@ -92,7 +91,7 @@ def test_divergence_does_not_suffer_from_large_common_offsets() -> None:
         student, teacher, torch.zeros(4, dtype=torch.long), [0, 100, 500], 1.0
     )
     torch.testing.assert_close(
-        merged.divergence(merged.sweep.terms[0]),
+        merged.forward_kl(1.0),
         forward_kl(student, teacher),
         rtol=1e-6,
         atol=0,
@@ -117,3 +116,6 @@ def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
     assert len(Sweep(("student", "teacher"), (one,), full=True).names) == 10
     assert len(Sweep(("student", "teacher"), (one, term), full=True).names) == 13
     assert len(Sweep(("student",), (), full=True).names) == 4
+    curved = WeightedDivergence(divergence_named("js_divergence"), 2.0, 1.0)
+    assert len(Sweep(("student", "teacher"), (curved,), full=False).names) == 5
+    assert len(Sweep(("student",), (), full=False, student_temperatures=(2.0,)).names) == 2

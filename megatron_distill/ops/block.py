@@ -1,0 +1,181 @@
+"""Some rows of a chunk in fast memory: probabilities, slopes and the gradient on the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.blocks import Scratch
+from megatron_distill.ops.divergence import Classes, Model, WeightedDivergence
+from megatron_distill.ops.head_tail import TeacherBlock, head_share
+from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.pushforward import SoftmaxWeights, scale_rows_
+from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, logit_gap
+
+__all__ = ["Block", "Normalisers"]
+
+
+class Normalisers(Protocol):
+    """What makes exponentials probabilities, ``[N, 1]`` each."""
+
+    @property
+    def factors(self) -> Mapping[tuple[Model, float], Tensor]:
+        """Per softmax."""
+        ...
+
+    @property
+    def shifts(self) -> Mapping[float, Tensor]:
+        """Per temperature: log normaliser of the teacher less the student's."""
+        ...
+
+    @property
+    def anchors(self) -> Mapping[float, Tensor]:
+        """Per temperature, see `Classes`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """Logits ``[n, V]`` of some tokens, with this rank's statistics and global normalisers of them.
+
+    The scratch buffers ``MODEL@T`` hold exponentials, which become probabilities where slopes are
+    asked for.
+    """
+
+    sweep: Sweep
+    logits: Mapping[Model, Tensor]
+    student_rule: LogitRule
+    packet: Packet
+    normalisers: Normalisers
+    scratch: Scratch
+    _normalised: dict[float, Classes] = field(default_factory=dict)
+
+    @property
+    def _size(self) -> int:
+        return self.logits["student"].shape[0]
+
+    def exponentiate(self, softmaxes: Sequence[tuple[Model, float]]) -> None:
+        """Fill the buffers, as `measure_block` does."""
+        statistics = self.packet.rows()
+        for model, temperature in softmaxes:
+            buffer = self.scratch.take(f"{model}@{temperature}", self._size)
+            peak = statistics[f"{model}_peak"]
+            exact = self.sweep.exact
+            exponentiate(self.logits[model], peak, temperature, buffer, exact=exact)
+
+    def classes(self, temperature: float) -> Classes:
+        """Probabilities, in the place of the exponentials."""
+        if temperature not in self._normalised:
+            teacher, student = (
+                self.scratch.take(f"{model}@{temperature}", self._size).mul_(
+                    self.normalisers.factors[model, temperature]
+                )
+                for model in ("teacher", "student")
+            )
+
+            def log_ratio() -> Tensor:
+                gap = self.scratch.take("ratio", self._size)
+                logit_gap(self.logits, gap, infinite=self.sweep.infinite)
+                if temperature != 1.0:
+                    gap.mul_(1 / temperature)
+                return gap.sub_(self.normalisers.shifts[temperature])
+
+            anchor = self.normalisers.anchors[temperature]
+            self._normalised[temperature] = Classes(teacher, student, log_ratio, anchor)
+        return self._normalised[temperature]
+
+    def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
+        """What the head of the teacher is found from."""
+        classes = self.classes(temperature)
+        return TeacherBlock(rows, self.logits["teacher"], classes.teacher, classes.student)
+
+    def blend(self, term: WeightedDivergence) -> Tensor:
+        """The blend ``[n, 1]`` of a term, where this rank is alone with its vocabulary."""
+        assert term.divergence.head_mass is not None
+        whole = self.for_head(slice(0, self._size), term.temperature)
+        share = head_share(
+            lambda: [whole],
+            self._size,
+            head_mass=term.divergence.head_mass,
+            group=None,
+            device=whole.logits.device,
+        )
+        return share.to(self.packet.values.dtype)
+
+    def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a term ``[n]`` each: value, ``sum q (s - reference)``, and the slope at the top."""
+        classes = self.classes(term.temperature)
+        values, slope = term.divergence.evaluate(classes)
+        assert slope is not None
+        reference = self._at_top(slope)
+        pull = slope.sub_(reference).mul_(classes.student)
+        return values.sum(1), pull.sum(1), reference.squeeze(1)
+
+    def gradient(self, weights: Sequence[SoftmaxWeights]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient on the raw outputs, and the values ``[n]`` fp64 of terms with slopes."""
+        values: dict[str, Tensor] = {}
+        gradients = [
+            self._curved_gradient(softmax, values)
+            if softmax.curved
+            else self._linear_gradient(softmax)
+            for softmax in weights
+        ]
+        spare = self.scratch.take("spare", self._size)
+        if not gradients:
+            return spare.zero_(), values
+        total = gradients[0]
+        for gradient in gradients[1:]:
+            total.add_(gradient)
+        return self.student_rule.chain_(total, self.logits["student"], spare), values
+
+    def _linear_gradient(self, weights: SoftmaxWeights) -> Tensor:
+        """What forward KL, labels and kept ids at one temperature add to the gradient."""
+        temperature, factors = weights.temperature, self.normalisers.factors
+        gradient = self.scratch.take(f"student@{temperature}", self._size)
+        factor = factors.get(("student", temperature))
+        if factor is None:
+            gradient.zero_()  # nothing at this temperature but points
+        else:
+            scale_rows_(gradient, weights.student, sparse=weights.sparse, factor=factor)
+        if weights.teacher is not None:
+            teacher = self.scratch.take(f"teacher@{temperature}", self._size)
+            factor = factors["teacher", temperature]
+            gradient.sub_(
+                scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
+            )
+        for columns, added in weights.points:
+            gradient.scatter_add_(1, columns, added)
+        return gradient
+
+    def _curved_gradient(self, weights: SoftmaxWeights, values: dict[str, Tensor]) -> Tensor:
+        """What all terms at one temperature add, some of them with slopes."""
+        classes = self.classes(weights.temperature)
+        gradient = self.scratch.take(f"gradient@{weights.temperature}", self._size).zero_()
+        of_student = weights.student
+        for curved in weights.curved:
+            summands, slope = curved.term.divergence.evaluate(classes)
+            assert slope is not None
+            reference, average = curved.reference, curved.average
+            known = reference is not None
+            pull = slope.sub_(self._at_top(slope) if reference is None else reference)
+            pull.mul_(classes.student)
+            if not known:
+                values[curved.term.key] = summands.sum(1).double()
+            average = pull.sum(1, keepdim=True) if average is None else average
+            of_student = of_student - torch.where(curved.weight == 0, 0.0, curved.weight * average)
+            gradient.add_(scale_rows_(pull, curved.weight, sparse=weights.sparse))
+        gradient.add_(scale_rows_(classes.student, of_student, sparse=weights.sparse))
+        if weights.teacher is not None:
+            gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=weights.sparse))
+        for columns, added in weights.points:
+            gradient.scatter_add_(1, columns, added)
+        return gradient
+
+    def _at_top(self, slope: Tensor) -> Tensor:
+        """The slope at the student's top token of this shard, ``[n, 1]``."""
+        assert self.packet.top is not None
+        return slope.gather(1, self.packet.top.unsqueeze(1))

@@ -1,0 +1,235 @@
+"""The most probable ids of a vocabulary that is split over ranks, the same for every split.
+
+Ids are ordered by (value, lowest id first). A rank sends its own best candidates and what its other
+columns sum up to; every rank then makes the same choice from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
+from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.vocab import VocabShard
+
+__all__ = [
+    "Kept",
+    "Outside",
+    "gather_ranks",
+    "largest",
+    "select",
+    "vocab_parallel_gather",
+    "vocab_parallel_topk",
+]
+
+
+class Kept(NamedTuple):
+    """The most probable ids of each token, most probable first.
+
+    Attributes:
+        ids: ``[N, K]`` int64.
+        log_probs: ``[N, K]`` fp32, normalised over the whole vocabulary.
+        log_tail: ``[N]`` fp32, log of the mass of all other ids; -inf if there are none.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    log_tail: Tensor
+
+
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    shard: VocabShard | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    temperature: float = 1.0,
+) -> Kept:
+    """The ``k`` most probable ids of ``softmax(logits / temperature)`` over the whole vocabulary.
+
+    Shapes: logits ``[N, V]`` over this rank's columns -> ids ``[N, k]`` int64, log-probs ``[N, k]``
+    and log tail ``[N]`` fp32 (fp64 for fp64 logits). Equal logits go by the lowest id, so that the
+    choice does not depend on the split. Nothing is differentiable; the input is not modified.
+
+    Collective: over ``group`` one all-gather of ``8 k + 8`` bytes per token, none where it is None.
+
+    Raises:
+        ValueError: k is not between 1 and the size of the vocabulary, or the shard does not fit.
+    """
+    shard = shard or VocabShard(logits.shape[1], 0, logits.shape[1])
+    if logits.dim() != 2 or logits.shape[1] != shard.width:
+        raise ValueError(f"logits are {tuple(logits.shape)}; the shard has {shard.width} columns")
+    raw = logits.detach()[:, : shard.real_width]
+    (kept,) = select(raw, LogitRule(), shard, group, k=k, temperatures=[temperature])
+    return kept
+
+
+def vocab_parallel_gather(
+    logits: Tensor,
+    ids: Tensor,
+    shard: VocabShard | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The logits at global ids, on every rank.
+
+    Shapes: logits ``[N, V]`` over this rank's columns, ids ``[N, K]`` int64 -> ``[N, K]`` fp32
+    (fp64 for fp64 logits); -inf at ids that no rank holds. Not differentiable.
+
+    Collective: over ``group`` one all-gather of 4 bytes per id; none where ``group`` is None.
+
+    Raises:
+        ValueError: the shard does not fit.
+    """
+    shard = shard or VocabShard(logits.shape[1], 0, logits.shape[1])
+    if logits.dim() != 2 or logits.shape[1] != shard.width:
+        raise ValueError(f"logits are {tuple(logits.shape)}; the shard has {shard.width} columns")
+    raw = logits.detach()[:, : shard.real_width]
+    return gather_ranks(local_values(raw, LogitRule(), shard, ids), group).amax(0)
+
+
+def select(
+    raw: Tensor,
+    rule: LogitRule,
+    shard: VocabShard,
+    group: dist.ProcessGroup | None,
+    *,
+    k: int,
+    temperatures: Sequence[float],
+) -> list[Kept]:
+    """`vocab_parallel_topk` of raw outputs over the shard's real columns, at several temperatures.
+
+    The ids are the same at every temperature. Collective: one all-gather over ``group`` of ``8 k``
+    bytes per token and 8 more per temperature.
+    """
+    if not 1 <= k <= shard.size:
+        raise ValueError(f"k is {k}; it must be between 1 and the vocabulary of {shard.size}")
+    dtype = accumulation_dtype(raw.dtype)
+    values, columns = largest(raw, min(k, raw.shape[1]))
+    values = rule.apply_(values.to(dtype))
+    rest = Outside.measure(raw, rule, columns, None, temperatures)
+    missing = k - values.shape[1]
+    packet = torch.cat(
+        [
+            torch.nn.functional.pad(values, (0, missing), value=-math.inf),
+            torch.nn.functional.pad(columns + shard.start, (0, missing)).to(dtype),
+            torch.stack([rest.peak, *rest.masses], 1),
+        ],
+        1,
+    )
+    gathered = gather_ranks(packet, group)
+    candidates = gathered[:, :, :k].transpose(0, 1).flatten(1)
+    ids = gathered[:, :, k : 2 * k].transpose(0, 1).flatten(1)
+    # Ranks stand in the order of their ids, and so do equal values within one: a stable sort keeps
+    # the lowest id first.
+    ordered, order = candidates.double().sort(dim=1, descending=True, stable=True)
+    chosen = ids.gather(1, order[:, :k]).long()
+    kept = []
+    for number, temperature in enumerate(temperatures):
+        peaks, masses = gathered[:, :, 2 * k].double(), gathered[:, :, 2 * k + 1 + number].double()
+        others = (peaks / temperature + masses.log()).t()
+        tail = torch.cat([others, ordered[:, k:] / temperature], 1).logsumexp(1)
+        inside = ordered[:, :k] / temperature
+        total = torch.cat([inside, tail.unsqueeze(1)], 1).logsumexp(1)
+        log_probs = inside - total.unsqueeze(1)
+        kept.append(Kept(chosen, log_probs.to(dtype), (tail - total).to(dtype)))
+    return kept
+
+
+def gather_ranks(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The packets of all ranks: ``[ranks, ...]``. Collective: one all-gather over ``group``."""
+    world = 1 if group is None else dist.get_world_size(group)
+    if world == 1:
+        return packet.unsqueeze(0)
+    packet = packet.contiguous()
+    gathered = packet.new_empty(world * packet.shape[0], *packet.shape[1:])
+    dist.all_gather_into_tensor(gathered, packet, group=group)
+    return gathered.view(world, *packet.shape)
+
+
+def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -> Tensor:
+    """Logits ``[N, K]`` at the ids that this shard owns, -inf at the others."""
+    dtype = accumulation_dtype(raw.dtype)
+    if raw.shape[1] == 0:
+        return torch.full(ids.shape, -math.inf, dtype=dtype, device=raw.device)
+    values = rule.apply_(raw.gather(1, shard.local(ids)).to(dtype))
+    return values.masked_fill_(~shard.owns(ids), -math.inf)
+
+
+def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest values of each row of ``[N, V]`` and their columns, by (value, column).
+
+    torch.topk leaves open which of equal values it takes and in which order.
+    """
+    values, columns = logits.topk(k, 1)
+    least = values[:, -1:]
+    if logits.device.type == "cpu":
+        rows = ((logits == least).sum(1) > (values == least).sum(1)).nonzero().squeeze(1)
+        if rows.numel():
+            columns[rows] = _lowest_columns(logits[rows], values[rows], columns[rows])
+    elif k:
+        columns = _lowest_columns(logits, values, columns)
+    columns, order = columns.sort(1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """The columns, those of the least value exchanged for the lowest that hold it."""
+    least, width = values[:, -1:], logits.shape[1]
+    # Columns are exact in fp32 up to 2^24.
+    reversed_columns = torch.arange(width, 0, -1, dtype=torch.float32, device=logits.device)
+    ties = torch.where(logits == least, reversed_columns, 0.0).topk(values.shape[1], 1).values
+    lowest = (width - ties).long()
+    is_least = values == least
+    return torch.where(is_least, lowest.gather(1, (is_least.cumsum(1) - 1).clamp_(min=0)), columns)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What the columns sum up to that are not among given ones.
+
+    Attributes:
+        peak: ``[N]`` their largest logit, or the lowest number there is.
+        masses: per temperature, ``[N]`` sum of ``e^((z - peak) / T)`` over them.
+    """
+
+    peak: Tensor
+    masses: tuple[Tensor, ...]
+
+    @classmethod
+    def measure(
+        cls,
+        raw: Tensor,
+        rule: LogitRule,
+        columns: Tensor,
+        owned: Tensor | None,
+        temperatures: Sequence[float],
+    ) -> Outside:
+        """Sweep over raw outputs ``[N, V]``; ``columns [N, K]`` are left out where ``owned``."""
+        count, width = raw.shape
+        dtype = accumulation_dtype(raw.dtype)
+        peak = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=raw.device)
+        masses = tuple(torch.zeros_like(peak) for _ in temperatures)
+        if width == 0 or count == 0:
+            return cls(peak, masses)
+        left_out = torch.full(columns.shape, -math.inf, dtype=dtype, device=raw.device)
+        if owned is not None:
+            left_out.masked_fill_(~owned, 0.0)
+        scratch = Scratch(count, width, dtype, raw.device)
+        for rows in row_blocks(count, width, raw.device):
+            logits = rule.apply_(scratch.take("logits", rows.stop - rows.start).copy_(raw[rows]))
+            logits.scatter_add_(1, columns[rows], left_out[rows])
+            torch.maximum(logits.amax(1), peak[rows], out=peak[rows])
+            logits.sub_(peak[rows].unsqueeze(1))
+            for temperature, mass in zip(temperatures, masses, strict=True):
+                exponentials = scratch.take("exponentials", logits.shape[0])
+                torch.mul(logits, math.log2(math.e) / temperature, out=exponentials).exp2_()
+                torch.sum(exponentials, 1, out=mass[rows])
+        return cls(peak, masses)

@@ -1,0 +1,195 @@
+"""Every divergence on every support, on vocabulary shards: values and gradients of the whole, the
+same bits on every rank, the collectives that are promised; and the choice of a top-k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.losses import token_divergence
+from megatron_distill.ops import VocabShard, vocab_parallel_gather, vocab_parallel_topk
+from megatron_distill.signals import DenseLogits, Sampled, TopK
+from tests.distributed.pool import Pool
+from tests.reference import divergences as oracles
+from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
+from tests.reference.tracing import Trace
+
+WORLDS = [1, 2, 4]
+DTYPES = [torch.float32, torch.bfloat16]
+TEMPERATURES = [0.5, 1.0, 2.0, 4.0]
+SUPPORTS = ["dense", "tail", "renormalized", "raw"]
+# A raw sum has terms of both signs, and may be anything, zero included.
+LEAST = {"dense": 0.0, "tail": 0.0, "renormalized": 0.0, "raw": 1.0}
+# Real and padded sizes: the last shard of four is partly padding; wholly.
+SIZES = [(203, 224), (129, 256)]
+KEPT = 9
+
+Case = tuple[str, str, float]
+CASES: list[Case] = [
+    (name, support, temperature)
+    for name in oracles.ORACLES
+    for support in SUPPORTS
+    for temperature in TEMPERATURES
+]
+
+
+def logit_pair(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    student, teacher = torch.randn(2, 6, vocab, generator=generator, dtype=torch.float64) * 2
+    return student.to(dtype), teacher.to(dtype)
+
+
+def signal_of(support: str, teacher: Tensor, columns: slice, temperature: float) -> Any:
+    if support == "dense":
+        return DenseLogits(padded(teacher, columns))
+    ids, log_probs, log_tail = oracles.topk(teacher, KEPT, temperature)
+    return TopK(ids, log_probs.float(), log_tail.float())
+
+
+def padded(whole: Tensor, columns: slice) -> Tensor:
+    """The columns of a shard; those past the vocabulary are NaN."""
+    extra = torch.full((len(whole), 300), torch.nan, dtype=whole.dtype)
+    return torch.cat([whole, extra], 1)[:, columns]
+
+
+def all_cases(
+    rank: int, world: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, list[str], list[str]]]:
+    shard = VocabShard.for_rank(*sizes, rank, world)
+    columns = slice(shard.start, shard.stop)
+    student, teacher = logit_pair(sizes[0], dtype)
+    upstream = torch.linspace(0.1, 1.0, 6)
+    answers = []
+    for name, support, temperature in CASES:
+        leaf = padded(student, columns).requires_grad_()
+        signal = signal_of(support, teacher, columns, temperature)
+        with Trace() as forward:
+            value = token_divergence(
+                leaf,
+                signal,
+                divergence=name,
+                temperature=temperature,
+                support="tail" if support == "dense" else support,  # type: ignore[arg-type]
+                shard=shard,
+                group=dist.group.WORLD,
+            )
+        with Trace() as backward:
+            value.backward(upstream)
+        assert leaf.grad is not None
+        answers.append((value.detach(), leaf.grad, forward.collectives, backward.collectives))
+    return answers
+
+
+def expected_of(case: Case, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    name, support, temperature = case
+    leaf = student.double().requires_grad_()
+    if support == "dense":
+        value = oracles.dense(name, leaf, teacher, temperature)
+    else:
+        signal = signal_of(support, teacher, slice(0, 0), temperature)
+        value = oracles.kept(
+            name, leaf, signal.ids, signal.log_probs, signal.log_tail, support, temperature
+        )
+    (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, 6).double())
+    return value.detach(), gradient
+
+
+def promised(case: Case, world: int) -> int:
+    """All-gathers of one call, as the docstrings say."""
+    name, support, _ = case
+    if world == 1:
+        return 0
+    if support != "dense" or name == "forward_kl":
+        return 1
+    return 8 if name == "adaptive_kl" else 2
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_shards_equal_the_whole(
+    pool: Pool, world: int, dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    ranks = pool.run(world, all_cases, sizes, dtype)
+    student, teacher = logit_pair(sizes[0], dtype)
+    for number, case in enumerate(CASES):
+        answers = [rank[number] for rank in ranks]
+        value, gradient = expected_of(case, student, teacher)
+        for answer in answers:
+            assert torch.equal(answer[0], answers[0][0]), case
+            assert len(answer[2]) == promised(case, world), (case, answer[2])
+            assert not answer[3], case
+        found = torch.cat([answer[1] for answer in answers], 1)
+        assert not found[:, sizes[0] :].any(), case
+        error = (answers[0][0] - value).abs() / value.abs().clamp(min=LEAST[case[1]])
+        assert float(error.max()) < VALUE_TOLERANCE[dtype], (case, float(error.max()))
+        error_of_gradient = row_error(found[:, : sizes[0]], gradient)
+        assert error_of_gradient < GRADIENT_TOLERANCE[dtype], (case, error_of_gradient)
+
+
+def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    shard = VocabShard.for_rank(203, 224, rank, world)
+    columns = slice(shard.start, shard.stop)
+    student, teacher = logit_pair(203, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.multinomial(teacher.softmax(1), 30, replacement=True, generator=generator)
+    leaf = padded(student, columns).requires_grad_()
+    value = token_divergence(
+        leaf,
+        Sampled(ids, torch.ones_like(ids)),
+        divergence="forward_kl",
+        shard=shard,
+        group=dist.group.WORLD,
+    )
+    value.sum().backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sampled_ids_on_shards(pool: Pool, world: int) -> None:
+    answers = pool.run(world, sampled_on_shard)
+    student, teacher = logit_pair(203, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.multinomial(teacher.softmax(1), 30, replacement=True, generator=generator)
+    weights = torch.zeros(6, 203).scatter_add_(1, ids, torch.ones(6, 30)).double() / 30
+    leaf = student.double().requires_grad_()
+    value = -(weights * leaf.log_softmax(1)).sum(1)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    found = torch.cat([answer[1] for answer in answers], 1)[:, :203]
+    torch.testing.assert_close(answers[0][0].double(), value.detach(), rtol=1e-6, atol=0)
+    assert row_error(found, gradient) < 1e-6
+
+
+def chosen_on_shard(
+    rank: int, world: int, sizes: tuple[int, int], dtype: torch.dtype, k: int
+) -> tuple[Any, Tensor, list[str]]:
+    shard = VocabShard.for_rank(*sizes, rank, world)
+    _, teacher = logit_pair(sizes[0], dtype)
+    local = padded(teacher, slice(shard.start, shard.stop))
+    with Trace() as trace:
+        kept = vocab_parallel_topk(local, k, shard, dist.group.WORLD)
+    there = vocab_parallel_gather(local, kept.ids, shard, dist.group.WORLD)
+    return kept, there, trace.collectives
+
+
+@pytest.mark.parametrize("k", [1, 9, 120])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_top_k_is_the_same_for_every_split(
+    pool: Pool, dtype: torch.dtype, sizes: tuple[int, int], k: int
+) -> None:
+    _, teacher = logit_pair(sizes[0], dtype)
+    ids, log_probs, log_tail = oracles.topk(teacher, k, 1.0)
+    assert dtype is torch.float32 or any(len(row.unique()) < sizes[0] for row in teacher)
+    for world in WORLDS:
+        for kept, there, collectives in pool.run(world, chosen_on_shard, sizes, dtype, k):
+            assert torch.equal(kept.ids, ids)
+            assert torch.equal(there, teacher.float().gather(1, ids))
+            torch.testing.assert_close(kept.log_probs.double(), log_probs, rtol=2e-7, atol=1e-6)
+            torch.testing.assert_close(kept.log_tail.double(), log_tail, rtol=2e-6, atol=1e-6)
+            assert len(collectives) == (0 if world == 1 else 1)
