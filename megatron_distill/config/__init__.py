@@ -3,6 +3,7 @@
 from megatron_distill.config.check import check_architecture, check_layout
 from megatron_distill.config.load import load_config, to_yaml
 from megatron_distill.config.schema import (
+    PARAMETERS,
     ArchitectureConfig,
     CheckpointConfig,
     DataConfig,
@@ -24,6 +25,7 @@ from megatron_distill.config.schema import (
 )
 
 __all__ = [
+    "PARAMETERS",
     "ArchitectureConfig",
     "CheckpointConfig",
     "DataConfig",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megatron_distill.config.check_model import architecture_problems
+from megatron_distill.config.check_objective import objective_problems
 from megatron_distill.config.problems import Problem, raise_problems
 from megatron_distill.config.schema import (
     ArchitectureConfig,
@@ -153,22 +154,6 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _objective(config: RunConfig) -> Iterator[Problem]:
-    objective = config.objective
-    if objective.terms and config.teacher is None:
-        yield Problem(
-            ("objective.terms", "teacher"),
-            f"objective.terms: {len(objective.terms)} distillation term(s) but teacher = null; "
-            "give a teacher or set objective.terms=[]",
-        )
-    if objective.ce_weight == 0 and not objective.terms:
-        yield Problem(
-            ("objective.ce_weight", "objective.terms"),
-            "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained; raise "
-            "objective.ce_weight or add a term",
-        )
-
-
 def _schedule(config: RunConfig) -> Iterator[Problem]:
     schedule, steps = config.schedule, config.train.steps
     wsd, end = schedule.wsd_decay_steps, schedule.decay_steps
@@ -268,7 +253,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _experts,
     _sources,
     _tokenizer,
-    _objective,
+    objective_problems,
     _schedule,
     _optimizer,
     _batch,

@@ -285,7 +285,5 @@ def _require(name: str, value: float, holds: bool, wanted: str) -> None:
 
 def _named(name: str, **parameters: tuple[float, float]) -> str:
     """The name, with the parameters that are not the default."""
-    others = [
-        f"{key}={value:g}" for key, (value, default) in parameters.items() if value != default
-    ]
-    return f"{name}({', '.join(others)})" if others else name
+    others = [f"{key}{value:g}" for key, (value, default) in parameters.items() if value != default]
+    return "_".join([name, *others])

@@ -124,7 +124,7 @@ def _choose(
     """The largest top-k that any plan asks for, at each of their temperatures."""
     if not plans:
         return {}
-    k = min(max(plan.top_k or 0 for plan in plans), shard.size)
+    k = max(plan.top_k or 0 for plan in plans)
     temperatures = list(dict.fromkeys(plan.term.temperature for plan in plans))
     found = select(raw["teacher"], rules["teacher"], shard, group, k=k, temperatures=temperatures)
     return dict(zip(temperatures, found, strict=True))

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_distill.config import ArchitectureConfig, ModelConfig, RunConfig, check_architecture
+from megatron_distill.config import (
+    PARAMETERS,
+    ArchitectureConfig,
+    ModelConfig,
+    RunConfig,
+    check_architecture,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
@@ -150,15 +156,31 @@ def build_teacher(
 def build_objective(
     config: RunConfig, architecture: Architecture, *, groups: Groups
 ) -> TokenObjective:
-    """Translate the configured objective for a student of this architecture."""
+    """Translate the configured objective for a student of this architecture.
+
+    Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
+    """
     return TokenObjective(
         ce_weight=config.objective.ce_weight,
-        terms=tuple(Term(**term.model_dump()) for term in config.objective.terms),
+        terms=_terms(config, architecture),
         has_teacher=config.teacher is not None,
         chunk_tokens=config.objective.chunk_tokens,
         shard=vocab_shard(architecture, groups),
         logit_softcap=architecture.logit_softcap,
         groups=groups,
+    )
+
+
+def _terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+    for index, term in enumerate(config.objective.terms):
+        if term.top_k is not None and term.top_k > architecture.vocab_size:
+            raise ConfigError(
+                f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
+                f"{architecture.vocab_size} tokens; lower it, or leave it out to compare all"
+            )
+    return tuple(
+        Term(**term.model_dump(exclude=set(PARAMETERS)), parameters=term.parameters)
+        for term in config.objective.terms
     )
 
 

@@ -38,7 +38,9 @@ class TokenObjective:
         if not self.has_teacher:
             return ("total", "ce")
         terms = (term.name for term in self.terms)
-        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
+        metrics = ["teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"]
+        if any(term.top_k is not None for term in self.terms):
+            metrics.append("topk_mass")
         return ("total", "ce", "kd", *terms, *metrics)
 
     def __call__(

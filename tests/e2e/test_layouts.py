@@ -101,6 +101,14 @@ def test_the_course_is_one_that_a_wrong_gradient_would_leave(train: Runner) -> N
     assert abs(halved[-1]["ce_loss"] - course[-1]["ce_loss"]) > 20 * LAST * course[-1]["ce_loss"]
 
 
+TERMS = """objective.terms=[
+    {divergence: js_divergence, weight: 0.5, temperature: 2.0, scale_by_temperature_squared: true},
+    {divergence: skewed_reverse_kl, skew_lambda: 0.3},
+    {divergence: adaptive_kl, weight: 0.2},
+    {divergence: forward_kl, top_k: 16, temperature: 2.0},
+    {divergence: reverse_kl, top_k: 8, support: renormalized, weight: 0.1},
+    {divergence: total_variation, top_k: 8, support: raw, weight: 0.1}]"""
+
 # The changes that one rank makes as well, and those of the layout.
 COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
     "overlapped parameter gather": ("dense", 2, (), ("optimizer.overlap_param_gather=true",)),
@@ -118,6 +126,9 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
         "dense", 2, (), (TENSOR, "student.architecture.vocab_divisible_by=8"),
     ),
     "documents see each other": ("dense", 2, ("data.isolate_documents=false",), (CONTEXT,)),
+    "six terms TP2": ("dense", 2, (TERMS,), (TENSOR,)),
+    "six terms CP2": ("dense", 2, (TERMS,), (CONTEXT, "train.micro_batch_size=4")),
+    "six terms TP2xPP2": ("dense", 4, (TERMS,), (TENSOR, SEQUENCE, PIPELINE)),
     "CP2xTP2": ("dense", 4, (), (CONTEXT, TENSOR, SEQUENCE)),
     "CP2xPP2": ("dense", 4, (), (CONTEXT, PIPELINE)),
     "GPT-like TP2": ("gpt", 2, (), (TENSOR,)),
@@ -136,6 +147,7 @@ QUICK_COMBINATIONS = (
     "teacher padded otherwise",
     "student padded otherwise",
     "documents see each other",
+    "six terms TP2",
     "GPT-like TP2",
     "CP2xTP2",
     "experts TP2xEP2",

@@ -74,6 +74,18 @@ BROKEN = {
         ["objective={ce_weight: 0, terms: []}"],
         "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained",
     ),
+    "parameter of another divergence": (
+        ["objective.terms=[{divergence: reverse_kl, beta: 0.3}]"],
+        "objective.terms.0.beta = 0.3 belongs to js_divergence, here",
+    ),
+    "support without top-k": (
+        ["objective.terms=[{support: raw}]"],
+        "objective.terms.0.support = 'raw' says what becomes of tokens that are not kept",
+    ),
+    "the same term twice": (
+        ["objective.terms=[{weight: 0.5}, {divergence: reverse_kl}, {weight: 2.0}]"],
+        "objective.terms.2 differs from objective.terms.0 at most in its weight",
+    ),
     "wsd without its length": (
         ["schedule.decay=wsd"],
         "schedule.wsd_decay_steps is required by schedule.decay = 'wsd'",

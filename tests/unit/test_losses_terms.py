@@ -36,7 +36,7 @@ def test_names_tell_terms_apart_and_repetition_is_refused() -> None:
         "forward_kl_top8",
         "forward_kl_top8_raw",
         "js_divergence",
-        "js_divergence(beta=0.2)",
+        "js_divergence_beta0.2",
     ]
     check_distinct(terms)
     with pytest.raises(ValueError, match="terms repeat forward_kl_t2; add their weights up"):

@@ -91,6 +91,6 @@ def test_slopes_are_finite_where_a_class_has_no_probability(name: str) -> None:
 def test_names_are_those_of_the_table() -> None:
     for name in DIVERGENCES:
         assert divergence_named(name).name == name
-    assert divergence_named("js_divergence", beta=0.25).name == "js_divergence(beta=0.25)"
+    assert divergence_named("js_divergence", beta=0.25).name == "js_divergence_beta0.25"
     with pytest.raises(ValueError, match="unknown divergence 'foward_kl'; known: adaptive_kl, for"):
         divergence_named("foward_kl")

@@ -4,7 +4,7 @@ from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import ArchitectureConfig, ModelConfig, MoeConfig
-from megatron_distill.config.schema.objective import ObjectiveConfig, TermConfig
+from megatron_distill.config.schema.objective import PARAMETERS, ObjectiveConfig, TermConfig
 from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
 from megatron_distill.config.schema.run import RunConfig
 from megatron_distill.config.schema.training import (
@@ -15,6 +15,7 @@ from megatron_distill.config.schema.training import (
 )
 
 __all__ = [
+    "PARAMETERS",
     "ArchitectureConfig",
     "CheckpointConfig",
     "DataConfig",

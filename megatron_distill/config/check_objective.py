@@ -1,0 +1,53 @@
+"""Rules of the objective."""
+
+from collections.abc import Iterator
+
+from megatron_distill.config.problems import Problem
+from megatron_distill.config.schema import PARAMETERS, RunConfig, TermConfig
+
+__all__ = ["objective_problems"]
+
+
+def objective_problems(config: RunConfig) -> Iterator[Problem]:
+    """Say what of the objective contradicts itself or the rest."""
+    objective = config.objective
+    if objective.terms and config.teacher is None:
+        yield Problem(
+            ("objective.terms", "teacher"),
+            f"objective.terms: {len(objective.terms)} distillation term(s) but teacher = null; "
+            "give a teacher or set objective.terms=[]",
+        )
+    if objective.ce_weight == 0 and not objective.terms:
+        yield Problem(
+            ("objective.ce_weight", "objective.terms"),
+            "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained; raise "
+            "objective.ce_weight or add a term",
+        )
+    for index, term in enumerate(objective.terms):
+        yield from _term(f"objective.terms.{index}", term)
+    seen: dict[tuple[object, ...], int] = {}
+    for index, term in enumerate(objective.terms):
+        what = (*term.model_dump(exclude={"weight", "scale_by_temperature_squared"}).values(),)
+        first = seen.setdefault(what, index)
+        if first != index:
+            yield Problem(
+                (f"objective.terms.{index}", f"objective.terms.{first}"),
+                f"objective.terms.{index} differs from objective.terms.{first} at most in its "
+                "weight; add the weights up in one of them",
+            )
+
+
+def _term(path: str, term: TermConfig) -> Iterator[Problem]:
+    for name, divergences in PARAMETERS.items():
+        if getattr(term, name) is not None and term.divergence not in divergences:
+            yield Problem(
+                (f"{path}.{name}", f"{path}.divergence"),
+                f"{path}.{name} = {getattr(term, name)} belongs to {' and '.join(divergences)}, "
+                f"here {path}.divergence = {term.divergence!r}; leave it out",
+            )
+    if term.support != "tail" and term.top_k is None:
+        yield Problem(
+            (f"{path}.support", f"{path}.top_k"),
+            f"{path}.support = {term.support!r} says what becomes of tokens that are not kept, but "
+            f"{path}.top_k = null keeps all; give {path}.top_k or leave the support out",
+        )
