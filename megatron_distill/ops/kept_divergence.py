@@ -110,7 +110,8 @@ def solve_kept(
     values.masked_fill_(~owned, -torch.inf)
     parts, peak = [values], values.amax(1)
     if kept.needs_rest:
-        rest = Outside.measure(raw, rule, columns, owned, [temperature])
+        repeated = _is_repeated(ids)
+        rest = Outside.measure(raw, rule, columns, owned & ~repeated, [temperature])
         parts.append(torch.stack([rest.peak, *rest.masses], 1))
         peak = torch.maximum(peak, rest.peak)
     gathered = gather_ranks(torch.cat(parts, 1), group).double()
@@ -121,7 +122,7 @@ def solve_kept(
         peaks, masses = gathered[:, :, -2], gathered[:, :, -1]
         log_rest = (peaks / temperature + masses.log()).t()
         log_tail = log_rest.logsumexp(1)
-        counted = scaled.masked_fill(_is_repeated(ids), -torch.inf)
+        counted = scaled.masked_fill(repeated, -torch.inf)
         log_normalizer = torch.cat([counted, log_tail.unsqueeze(1)], 1).logsumexp(1)
         log_tail = log_tail - log_normalizer
         log_q = scaled - log_normalizer.unsqueeze(1)

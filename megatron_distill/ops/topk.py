@@ -17,7 +17,12 @@ from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
 from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
+
+_CPU = torch.device("cpu")
+_STRIP = 32  # rows are cut into strips of so many columns
+_UNDERFLOW = 1e-20
 
 __all__ = [
     "Kept",
@@ -167,17 +172,56 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     torch.topk leaves open which of equal values it takes and in which order.
     """
-    values, columns = logits.topk(k, 1)
-    least = values[:, -1:]
-    if logits.device.type == "cpu":
-        rows = ((logits == least).sum(1) > (values == least).sum(1)).nonzero().squeeze(1)
-        if rows.numel():
-            columns[rows] = _lowest_columns(logits[rows], values[rows], columns[rows])
-    elif k:
+    if logits.device.type != "cpu":
+        values, columns = logits.topk(k, 1)
         columns = _lowest_columns(logits, values, columns)
+    else:
+        parts = [_largest_of_block(logits[rows], k) for rows in row_blocks(logits.shape[0], logits.shape[1], _CPU)]
+        values = torch.cat([part[0] for part in parts]) if parts else logits[:, :k].clone()
+        columns = torch.cat([part[1] for part in parts]) if parts else logits[:, :k].long()
     columns, order = columns.sort(1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)
+
+
+def _largest_of_block(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`largest`, in any order; looks closer only at the parts of a row that may hold one.
+
+    A row is cut into strips of every ``strips``-th column. The k largest are in the strips with the
+    k largest maxima; a few more are taken, so that all columns equal to the least are among them.
+    """
+    count, width = logits.shape
+    strips = width // _STRIP
+    wanted = k + k // 4 + 8
+    if strips < 4 * wanted:
+        return _exact(logits, k)
+    table = logits[:, : strips * _STRIP].view(count, _STRIP, strips)
+    maxima = table.amax(1)
+    chosen = maxima.topk(wanted, 1, sorted=False).indices.sort(1).values
+    inside = table.gather(2, chosen.unsqueeze(1).expand(-1, _STRIP, -1)).flatten(1)
+    first = torch.arange(_STRIP).mul_(strips).view(1, _STRIP, 1)
+    columns = (first + chosen.unsqueeze(1)).flatten(1)  # in ascending order
+    if strips * _STRIP < width:
+        rest = slice(strips * _STRIP, width)
+        inside = torch.cat([inside, logits[:, rest]], 1)
+        columns = torch.cat([columns, torch.arange(rest.start, width).expand(count, -1)], 1)
+    values, places = _exact(inside, k)
+    columns = columns.gather(1, places)
+    missed = (maxima >= values.amin(1, keepdim=True)).sum(1) > wanted
+    rows = missed.nonzero().squeeze(1)
+    if rows.numel():
+        values[rows], columns[rows] = _exact(logits[rows], k)
+    return values, columns
+
+
+def _exact(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest with the lowest columns, in any order."""
+    values, columns = logits.topk(k, 1)
+    least = values[:, -1:]
+    rows = ((logits == least).sum(1) > (values == least).sum(1)).nonzero().squeeze(1)
+    if rows.numel():
+        columns[rows] = _lowest_columns(logits[rows], values[rows], columns[rows])
+    return values, columns
 
 
 def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
@@ -212,24 +256,89 @@ class Outside:
         owned: Tensor | None,
         temperatures: Sequence[float],
     ) -> Outside:
-        """Sweep over raw outputs ``[N, V]``; ``columns [N, K]`` are left out where ``owned``."""
+        """Sweep over raw outputs ``[N, V]``; ``columns [N, K]`` are left out where ``owned``.
+
+        No column may be left out twice.
+        """
         count, width = raw.shape
         dtype = accumulation_dtype(raw.dtype)
         peak = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=raw.device)
         masses = tuple(torch.zeros_like(peak) for _ in temperatures)
         if width == 0 or count == 0:
             return cls(peak, masses)
-        left_out = torch.full(columns.shape, -math.inf, dtype=dtype, device=raw.device)
-        if owned is not None:
-            left_out.masked_fill_(~owned, 0.0)
         scratch = Scratch(count, width, dtype, raw.device)
         for rows in row_blocks(count, width, raw.device):
-            logits = rule.apply_(scratch.take("logits", rows.stop - rows.start).copy_(raw[rows]))
-            logits.scatter_add_(1, columns[rows], left_out[rows])
-            torch.maximum(logits.amax(1), peak[rows], out=peak[rows])
-            logits.sub_(peak[rows].unsqueeze(1))
-            for temperature, mass in zip(temperatures, masses, strict=True):
-                exponentials = scratch.take("exponentials", logits.shape[0])
-                torch.mul(logits, math.log2(math.e) / temperature, out=exponentials).exp2_()
-                torch.sum(exponentials, 1, out=mass[rows])
+            left = _Left(columns[rows], None if owned is None else owned[rows])
+            logits = rule.load(raw[rows], scratch, "logits")
+            parts = [mass[rows] for mass in masses]
+            if raw.device.type == "cpu":
+                _measure(logits, left, temperatures, peak[rows], parts, scratch)
+            else:
+                _measure_closely(logits, left, temperatures, peak[rows], parts)
         return cls(peak, masses)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Columns ``[n, K]`` to leave out, where they are owned."""
+
+    columns: Tensor
+    owned: Tensor | None
+
+    def rows(self, rows: Tensor) -> _Left:
+        """Those of some rows."""
+        return _Left(self.columns[rows], None if self.owned is None else self.owned[rows])
+
+    def without(self, logits: Tensor) -> Tensor:
+        """A copy of the logits, -inf in the columns."""
+        away = torch.full_like(self.columns, -math.inf, dtype=logits.dtype)
+        if self.owned is not None:
+            away.masked_fill_(~self.owned, 0.0)
+        return logits.scatter_add(1, self.columns, away)
+
+    def cut_(self, exponentials: Tensor) -> Tensor:
+        """Take the columns' exponentials away: exactly, since each is subtracted from itself."""
+        own = exponentials.gather(1, self.columns)
+        if self.owned is not None:
+            own.masked_fill_(~self.owned, 0.0)
+        return exponentials.scatter_add_(1, self.columns, own.neg_())
+
+
+def _measure(
+    logits: Tensor,
+    left: _Left,
+    temperatures: Sequence[float],
+    peak: Tensor,
+    masses: Sequence[Tensor],
+    scratch: Scratch,
+) -> None:
+    """Fill peak and masses ``[n]`` of a block, most rows relative to the peak of all columns."""
+    peak.copy_(logits.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
+    for temperature, mass in zip(temperatures, masses, strict=True):
+        buffer = scratch.take("exponentials", logits.shape[0])
+        exponentiate(logits, peak, temperature, buffer, exact=False)
+        torch.sum(left.cut_(buffer), 1, out=mass)
+    # A student that is sure of the kept ids has others that underflow, and an infinite loss.
+    small = torch.stack([mass < _UNDERFLOW for mass in masses]).any(0)
+    rows = small.nonzero().squeeze(1)
+    if rows.numel():
+        own, parts = peak[rows], [mass[rows] for mass in masses]
+        _measure_closely(logits[rows], left.rows(rows), temperatures, own, parts)
+        peak[rows] = own
+        for mass, part in zip(masses, parts, strict=True):
+            mass[rows] = part
+
+
+def _measure_closely(
+    logits: Tensor,
+    left: _Left,
+    temperatures: Sequence[float],
+    peak: Tensor,
+    masses: Sequence[Tensor],
+) -> None:
+    """Fill peak and masses ``[n]`` relative to the peak of the columns that are not left out."""
+    others = left.without(logits)
+    peak.copy_(others.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
+    others.sub_(peak.unsqueeze(1))
+    for temperature, mass in zip(temperatures, masses, strict=True):
+        mass.copy_((others / temperature).exp_().sum(1))

@@ -217,8 +217,8 @@ def test_rows_of_the_gradient_sum_to_zero(name: str, seed: int, spread: float) -
     for signal, support in signals:
         value, gradient = solved(student, signal, torch.ones(4), divergence=name, support=support)
         assert bool(value.isfinite().all())
-        largest = float(gradient.abs().max()) + 1e-6
-        assert float(gradient.sum(1).abs().max()) < 1e-5 * max(1.0, largest)
+        # Slopes are differences of logits, and rounded like these.
+        assert float(gradient.sum(1).abs().max()) < 1e-5 * max(1.0, spread)
 
 
 @pytest.mark.parametrize("support", SUPPORTS)
