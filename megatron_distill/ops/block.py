@@ -52,7 +52,7 @@ class Block:
     packet: Packet
     normalisers: Normalisers
     scratch: Scratch
-    _normalised: dict[float, Classes] = field(default_factory=dict)
+    _normalised: set[float] = field(default_factory=set)
 
     @property
     def _size(self) -> int:
@@ -67,26 +67,29 @@ class Block:
             exact = self.sweep.exact
             exponentiate(self.logits[model], peak, temperature, buffer, exact=exact)
 
-    def classes(self, temperature: float) -> Classes:
-        """Probabilities, in the place of the exponentials."""
+    def classes(self, temperature: float, *, spares: str = "") -> Classes:
+        """Probabilities, where the exponentials were; ``spares`` tells sets of buffers apart."""
+        size, least = self._size, torch.finfo(self.scratch.dtype).tiny
+        teacher, student = (
+            self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
+        )
         if temperature not in self._normalised:
-            teacher, student = (
-                self.scratch.take(f"{model}@{temperature}", self._size).mul_(
-                    self.normalisers.factors[model, temperature]
-                )
-                for model in ("teacher", "student")
-            )
+            factors = self.normalisers.factors
+            teacher.mul_(factors["teacher", temperature]).clamp_(min=least)
+            student.mul_(factors["student", temperature]).clamp_(min=least)
+            self._normalised.add(temperature)
 
-            def log_ratio() -> Tensor:
-                gap = self.scratch.take("ratio", self._size)
-                logit_gap(self.logits, gap, infinite=self.sweep.infinite)
-                if temperature != 1.0:
-                    gap.mul_(1 / temperature)
-                return gap.sub_(self.normalisers.shifts[temperature])
+        def spare(name: str) -> Tensor:
+            return self.scratch.take(f"spare {spares}{name}@{temperature}", size)
 
-            anchor = self.normalisers.anchors[temperature]
-            self._normalised[temperature] = Classes(teacher, student, log_ratio, anchor)
-        return self._normalised[temperature]
+        def log_ratio() -> Tensor:
+            gap = logit_gap(self.logits, spare("ratio"), infinite=self.sweep.infinite)
+            if temperature != 1.0:
+                gap.mul_(1 / temperature)
+            return gap.sub_(self.normalisers.shifts[temperature])
+
+        anchor = self.normalisers.anchors[temperature]
+        return Classes(teacher, student, log_ratio, spare, anchor)
 
     def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
         """What the head of the teacher is found from."""
@@ -153,24 +156,28 @@ class Block:
 
     def _curved_gradient(self, weights: SoftmaxWeights, values: dict[str, Tensor]) -> Tensor:
         """What all terms at one temperature add, some of them with slopes."""
-        classes = self.classes(weights.temperature)
-        gradient = self.scratch.take(f"gradient@{weights.temperature}", self._size).zero_()
-        of_student = weights.student
+        gradient: Tensor | None = None
+        of_student, sparse = weights.student, weights.sparse
         for curved in weights.curved:
+            # The first term's slopes become the gradient, to which the others add theirs.
+            classes = self.classes(
+                weights.temperature, spares="" if gradient is None else "further "
+            )
             summands, slope = curved.term.divergence.evaluate(classes)
             assert slope is not None
-            reference, average = curved.reference, curved.average
-            known = reference is not None
-            pull = slope.sub_(self._at_top(slope) if reference is None else reference)
-            pull.mul_(classes.student)
-            if not known:
+            if curved.reference is None:
                 values[curved.term.key] = summands.sum(1).double()
-            average = pull.sum(1, keepdim=True) if average is None else average
+            reference = self._at_top(slope) if curved.reference is None else curved.reference
+            pull = slope.sub_(reference).mul_(classes.student)
+            average = pull.sum(1, keepdim=True) if curved.average is None else curved.average
             of_student = of_student - torch.where(curved.weight == 0, 0.0, curved.weight * average)
-            gradient.add_(scale_rows_(pull, curved.weight, sparse=weights.sparse))
-        gradient.add_(scale_rows_(classes.student, of_student, sparse=weights.sparse))
+            scale_rows_(pull, curved.weight, sparse=sparse)
+            gradient = pull if gradient is None else gradient.add_(pull)
+        assert gradient is not None
+        classes = self.classes(weights.temperature)
+        gradient.add_(scale_rows_(classes.student, of_student, sparse=sparse))
         if weights.teacher is not None:
-            gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=weights.sparse))
+            gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=sparse))
         for columns, added in weights.points:
             gradient.scatter_add_(1, columns, added)
         return gradient

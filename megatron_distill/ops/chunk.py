@@ -31,7 +31,7 @@ class Solved:
     Attributes:
         factors: ``[N, 1]`` per softmax: what makes this shard's exponentials probabilities.
         shifts: ``[N, 1]`` per temperature: log normaliser of the teacher less the student's.
-        anchors: ``[N, 1]`` per temperature, see `Classes`.
+        anchors: bool ``[N, 1]`` per temperature, see `Classes`.
         values: ``[N]`` fp64 per term.
         slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
         blends: ``[N, 1]`` per term that blends: the part of forward KL.
@@ -54,7 +54,7 @@ class Solved:
         }
         temperatures = {term.temperature for term in sweep.curved}
         shifts = {value: merged.shift(value).to(dtype).unsqueeze(1) for value in temperatures}
-        anchors = {value: merged.anchor(value).to(dtype).unsqueeze(1) for value in temperatures}
+        anchors = {value: merged.anchor(value).unsqueeze(1) for value in temperatures}
         return cls(factors, shifts, anchors)
 
     def set_value(
@@ -93,18 +93,19 @@ class Chunk:
         packet: Packet,
         weights: Sequence[SoftmaxWeights] | None,
         group: dist.ProcessGroup | None,
+        out: Tensor,
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
-        """Merged statistics and the values of all terms; with weights, the gradient replaces the
-        student's outputs as well.
+        """Merged statistics and the values of all terms; with weights, also the gradient on the
+        student's raw outputs, in ``out``, which may be these outputs.
 
         Collective: those of `solve`.
         """
         if weights is not None and group is None:
             # Nothing to wait for between the sweeps: a block stays in the cache for all of them.
-            return self._process_blocks(packet, weights)
+            return self._process_blocks(packet, weights, out)
         merged, solved = self.solve(packet, group)
         if weights is not None:
-            self.push(packet, solved, weights, self.raw["student"])
+            self.push(packet, solved, weights, out)
         return merged, solved.values
 
     def solve(
@@ -154,7 +155,7 @@ class Chunk:
             out[rows].copy_(gradient)
 
     def _process_blocks(
-        self, packet: Packet, weights: Sequence[SoftmaxWeights]
+        self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
         """All sweeps of one block after another, as one rank alone can."""
         self._measure_labels(packet)
@@ -173,7 +174,7 @@ class Chunk:
                     blends[term.key].append(solved.blends[term.key])
             pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
             gradient, values = block.gradient(pushed)
-            self.raw["student"][rows].copy_(gradient)
+            out[rows].copy_(gradient)
             for key, value in values.items():
                 found[key].append(value)
         merged = packet.merge(None)

@@ -10,6 +10,7 @@ Rows are written so that ``p == q`` gives exactly zero in both, and never form p
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,17 +37,21 @@ Model = Literal["student", "teacher"]
 class Classes:
     """Probabilities ``[N, C]`` of the same classes under both models; a row may overwrite neither.
 
+    None is zero: what underflows counts as the smallest normal number.
+
     Attributes:
         teacher: p.
         student: q.
-        log_ratio: makes ``log p - log q``, zero where both are zero, for the caller to overwrite.
-        anchor: ``[N, 1]`` one where slopes are wanted exact near ``p == q``, zero where they are
-            near ``p == 0``; a constant apart. None is one everywhere.
+        log_ratio: makes ``log p - log q`` for the caller to overwrite.
+        spare: names a buffer ``[N, C]`` of the caller's; the same name is the same buffer.
+        anchor: bool ``[N, 1]``, false where slopes are wanted exact near ``p == 0``; elsewhere they
+            are exact near ``p == q``. None is true everywhere.
     """
 
     teacher: Tensor
     student: Tensor
     log_ratio: Callable[[], Tensor]
+    spare: Callable[[str], Tensor]
     anchor: Tensor | None = None
 
 
@@ -96,50 +101,34 @@ class WeightedDivergence:
         return f"{self.divergence.name}@{self.temperature}"
 
 
-def _smallest(like: Tensor) -> float:
-    return torch.finfo(like.dtype).tiny
-
-
-def _log1p(ratio: Tensor) -> Tensor:
-    """Log of ``1 + ratio`` in place; a class without probability counts as the smallest."""
-    return ratio.clamp_(min=torch.finfo(ratio.dtype).eps / 2 - 1).log1p_()
-
-
 @dataclass(frozen=True)
-class _Mixture:
-    """Of ``m = teacher_share p + (1 - teacher_share) q``, tensors that a row may overwrite.
+class _Shares:
+    """``p/m`` and ``log(q/m)`` in ``m = teacher_share p + (1 - teacher_share) q``, to overwrite."""
 
-    ``gap`` is ``p - q``, ``share`` the same over m, ``anchored`` is ``(p - anchor q) / m``.
-    """
-
-    gap: Tensor
-    share: Tensor
-    anchored: Tensor
-    mixture: Tensor
+    teacher: Tensor
+    log_student: Tensor
 
     @classmethod
-    def of(cls, classes: Classes, teacher_share: float) -> _Mixture:
-        gap = classes.teacher - classes.student
-        mixture = torch.add(classes.student, gap, alpha=teacher_share)
-        mixture.clamp_(min=_smallest(mixture))
-        share = gap / mixture
+    def of(cls, classes: Classes, teacher_share: float) -> _Shares:
+        p, q = classes.teacher, classes.student
+        mixture = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
+        teacher = torch.div(p, mixture, out=classes.spare("teacher"))
+        return cls(teacher, torch.div(q, mixture, out=mixture).log_())
+
+    def anchored(self, classes: Classes, teacher_share: float) -> Tensor:
+        """``log(q/m)``, a constant apart; where p is small and the anchor false, to more digits.
+
+        There q/m is near its bound, and its distance from that is ``teacher_share p/m``.
+        """
         if classes.anchor is None:
-            return cls(gap, share, share.clone(), mixture)
-        anchored = torch.addcmul(classes.teacher, classes.student, classes.anchor, value=-1)
-        return cls(gap, share, anchored.div_(mixture), mixture)
-
-    def log_student_share(self, classes: Classes, teacher_share: float) -> Tensor:
-        """``log(q/m)``, less its bound where the anchor is zero."""
-        less = self.anchored * -teacher_share
-        bound = _blend_of(classes, 1 / (1 - teacher_share)) * (1 - teacher_share)
-        far = (classes.student / self.mixture).mul_(bound)
-        far.clamp_(min=_smallest(far)).log_()
-        return torch.where(less < -0.5, far, _log1p(less))
-
-
-def _blend_of(classes: Classes, near_equal: float) -> Tensor | float:
-    """``near_equal`` where the anchor is one, and one where it is zero."""
-    return near_equal if classes.anchor is None else 1 - (1 - near_equal) * classes.anchor
+            return self.log_student
+        bound = math.log1p(-teacher_share)
+        self.log_student.add_(torch.where(classes.anchor, 0.0, bound))
+        distance = torch.mul(self.teacher, -teacher_share, out=classes.spare("distance"))
+        is_direct = distance < -0.5
+        is_direct.logical_or_(classes.anchor)
+        distance.clamp_(min=-0.75).log1p_()
+        return torch.where(is_direct, self.log_student, distance, out=distance)
 
 
 # sum p log(p/q): slope -p/q.
@@ -151,49 +140,60 @@ def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
 # sum q log(q/p): slope log(q/p) + 1.
 def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
     slope = classes.log_ratio().neg_()
-    return slope * classes.student, slope
+    return torch.mul(slope, classes.student, out=classes.spare("value")), slope
 
 
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
-    mixed = _Mixture.of(classes, beta)
-    slope = mixed.log_student_share(classes, beta).mul_(1 - beta)
-    value = _log1p(mixed.share * (1 - beta)).mul_(classes.teacher).mul_(beta)
-    of_student = _log1p(mixed.share.mul_(-beta)).mul_(classes.student)
-    return value.add_(of_student, alpha=1 - beta), slope
+    shares = _Shares.of(classes, beta)
+    value = torch.log(shares.teacher, out=classes.spare("value")).mul_(classes.teacher).mul_(beta)
+    value.addcmul_(shares.log_student, classes.student, value=1 - beta)
+    return value, shares.anchored(classes, beta).mul_(1 - beta)
 
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
 def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
-    mixed = _Mixture.of(classes, skew_lambda)
-    value = _log1p(mixed.share.mul_(rest)).mul_(classes.teacher).add_(mixed.gap, alpha=-rest)
-    return value, mixed.anchored.mul_(-rest * _blend_of(classes, rest))
+    p, q = classes.teacher, classes.student
+    mixture = torch.lerp(q, p, skew_lambda, out=classes.spare("mixture"))
+    share = torch.div(p, mixture, out=mixture)
+    value = torch.log(share, out=classes.spare("value")).mul_(p)
+    value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=-rest)
+    # Near p == q what counts is 1 - p/m, near p == 0 it is p/m.
+    if classes.anchor is None:
+        share.sub_(1.0)
+    else:
+        share.sub_(classes.anchor.to(share.dtype))
+    return value, share.mul_(-rest)
 
 
 # sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m.
 def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
-    mixed = _Mixture.of(classes, rest)
-    slope = mixed.log_student_share(classes, rest)
-    slope.add_(mixed.anchored.mul_(rest * _blend_of(classes, skew_lambda)))
-    value = _log1p(mixed.share.mul_(-rest)).mul_(classes.student).add_(mixed.gap, alpha=rest)
-    return value, slope
+    p, q = classes.teacher, classes.student
+    shares = _Shares.of(classes, rest)
+    value = torch.mul(shares.log_student, q, out=classes.spare("value"))
+    value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=rest)
+    slope = shares.anchored(classes, rest)
+    # lam q/m = 1 - rest p/m.
+    near = 1.0 if classes.anchor is None else classes.anchor.to(slope.dtype)
+    return value, slope.add_(shares.teacher.sub_(near), alpha=rest)
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
 def _total_variation(classes: Classes) -> tuple[Tensor, Tensor]:
-    gap = classes.student - classes.teacher
-    return gap.abs().mul_(0.5), gap.sign_().mul_(0.5)
+    gap = torch.sub(classes.student, classes.teacher, out=classes.spare("gap"))
+    return torch.abs(gap, out=classes.spare("value")).mul_(0.5), gap.sign_().mul_(0.5)
 
 
 # sum (sqrt p - sqrt q)^2 / 2: slope (1 - sqrt(p/q)) / 2.
 def _squared_hellinger(classes: Classes) -> tuple[Tensor, Tensor]:
-    root, of_teacher = classes.student.sqrt(), classes.teacher.sqrt()
-    value = (root - of_teacher).square_().mul_(0.5)
-    anchored = root if classes.anchor is None else root * classes.anchor
-    floor = _smallest(root) ** 0.5
-    return value, (anchored - of_teacher).div_(root.clamp_(min=floor)).mul_(0.5)
+    root = torch.sqrt(classes.student, out=classes.spare("root"))
+    of_teacher = torch.sqrt(classes.teacher, out=classes.spare("teacher"))
+    value = torch.sub(root, of_teacher, out=classes.spare("value")).square_().mul_(0.5)
+    share = of_teacher.div_(root)
+    near = 1.0 if classes.anchor is None else classes.anchor.to(share.dtype)
+    return value, share.sub_(near).mul_(-0.5)
 
 
 def _forward_row() -> Divergence:

@@ -237,7 +237,7 @@ class _Executor:
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
             pairs = [(one.kept, one.row) for one in kept]
             weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
-        merged, values = chunk.process(packet, weights, work.group)
+        merged, values = chunk.process(packet, weights, work.group, raw["student"])
         self._sums += _weighted_sums(work, merged, values, kept, ce_weights, kd_weights)
         self._accumulate(rows, raw["student"])
 

@@ -7,6 +7,7 @@ the logits is the softmax times one number per token, but for the kept ids.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -188,14 +189,17 @@ def _on_classes(
     log_p = log_p.masked_fill(~counts, -torch.inf)
     log_q = log_q.masked_fill(~counts, -torch.inf)
     log_q = _same_where_close(log_q, log_p, target.log_probs.dtype)
-    classes = Classes(log_p.exp(), log_q.exp(), lambda: _log_ratio(log_p, log_q))
+    least = math.log(torch.finfo(log_p.dtype).tiny)
+    log_p, log_q = log_p.clamp(min=least), log_q.clamp(min=least)
+    classes = Classes(
+        log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
+    )
     values, pulls, constant = _pulls(row, classes)
     q, total = classes.student, pulls.sum(1, keepdim=True)
     gradient = pulls - q * total
     if target.support == "tail":
         of_tail, tail = gradient[:, -1], q[:, -1]
-        slope = torch.where(tail > 0, of_tail / tail.clamp_min(1e-300), 0.0)
-        return values.sum(1), slope, gradient[:, :-1]
+        return values.sum(1), of_tail / tail, gradient[:, :-1]
     slope = torch.zeros_like(total).squeeze(1)
     if target.support == "raw":
         mass = q.sum(1, keepdim=True)
@@ -224,11 +228,6 @@ def _same_where_close(log_q: Tensor, log_p: Tensor, stored: torch.dtype) -> Tens
     window = _RESOLUTION * torch.finfo(stored).eps * log_p.abs().clamp(min=1.0)
     is_close = ((log_q - log_p).abs() <= window) & (log_p > -torch.inf)
     return torch.where(is_close, log_p, log_q)
-
-
-def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    lowest = torch.finfo(log_p.dtype).min / 4
-    return log_p.clamp(min=lowest) - log_q.clamp(min=lowest)
 
 
 def _blend(classes: Classes, head_mass: float) -> Tensor:

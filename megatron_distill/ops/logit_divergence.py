@@ -78,40 +78,93 @@ def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
 
 
 class _LogitDivergenceFunction(torch.autograd.Function):
-    """Keeps row statistics and forms the gradient from the logits again in backward."""
+    """Forms the gradient in forward on a CPU, where a block is in the cache, else in backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, student: GivenLogits, work: LogitDivergence) -> Tensor:
-        chunk = work.chunk(student)
-        dtype = accumulation_dtype(student.dtype)
-        packet = Packet.empty(chunk.sweep, logits.shape[0], dtype, logits.device)
-        ctx.kept = ()
-        if isinstance(work.teacher, GivenLogits):
-            merged, solved = chunk.solve(packet, work.group)
-            value = solved.values[work.term.key]
-            ctx.save_for_backward(logits, work.teacher.logits)
+        state = _State.of(student, work)
+        gradient = None
+        if ctx.needs_input_grad[0] and logits.device.type == "cpu":
+            ones = torch.ones(logits.shape[0], dtype=state.chunk.scratch.dtype)
+            gradient = _empty_gradient(logits, work.shard)
+            value = state.value_and_gradient(ones, gradient[:, : work.shard.real_width])
         else:
-            raw = chunk.raw["student"]
-            row = solve_kept(work.kept, raw, student.rule, work.shard, work.group)
-            solved = _solved(row, packet, work.term.temperature)
-            value = row.value
-            ctx.kept = ((work.kept, row),)
-            ctx.save_for_backward(logits)
-        ctx.work, ctx.rule, ctx.packet, ctx.solved = work, student.rule, packet, solved
-        return (value * work.term.coefficient).to(dtype)
+            value = state.value()
+        teacher = work.teacher.logits if isinstance(work.teacher, GivenLogits) else None
+        ctx.save_for_backward(logits, teacher, gradient)
+        ctx.state = state
+        return (value * work.term.coefficient).to(state.chunk.scratch.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *_ = ctx.saved_tensors
-        work: LogitDivergence = ctx.work
-        chunk = work.chunk(GivenLogits(logits, ctx.rule))
-        gradient = allocate(logits.shape[0], logits.shape[1], logits.dtype, logits.device)
-        columns = work.shard.real_width
-        gradient[:, columns:].zero_()
-        weights = softmax_weights(chunk.sweep, upstream, None, None, work.shard, ctx.kept)
-        chunk.push(ctx.packet, ctx.solved, weights, gradient[:, :columns])
+        logits, _, gradient = ctx.saved_tensors
+        state: _State = ctx.state
+        if gradient is not None and bool((upstream == 1).all()):
+            return gradient, None, None
+        if gradient is not None and gradient.dtype == upstream.dtype:
+            scaled = gradient * upstream.unsqueeze(1)
+            # A token that does not count gets nothing, whatever its logits hold.
+            scaled[upstream == 0] = 0
+            return scaled, None, None
+        # Rounded once, after it has been scaled.
+        gradient = _empty_gradient(logits, state.work.shard)
+        state.push(upstream, gradient[:, : state.work.shard.real_width])
         return gradient, None, None
+
+
+def _empty_gradient(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Memory for the gradient, zero in padded columns."""
+    gradient = allocate(logits.shape[0], logits.shape[1], logits.dtype, logits.device)
+    gradient[:, shard.real_width :].zero_()
+    return gradient
+
+
+@dataclass
+class _State:
+    """One call, and what backward needs of it."""
+
+    work: LogitDivergence
+    chunk: Chunk
+    packet: Packet
+    solved: Solved | None = None
+    kept: tuple[tuple[KeptTerm, RowGradient], ...] = ()
+
+    @classmethod
+    def of(cls, student: GivenLogits, work: LogitDivergence) -> _State:
+        chunk = work.chunk(student)
+        logits = student.logits
+        packet = Packet.empty(chunk.sweep, len(logits), chunk.scratch.dtype, logits.device)
+        return cls(work, chunk, packet)
+
+    def value(self) -> Tensor:
+        """``[N]`` fp64."""
+        if isinstance(self.work.teacher, GivenLogits):
+            _, self.solved = self.chunk.solve(self.packet, self.work.group)
+            return self.solved.values[self.work.term.key]
+        term, raw = self.work.kept, self.chunk.raw["student"]
+        row = solve_kept(term, raw, self.chunk.rules["student"], self.work.shard, self.work.group)
+        self.solved = _solved(row, self.packet, self.work.term.temperature)
+        self.kept = ((term, row),)
+        return row.value
+
+    def value_and_gradient(self, upstream: Tensor, out: Tensor) -> Tensor:
+        """The value, and the gradient on the logits written to ``out``."""
+        alone = self.work.group is None and out.dtype == upstream.dtype
+        if alone and isinstance(self.work.teacher, GivenLogits):
+            weights = softmax_weights(self.chunk.sweep, upstream, None, None, self.work.shard)
+            _, values = self.chunk.process(self.packet, weights, None, out)
+            return values[self.work.term.key]
+        value = self.value()
+        self.push(upstream, out)
+        return value
+
+    def push(self, upstream: Tensor, out: Tensor) -> None:
+        """The gradient on the logits."""
+        assert self.solved is not None
+        sweep, shard = self.chunk.sweep, self.work.shard
+        weights = softmax_weights(sweep, upstream, None, None, shard, self.kept)
+        self.chunk.push(self.packet, self.solved, weights, out)
 
 
 def _solved(row: RowGradient, packet: Packet, temperature: float) -> Solved:

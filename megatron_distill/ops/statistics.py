@@ -183,9 +183,9 @@ class MergedStatistics:
         return average - self.shift(temperature)
 
     def anchor(self, temperature: float) -> Tensor:
-        """``[N]`` one where the teacher likes the student's top token half as much at least."""
+        """bool ``[N]``, whether the teacher likes the student's top token half as much at least."""
         gap = self.at_top(self["teacher_at_top"]) - self["student_peak"].amax(0)
-        return (gap / temperature - self.shift(temperature) > -math.log(2)).double()
+        return gap / temperature - self.shift(temperature) > -math.log(2)
 
     def shares(self, temperature: float) -> Tensor:
         """``[ranks, N]`` the student's mass on each rank's columns."""

@@ -176,7 +176,10 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, columns = logits.topk(k, 1)
         columns = _lowest_columns(logits, values, columns)
     else:
-        parts = [_largest_of_block(logits[rows], k) for rows in row_blocks(logits.shape[0], logits.shape[1], _CPU)]
+        parts = [
+            _largest_of_block(logits[rows], k)
+            for rows in row_blocks(logits.shape[0], logits.shape[1], _CPU)
+        ]
         values = torch.cat([part[0] for part in parts]) if parts else logits[:, :k].clone()
         columns = torch.cat([part[1] for part in parts]) if parts else logits[:, :k].long()
     columns, order = columns.sort(1)
