@@ -57,6 +57,24 @@ class Solved:
         anchors = {value: merged.anchor(value).unsqueeze(1) for value in temperatures}
         return cls(factors, shifts, anchors)
 
+    @classmethod
+    def alone(cls, packet: Packet) -> Solved:
+        """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
+        sweep, rows = packet.sweep, packet.rows()
+        factors = {
+            (model, temperature): rows[f"{model}_mass@{temperature}"].reciprocal().unsqueeze(1)
+            for model, temperature in sweep.softmaxes
+        }
+        shifts, anchors = {}, {}
+        for temperature in {term.temperature for term in sweep.curved}:
+            peaks = rows["teacher_peak"].double() - rows["student_peak"]
+            masses = rows[f"teacher_mass@{temperature}"].double()
+            shift = peaks / temperature + (masses / rows[f"student_mass@{temperature}"]).log()
+            at_top = rows["teacher_at_top"].double() - rows["student_peak"]
+            shifts[temperature] = shift.to(packet.values.dtype).unsqueeze(1)
+            anchors[temperature] = (at_top / temperature - shift > -math.log(2)).unsqueeze(1)
+        return cls(factors, shifts, anchors)
+
     def set_value(
         self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
     ) -> None:
@@ -166,7 +184,7 @@ class Chunk:
         for rows in self._rows():
             own, logits = packet.part(rows), self._load(rows)
             measure_block(own, logits, self.scratch)
-            solved = Solved.of(own, own.merge(None)) if found else self._only_factors(own)
+            solved = Solved.alone(own)
             block = Block(self.sweep, logits, self.rules["student"], own, solved, self.scratch)
             for term in self.sweep.curved:
                 if term.divergence.head_mass is not None:
@@ -183,18 +201,6 @@ class Chunk:
             parts = found.get(term.key)
             whole.set_value(term, merged, torch.cat(parts) if parts else None)
         return merged, whole.values
-
-    def _only_factors(self, packet: Packet) -> Solved:
-        """`Solved.of` for one rank alone and forward KL, in as few operations as it takes."""
-        statistics = packet.rows()
-        return Solved(
-            {
-                (model, temperature): statistics[f"{model}_mass@{temperature}"]
-                .reciprocal()
-                .unsqueeze(1)
-                for model, temperature in self.sweep.softmaxes
-            }
-        )
 
     def _sum_slopes(
         self,

@@ -125,10 +125,11 @@ class _Shares:
         bound = math.log1p(-teacher_share)
         self.log_student.add_(torch.where(classes.anchor, 0.0, bound))
         distance = torch.mul(self.teacher, -teacher_share, out=classes.spare("distance"))
-        is_direct = distance < -0.5
-        is_direct.logical_or_(classes.anchor)
+        # One where the distance tells more. (As a mask for torch.where it would cost thrice as much.)
+        chosen = torch.add(distance, 0.5, out=classes.spare("chosen")).sign_().clamp_(min=0.0)
+        chosen.mul_((~classes.anchor).to(chosen.dtype))
         distance.clamp_(min=-0.75).log1p_()
-        return torch.where(is_direct, self.log_student, distance, out=distance)
+        return torch.lerp(self.log_student, distance, chosen, out=self.log_student)
 
 
 # sum p log(p/q): slope -p/q.
