@@ -125,7 +125,7 @@ class _Shares:
         bound = math.log1p(-teacher_share)
         self.log_student.add_(torch.where(classes.anchor, 0.0, bound))
         distance = torch.mul(self.teacher, -teacher_share, out=classes.spare("distance"))
-        # One where the distance tells more. (As a mask for torch.where it would cost thrice as much.)
+        # One where the distance tells more; as a mask for torch.where it would cost thrice as much.
         chosen = torch.add(distance, 0.5, out=classes.spare("chosen")).sign_().clamp_(min=0.0)
         chosen.mul_((~classes.anchor).to(chosen.dtype))
         distance.clamp_(min=-0.75).log1p_()

@@ -86,7 +86,7 @@ class _LogitDivergenceFunction(torch.autograd.Function):
         gradient = None
         if ctx.needs_input_grad[0] and logits.device.type == "cpu":
             ones = torch.ones(logits.shape[0], dtype=state.chunk.scratch.dtype)
-            gradient = _empty_gradient(logits, work.shard)
+            gradient = state.room_for_gradient(logits)
             value = state.value_and_gradient(ones, gradient[:, : work.shard.real_width])
         else:
             value = state.value()
@@ -108,16 +108,9 @@ class _LogitDivergenceFunction(torch.autograd.Function):
             scaled[upstream == 0] = 0
             return scaled, None, None
         # Rounded once, after it has been scaled.
-        gradient = _empty_gradient(logits, state.work.shard)
+        gradient = state.room_for_gradient(logits)
         state.push(upstream, gradient[:, : state.work.shard.real_width])
         return gradient, None, None
-
-
-def _empty_gradient(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Memory for the gradient, zero in padded columns."""
-    gradient = allocate(logits.shape[0], logits.shape[1], logits.dtype, logits.device)
-    gradient[:, shard.real_width :].zero_()
-    return gradient
 
 
 @dataclass
@@ -137,6 +130,19 @@ class _State:
         packet = Packet.empty(chunk.sweep, len(logits), chunk.scratch.dtype, logits.device)
         return cls(work, chunk, packet)
 
+    @property
+    def _only_points(self) -> bool:
+        """Whether only kept ids have a gradient."""
+        return not isinstance(self.work.teacher, GivenLogits) and not self.work.kept.needs_rest
+
+    def room_for_gradient(self, logits: Tensor) -> Tensor:
+        """Memory for the gradient ``[N, V]``, zero where it will not be written."""
+        rows, columns = logits.shape
+        device, points = logits.device, self._only_points
+        gradient = allocate(rows, columns, logits.dtype, device, zero=points)
+        gradient[:, self.work.shard.real_width :].zero_()
+        return gradient
+
     def value(self) -> Tensor:
         """``[N]`` fp64."""
         if isinstance(self.work.teacher, GivenLogits):
@@ -150,8 +156,7 @@ class _State:
 
     def value_and_gradient(self, upstream: Tensor, out: Tensor) -> Tensor:
         """The value, and the gradient on the logits written to ``out``."""
-        alone = self.work.group is None and out.dtype == upstream.dtype
-        if alone and isinstance(self.work.teacher, GivenLogits):
+        if self.work.group is None and isinstance(self.work.teacher, GivenLogits):
             weights = softmax_weights(self.chunk.sweep, upstream, None, None, self.work.shard)
             _, values = self.chunk.process(self.packet, weights, None, out)
             return values[self.work.term.key]
@@ -161,10 +166,24 @@ class _State:
 
     def push(self, upstream: Tensor, out: Tensor) -> None:
         """The gradient on the logits."""
+        if self.solved is None:
+            self.value()  # nothing but the gradient was kept; one rank alone may ask again
         assert self.solved is not None
+        if self._only_points:
+            self._push_points(upstream, out)
+            return
         sweep, shard = self.chunk.sweep, self.work.shard
         weights = softmax_weights(sweep, upstream, None, None, shard, self.kept)
         self.chunk.push(self.packet, self.solved, weights, out)
+
+    def _push_points(self, upstream: Tensor, out: Tensor) -> None:
+        """The gradient where only kept ids have one."""
+        ((term, row),) = self.kept
+        coefficient = term.term.coefficient / term.term.temperature
+        weight = (upstream * coefficient).unsqueeze(1)
+        added = torch.where(weight == 0, 0.0, weight * row.excess.to(weight.dtype))
+        if out.shape[1]:
+            out.scatter_add_(1, row.columns, added.to(out.dtype))
 
 
 def _solved(row: RowGradient, packet: Packet, temperature: float) -> Solved:

@@ -20,8 +20,6 @@ from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
 
-_CPU = torch.device("cpu")
-_STRIP = 32  # rows are cut into strips of so many columns
 _UNDERFLOW = 1e-20
 
 __all__ = [
@@ -170,61 +168,29 @@ def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -
 def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest values of each row of ``[N, V]`` and their columns, by (value, column).
 
-    torch.topk leaves open which of equal values it takes and in which order.
+    torch.topk leaves open which of equal values it takes and in which order. A few more than asked
+    for hold, but for rare rows, every column equal to the least.
     """
+    width = logits.shape[1]
     if logits.device.type != "cpu":
         values, columns = logits.topk(k, 1)
-        columns = _lowest_columns(logits, values, columns)
-    else:
-        parts = [
-            _largest_of_block(logits[rows], k)
-            for rows in row_blocks(logits.shape[0], logits.shape[1], _CPU)
-        ]
-        values = torch.cat([part[0] for part in parts]) if parts else logits[:, :k].clone()
-        columns = torch.cat([part[1] for part in parts]) if parts else logits[:, :k].long()
+        return _ordered(values, _lowest_columns(logits, values, columns))
+    more = min(width, k + k // 4 + 8)
+    values, columns = logits.topk(more, 1)
+    found, places = _ordered(values, columns)
+    if more < width:
+        rows = (values[:, k - 1] == values[:, -1]).nonzero().squeeze(1)
+        if rows.numel():
+            lowest = _lowest_columns(logits[rows], values[rows, :k], columns[rows, :k])
+            found[rows, :k], places[rows, :k] = _ordered(values[rows, :k], lowest)
+    return found[:, :k], places[:, :k]
+
+
+def _ordered(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """By (value, lowest column)."""
     columns, order = columns.sort(1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)
-
-
-def _largest_of_block(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`largest`, in any order; looks closer only at the parts of a row that may hold one.
-
-    A row is cut into strips of every ``strips``-th column. The k largest are in the strips with the
-    k largest maxima; a few more are taken, so that all columns equal to the least are among them.
-    """
-    count, width = logits.shape
-    strips = width // _STRIP
-    wanted = k + k // 4 + 8
-    if strips < 4 * wanted:
-        return _exact(logits, k)
-    table = logits[:, : strips * _STRIP].view(count, _STRIP, strips)
-    maxima = table.amax(1)
-    chosen = maxima.topk(wanted, 1, sorted=False).indices.sort(1).values
-    inside = table.gather(2, chosen.unsqueeze(1).expand(-1, _STRIP, -1)).flatten(1)
-    first = torch.arange(_STRIP).mul_(strips).view(1, _STRIP, 1)
-    columns = (first + chosen.unsqueeze(1)).flatten(1)  # in ascending order
-    if strips * _STRIP < width:
-        rest = slice(strips * _STRIP, width)
-        inside = torch.cat([inside, logits[:, rest]], 1)
-        columns = torch.cat([columns, torch.arange(rest.start, width).expand(count, -1)], 1)
-    values, places = _exact(inside, k)
-    columns = columns.gather(1, places)
-    missed = (maxima >= values.amin(1, keepdim=True)).sum(1) > wanted
-    rows = missed.nonzero().squeeze(1)
-    if rows.numel():
-        values[rows], columns[rows] = _exact(logits[rows], k)
-    return values, columns
-
-
-def _exact(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest with the lowest columns, in any order."""
-    values, columns = logits.topk(k, 1)
-    least = values[:, -1:]
-    rows = ((logits == least).sum(1) > (values == least).sum(1)).nonzero().squeeze(1)
-    if rows.numel():
-        columns[rows] = _lowest_columns(logits[rows], values[rows], columns[rows])
-    return values, columns
 
 
 def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
