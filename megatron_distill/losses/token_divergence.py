@@ -27,6 +27,7 @@ def token_divergence(
     support: Support = "tail",
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
+    overwrite_logits: bool = False,
     **parameters: float,
 ) -> Tensor:
     """Divergence of the student from the teacher for each token.
@@ -34,9 +35,10 @@ def token_divergence(
     Shapes: student logits ``[N, V]`` over this rank's columns; `DenseLogits` likewise, `TopK` and
     `Sampled` whole on every rank -> ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable in
     the student's logits. The dtypes may differ. ``shard=None`` takes all columns as the whole
-    vocabulary. Inputs are not modified. The gradient is complete on every rank: nothing is to be
-    reduced. ``support`` and ``parameters`` are those of `Term`. Samples give the cross-entropy
-    ``-sum w log q``, of the gradient of forward KL in expectation.
+    vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the gradient take the
+    place of the student's logits, which nobody may read any more. The gradient is complete on every
+    rank: nothing is to be reduced. ``support`` and ``parameters`` are those of `Term`. Samples give
+    the cross-entropy ``-sum w log q``, of the gradient of forward KL in expectation.
 
     Collective, forward only: over ``group`` one all-gather of 20 bytes per token between logits,
     and one more of 8 where the divergence is neither forward nor reverse KL (those of `head_share`
@@ -69,5 +71,5 @@ def token_divergence(
             f"token_divergence takes DenseLogits, TopK or Sampled, not {type(signal).__name__}; "
             "fused_linear_objective takes a hidden state"
         )
-    work = LogitDivergence(teacher, term.weighted, shard, group)
+    work = LogitDivergence(teacher, term.weighted, shard, group, overwrite_logits)
     return logit_divergence(GivenLogits(student), work)

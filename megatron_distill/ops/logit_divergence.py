@@ -30,12 +30,16 @@ __all__ = ["LogitDivergence", "logit_divergence"]
 
 @dataclass(frozen=True)
 class LogitDivergence:
-    """The term, the teacher's side of it, and where the columns stand in the vocabulary."""
+    """The term, the teacher's side of it, and where the columns stand in the vocabulary.
+
+    With ``overwrites`` the gradient takes the place of the student's logits.
+    """
 
     teacher: GivenLogits | TopKTarget | SampledTarget
     term: WeightedDivergence
     shard: VocabShard
     group: dist.ProcessGroup | None
+    overwrites: bool = False
 
     def chunk(self, student: GivenLogits) -> Chunk:
         """All tokens as one chunk."""
@@ -64,9 +68,8 @@ class LogitDivergence:
 def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
     """Value of the term per token, ``[N]`` fp32, differentiable in the student's logits ``[N, V]``.
 
-    Neither logits are modified. Kept for backward: a few numbers per token (and kept id) and the
-    logits themselves; backward makes the gradient ``[N, V]`` and a few row blocks, nothing else of
-    that size. A token whose upstream gradient is zero gets zeros, whatever its logits hold.
+    Neither logits are modified unless the work says so. Besides the gradient ``[N, V]`` there are a
+    few numbers per token (and kept id) and a few row blocks, nothing else of that size. A token whose upstream gradient is zero gets zeros, whatever its logits hold.
 
     Collective: over ``group`` those of `Chunk.solve` between logits (one all-gather of 20 bytes per
     token for forward and reverse KL) or that of `solve_kept`; none in backward.
@@ -84,31 +87,38 @@ class _LogitDivergenceFunction(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, student: GivenLogits, work: LogitDivergence) -> Tensor:
         state = _State.of(student, work)
         gradient = None
-        if ctx.needs_input_grad[0] and logits.device.type == "cpu":
-            ones = torch.ones(logits.shape[0], dtype=state.chunk.scratch.dtype)
+        if ctx.needs_input_grad[0] and (work.overwrites or logits.device.type == "cpu"):
+            ones = logits.new_ones(logits.shape[0], dtype=state.chunk.scratch.dtype)
             gradient = state.room_for_gradient(logits)
+            gradient[:, work.shard.real_width :].zero_()
             value = state.value_and_gradient(ones, gradient[:, : work.shard.real_width])
         else:
             value = state.value()
         teacher = work.teacher.logits if isinstance(work.teacher, GivenLogits) else None
-        ctx.save_for_backward(logits, teacher, gradient)
-        ctx.state = state
+        if work.overwrites:
+            ctx.save_for_backward(None, None, gradient)
+        else:
+            ctx.save_for_backward(logits, teacher, gradient)
+            ctx.state = state
         return (value * work.term.coefficient).to(state.chunk.scratch.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, _, gradient = ctx.saved_tensors
-        state: _State = ctx.state
+        if gradient is not None and logits is None:
+            torch.mul(gradient, upstream.unsqueeze(1), out=gradient)
+            return gradient.masked_fill_((upstream == 0).unsqueeze(1), 0.0), None, None
         if gradient is not None and bool((upstream == 1).all()):
             return gradient, None, None
         if gradient is not None and gradient.dtype == upstream.dtype:
-            scaled = gradient * upstream.unsqueeze(1)
             # A token that does not count gets nothing, whatever its logits hold.
-            scaled[upstream == 0] = 0
-            return scaled, None, None
+            unused = (upstream == 0).unsqueeze(1)
+            return (gradient * upstream.unsqueeze(1)).masked_fill_(unused, 0.0), None, None
         # Rounded once, after it has been scaled.
+        state: _State = ctx.state
         gradient = state.room_for_gradient(logits)
+        gradient[:, state.work.shard.real_width :].zero_()
         state.push(upstream, gradient[:, : state.work.shard.real_width])
         return gradient, None, None
 
@@ -137,10 +147,11 @@ class _State:
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
         """Memory for the gradient ``[N, V]``, zero where it will not be written."""
+        if self.work.overwrites:
+            return logits.detach()
         rows, columns = logits.shape
         device, points = logits.device, self._only_points
         gradient = allocate(rows, columns, logits.dtype, device, zero=points)
-        gradient[:, self.work.shard.real_width :].zero_()
         return gradient
 
     def value(self) -> Tensor:
@@ -182,6 +193,8 @@ class _State:
         coefficient = term.term.coefficient / term.term.temperature
         weight = (upstream * coefficient).unsqueeze(1)
         added = torch.where(weight == 0, 0.0, weight * row.excess.to(weight.dtype))
+        if self.work.overwrites:
+            out.zero_()
         if out.shape[1]:
             out.scatter_add_(1, row.columns, added.to(out.dtype))
 

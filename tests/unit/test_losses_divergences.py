@@ -168,6 +168,30 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
     assert float((gradient.mean(0) - expected[0]).abs().max()) < 4 * 0.5 / (8 * rounds) ** 0.5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("support", ["dense", *SUPPORTS])
+def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.dtype) -> None:
+    student, teacher = logit_pair(7, 60, dtype=dtype)
+    shard = VocabShard(55, 0, 60)
+    signal: Any = DenseLogits(teacher)
+    if support != "dense":
+        signal = TopK(*vocab_parallel_topk(teacher, 5, shard))
+    upstream = torch.tensor([1.0, 2.0, 0.5, 0.0, 4.0, 1.0, 8.0])
+    given = {
+        "divergence": "js_divergence",
+        "support": "tail" if support == "dense" else support,
+        "shard": shard,
+    }
+    expected = solved(student, signal, upstream, **given)
+    leaf = student.clone().requires_grad_()
+    logits = leaf * 1
+    value = token_divergence(logits, signal, overwrite_logits=True, **given)
+    (gradient,) = torch.autograd.grad(value, leaf, upstream)
+    torch.testing.assert_close((value.detach(), gradient), expected, rtol=0, atol=0)
+    assert logits.data_ptr() != leaf.data_ptr()
+    assert not logits.detach()[:, 55:].any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ids_kept_is_the_whole_vocabulary(name: str) -> None:
     student, teacher = logit_pair(9, 60)
