@@ -10,7 +10,8 @@ from megatron_distill.losses.targets import kept_target
 from megatron_distill.losses.terms import Term
 from megatron_distill.ops.kept_divergence import SampledTarget, Support, TopKTarget
 from megatron_distill.ops.logit_divergence import LogitDivergence, logit_divergence
-from megatron_distill.ops.logits import GivenLogits
+from megatron_distill.ops.logits import GivenLogits, LogitRule
+from megatron_distill.ops.topk import select
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import DenseLogits, Sampled, TopK
 
@@ -25,6 +26,7 @@ def token_divergence(
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
     support: Support = "tail",
+    top_k: int | None = None,
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
     overwrite_logits: bool = False,
@@ -37,12 +39,13 @@ def token_divergence(
     the student's logits. The dtypes may differ. ``shard=None`` takes all columns as the whole
     vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the gradient take the
     place of the student's logits, which nobody may read any more. The gradient is complete on every
-    rank: nothing is to be reduced. ``support`` and ``parameters`` are those of `Term`. Samples give
-    the cross-entropy ``-sum w log q``, of the gradient of forward KL in expectation.
+    rank: nothing is to be reduced. ``top_k`` (of `DenseLogits`), ``support`` and ``parameters`` are
+    those of `Term`. Samples give the cross-entropy ``-sum w log q``, of the gradient of forward KL
+    in expectation.
 
-    Collective, forward only: over ``group`` one all-gather of 20 bytes per token between logits,
-    and one more of 8 where the divergence is neither forward nor reverse KL (those of `head_share`
-    for adaptive KL); on K kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised).
+    Collective, forward only: over ``group`` one all-gather of 20 bytes per token between logits (24
+    and one more of 12 for any but forward KL; those of `head_share` too for adaptive KL); on K kept
+    ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose them.
 
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,
@@ -56,6 +59,7 @@ def token_divergence(
         temperature=temperature,
         scale_by_temperature_squared=scale_by_temperature_squared,
         support=support,
+        top_k=top_k,
         parameters=parameters,
     )
     teacher: GivenLogits | TopKTarget | SampledTarget
@@ -63,7 +67,11 @@ def token_divergence(
         check_columns(signal.logits.shape[1], shard, group)
         check_rows(student.shape[0], teacher_logits=signal.logits)
         teacher = GivenLogits(signal.logits)
+        if top_k is not None:
+            teacher = _chosen(signal.logits, top_k, term, shard, group)
     elif isinstance(signal, TopK | Sampled):
+        if top_k is not None:
+            raise ValueError(f"top_k is {top_k}, but the signal is one of few ids already")
         check_rows(student.shape[0], ids=signal.ids)
         teacher = kept_target(signal, term)
     else:
@@ -73,3 +81,19 @@ def token_divergence(
         )
     work = LogitDivergence(teacher, term.weighted, shard, group, overwrite_logits)
     return logit_divergence(GivenLogits(student), work)
+
+
+def _chosen(
+    logits: Tensor, k: int, term: Term, shard: VocabShard, group: dist.ProcessGroup | None
+) -> TopKTarget:
+    """The teacher's most probable ids, its tail only where the support needs one."""
+    (kept,) = select(
+        logits.detach()[:, : shard.real_width],
+        LogitRule(),
+        shard,
+        group,
+        k=k,
+        temperatures=[term.temperature],
+        normalised=term.support != "renormalized",
+    )
+    return TopKTarget(kept.ids, kept.log_probs, kept.log_tail, term.support)

@@ -47,14 +47,13 @@ def allocate(
     chunk's fresh logits would otherwise cost a quarter of their product.
     """
     if device.type != "cpu":
-        build = torch.zeros if zero else torch.empty
-        return build(rows, columns, dtype=dtype, device=device)
+        make = torch.zeros if zero else torch.empty
+        return make(rows, columns, dtype=dtype, device=device)
     size = rows * columns * dtype.itemsize
-    # The kernel's fresh pages are zero: what nobody writes to is not even there.
-    make = np.zeros if zero else np.empty
-    memory = torch.from_numpy(make(size + _ALIGNMENT, dtype=np.uint8))
+    memory = torch.from_numpy(np.empty(size + _ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % _ALIGNMENT
-    return memory[first : first + size].view(dtype).view(rows, columns)
+    matrix = memory[first : first + size].view(dtype).view(rows, columns)
+    return matrix.zero_() if zero else matrix
 
 
 class Scratch:

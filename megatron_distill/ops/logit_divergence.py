@@ -69,10 +69,11 @@ def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
     """Value of the term per token, ``[N]`` fp32, differentiable in the student's logits ``[N, V]``.
 
     Neither logits are modified unless the work says so. Besides the gradient ``[N, V]`` there are a
-    few numbers per token (and kept id) and a few row blocks, nothing else of that size. A token whose upstream gradient is zero gets zeros, whatever its logits hold.
+    few numbers per token (and kept id) and a few row blocks, nothing else of that size. A token
+    whose upstream gradient is zero gets zeros, whatever its logits hold.
 
     Collective: over ``group`` those of `Chunk.solve` between logits (one all-gather of 20 bytes per
-    token for forward and reverse KL) or that of `solve_kept`; none in backward.
+    token for forward KL) or that of `solve_kept`; none in backward.
     """
     return cast(
         Tensor,
@@ -106,15 +107,16 @@ class _LogitDivergenceFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, _, gradient = ctx.saved_tensors
-        if gradient is not None and logits is None:
-            torch.mul(gradient, upstream.unsqueeze(1), out=gradient)
-            return gradient.masked_fill_((upstream == 0).unsqueeze(1), 0.0), None, None
-        if gradient is not None and bool((upstream == 1).all()):
-            return gradient, None, None
-        if gradient is not None and gradient.dtype == upstream.dtype:
-            # A token that does not count gets nothing, whatever its logits hold.
-            unused = (upstream == 0).unsqueeze(1)
-            return (gradient * upstream.unsqueeze(1)).masked_fill_(unused, 0.0), None, None
+        if gradient is not None:
+            # A GPU is not asked, since the answer would be waited for.
+            if upstream.device.type == "cpu" and bool((upstream == 1).all()):
+                return gradient, None, None
+            if logits is None or gradient.dtype == upstream.dtype:
+                # In place a second backward pass is torch's error: the gradient is not what it was.
+                out = gradient if logits is None else torch.empty_like(gradient)
+                torch.mul(gradient, upstream.unsqueeze(1), out=out)
+                # A token that does not count gets nothing, whatever its logits hold.
+                return out.masked_fill_((upstream == 0).unsqueeze(1), 0.0), None, None
         # Rounded once, after it has been scaled.
         state: _State = ctx.state
         gradient = state.room_for_gradient(logits)
@@ -151,8 +153,7 @@ class _State:
             return logits.detach()
         rows, columns = logits.shape
         device, points = logits.device, self._only_points
-        gradient = allocate(rows, columns, logits.dtype, device, zero=points)
-        return gradient
+        return allocate(rows, columns, logits.dtype, device, zero=points)
 
     def value(self) -> Tensor:
         """``[N]`` fp64."""

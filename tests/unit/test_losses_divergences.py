@@ -168,6 +168,19 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
     assert float((gradient.mean(0) - expected[0]).abs().max()) < 4 * 0.5 / (8 * rounds) ** 0.5
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> None:
+    student, teacher = logit_pair(7, 60)
+    given = {"divergence": "reverse_kl", "support": support, "temperature": temperature}
+    kept = TopK(*vocab_parallel_topk(teacher, 5, temperature=temperature))
+    expected = solved(student, kept, torch.ones(7), **given)
+    found = solved(student, DenseLogits(teacher), torch.ones(7), top_k=5, **given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="top_k is 3, but the signal is one of few ids already"):
+        solved(student, kept, torch.ones(7), top_k=3, **given)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("support", ["dense", *SUPPORTS])
 def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.dtype) -> None:
@@ -186,8 +199,10 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
     leaf = student.clone().requires_grad_()
     logits = leaf * 1
     value = token_divergence(logits, signal, overwrite_logits=True, **given)
-    (gradient,) = torch.autograd.grad(value, leaf, upstream)
+    (gradient,) = torch.autograd.grad(value, leaf, upstream, retain_graph=True)
     torch.testing.assert_close((value.detach(), gradient), expected, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, leaf, upstream)
     assert logits.data_ptr() != leaf.data_ptr()
     assert not logits.detach()[:, 55:].any()
 

@@ -318,3 +318,22 @@ def test_misuse_is_named() -> None:
         value_and_gradient(student, teacher, torch.ones(4), shard=VocabShard(9, 0, 12))
     with pytest.raises(ValueError, match=r"shard \[0, 10\) is part of a vocabulary of 20"):
         value_and_gradient(student, teacher, torch.ones(4), shard=VocabShard(20, 0, 10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_may_be_used_again(dtype: torch.dtype) -> None:
+    student, teacher = logit_pair(5, 30, dtype=dtype)
+    leaf = student.requires_grad_()
+    value = token_divergence(leaf, DenseLogits(teacher), divergence="js_divergence")
+    upstream = torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0])
+    (first,) = torch.autograd.grad(value, leaf, upstream, retain_graph=True)
+    kept = first.clone()
+    value.backward(upstream, retain_graph=True)
+    value.backward(torch.ones(5), retain_graph=True)
+    value.backward(torch.ones(5))
+    assert leaf.grad is not None
+    assert torch.equal(first, kept)
+    (once,) = torch.autograd.grad(
+        token_divergence(leaf, DenseLogits(teacher), divergence="js_divergence").sum(), leaf
+    )
+    torch.testing.assert_close(leaf.grad, kept + 2 * once, rtol=1e-2, atol=1e-4)

@@ -1,0 +1,125 @@
+"""Every loss beside those of others: time and memory, forward and backward.
+
+    python benchmarks/losses.py                       # everything; extra `bench` installed
+    python benchmarks/losses.py --cases v32k/fp32     # some
+
+Logits are given, of standard deviation 2; all subjects of a case take turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.environment import ROOT, describe
+from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
+
+_WORKER = ROOT / "benchmarks" / "losses_worker.py"
+_SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936)}
+_CASES = [
+    (shape, precision, tensor)
+    for shape in _SHAPES
+    for precision in ("fp32", "bf16")
+    for tensor in (1, 2)
+]
+_CHILD_SECONDS = 1800
+_WIDTH = 160
+_NOTE = """\
+Median seconds of forward and backward from given logits, all subjects of a case in turns in one
+process (one per rank); `ratio` is the subject's time over ours (the family's first row). `extra` is
+the most bytes alive above both logits, the gradient included, in units of one logit tensor; `over
+the logits` lets the gradient take their place. ModelOpt is 0.47's Megatron plugin; its top-k is
+renormalised. All top-k rows choose k = 64 from the teacher's logits first. `fused linear` starts
+from hidden states of width 1024: ours is CE and forward KL with both heads' products, and `bare
+products` these four products alone.
+"""
+
+
+def main() -> int:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--name", default="losses", help="what the result files are called")
+    arguments = parser.parse_args()
+    console = Console(width=_WIDTH)
+    environment = describe("benchmarks/losses.py", sys.argv[1:])
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for shape, precision, tensor in _CASES:
+        name = f"{shape}/{precision}/TP{tensor}"
+        if arguments.cases not in name:
+            continue
+        measured[name] = _run(shape, precision, tensor, arguments.repeats)
+        console.print("\n".join(_table(name, measured[name])), markup=False)
+        _write(arguments.output, arguments.name, environment, measured)
+    return 0
+
+
+def _run(shape: str, precision: str, tensor: int, repeats: int) -> list[dict[str, Any]]:
+    tokens, vocab = _SHAPES[shape]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={precision}"]
+        words += [f"--tensor={tensor}", f"--repeats={repeats}", f"--result={result}"]
+        command = [sys.executable, str(_WORKER), *words]
+        if tensor > 1:
+            command = torchrun_command(str(_WORKER), words, processes=tensor)
+        child = subprocess.run(
+            command,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": str(threads_per_process(tensor)),
+            },
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_SECONDS,
+            check=False,
+        )
+        if child.returncode:
+            raise SystemExit(f"{shape} {precision} TP{tensor} failed:\n{child.stderr[-4000:]}")
+        rows: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
+        return rows
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"## {name}", "", "| loss | subject | ms | ratio | extra | sum over tokens |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    first: dict[str, float] = {}
+    for row in sorted(rows, key=lambda row: str(row["family"])):
+        ours = first.setdefault(row["family"], row["seconds"])
+        lines.append(
+            f"| {row['family']} | {row['subject']} | {row['seconds'] * 1e3:.1f} | "
+            f"{row['seconds'] / ours:.2f}x | {row['extra_bytes'] / row['logit_bytes']:.2f} | "
+            f"{row['value']:.4f} |"
+        )
+    return [*lines, ""]
+
+
+def _write(
+    folder: Path, name: str, environment: dict[str, str], measured: dict[str, list[dict[str, Any]]]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"environment": environment, "cases": measured}
+    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    parts = ["# Losses\n", "\n".join(f"- {key}: {value}" for key, value in environment.items())]
+    parts += ["", _NOTE]
+    for case, rows in measured.items():
+        parts += _table(case, rows)
+    (folder / f"{name}.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
