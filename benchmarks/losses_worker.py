@@ -122,52 +122,8 @@ def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor)
 def _fused_linear(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """The fused objective beside its bare products."""
     from benchmarks.memory import LiveStorages
-    from megatron_distill.losses import Term, fused_linear_objective
-    from megatron_distill.signals import HiddenState
 
-    dtype = PRECISIONS[arguments.precision]
-    generator = torch.Generator().manual_seed(4)
-    tokens, vocab = arguments.tokens, arguments.vocab
-
-    def normal(rows: int) -> torch.Tensor:
-        drawn = torch.randn(rows, _HIDDEN, generator=generator)
-        return (drawn / _HIDDEN**0.25).to(device=device, dtype=dtype)
-
-    hidden, teacher_hidden = normal(tokens), normal(tokens)
-    weight, teacher_weight = normal(vocab), normal(vocab)
-    labels = torch.randint(vocab, (tokens,), generator=generator).to(device)
-    weights = torch.full((tokens,), 1 / tokens, device=device)
-    gradient = torch.empty(tokens, vocab, device=device, dtype=dtype).normal_()
-
-    def products() -> None:
-        torch.mm(hidden, weight.t())
-        torch.mm(teacher_hidden, teacher_weight.t())
-        torch.mm(gradient, weight)
-        torch.mm(gradient.t(), hidden)
-
-    def fused() -> None:
-        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        total, _ = fused_linear_objective(
-            leaf,
-            head,
-            HiddenState(teacher_hidden, teacher_weight),
-            labels,
-            ce_weights=weights,
-            kd_weights=weights,
-            terms=[Term()],
-            chunk_tokens=1024,
-        )
-        torch.autograd.grad(total, (leaf, head))
-
-    def eager() -> None:
-        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        student, teacher = leaf @ head.t(), teacher_hidden @ teacher_weight.t()
-        log_q, log_p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
-        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
-        ce = torch.nn.functional.nll_loss(log_q, labels, reduction="sum")
-        torch.autograd.grad((kl + ce) / tokens, (leaf, head))
-
-    runs: dict[str, Callable[[], None]] = {"ours": fused, "bare products": products, "torch": eager}
+    runs = _fused_runs(arguments, device)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repeats + 1):
         for name, run in runs.items():
@@ -187,10 +143,57 @@ def _fused_linear(arguments: argparse.Namespace, device: torch.device) -> list[d
                 "seconds": median(seconds[name][1:]),
                 "value": 0.0,
                 "extra_bytes": live.peak,
-                "logit_bytes": tokens * vocab * dtype.itemsize,
+                "logit_bytes": arguments.tokens
+                * arguments.vocab
+                * PRECISIONS[arguments.precision].itemsize,
             }
         )
     return rows
+
+
+def _fused_runs(
+    arguments: argparse.Namespace, device: torch.device
+) -> dict[str, Callable[[], None]]:
+    from megatron_distill.losses import Term, fused_linear_objective
+    from megatron_distill.signals import HiddenState
+
+    dtype = PRECISIONS[arguments.precision]
+    generator = torch.Generator().manual_seed(4)
+    tokens, vocab = arguments.tokens, arguments.vocab
+
+    def normal(rows: int) -> torch.Tensor:
+        drawn = torch.randn(rows, _HIDDEN, generator=generator)
+        return (drawn / _HIDDEN**0.25).to(device=device, dtype=dtype)
+
+    hidden, weight = normal(tokens), normal(vocab)
+    signal = HiddenState(normal(tokens), normal(vocab))
+    labels = torch.randint(vocab, (tokens,), generator=generator).to(device)
+    weights = torch.full((tokens,), 1 / tokens, device=device)
+    gradient = torch.empty(tokens, vocab, device=device, dtype=dtype).normal_()
+
+    def products() -> None:
+        torch.mm(hidden, weight.t())
+        torch.mm(signal.hidden, signal.weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), hidden)
+
+    def fused() -> None:
+        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        counts = {"ce_weights": weights, "kd_weights": weights}
+        total, _ = fused_linear_objective(
+            leaf, head, signal, labels, **counts, terms=[Term()], chunk_tokens=1024
+        )
+        torch.autograd.grad(total, (leaf, head))
+
+    def eager() -> None:
+        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        student, teacher = leaf @ head.t(), signal.hidden @ signal.weight.t()
+        log_q, log_p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+        ce = torch.nn.functional.nll_loss(log_q, labels, reduction="sum")
+        torch.autograd.grad((kl + ce) / tokens, (leaf, head))
+
+    return {"ours": fused, "bare products": products, "torch": eager}
 
 
 if __name__ == "__main__":
