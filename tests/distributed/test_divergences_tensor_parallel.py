@@ -3,6 +3,7 @@ same bits on every rank, the collectives that are promised; and the choice of a 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -108,9 +109,21 @@ def promised(case: Case, world: int) -> int:
     return 8 if name == "adaptive_kl" else 2
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLDS)
+QUICK = [
+    (2, torch.float32, SIZES[0]),
+    (2, torch.bfloat16, SIZES[1]),
+    (4, torch.float32, SIZES[1]),
+    (4, torch.bfloat16, SIZES[0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "sizes"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(WORLDS, DTYPES, SIZES)
+    ],
+)
 def test_shards_equal_the_whole(
     pool: Pool, world: int, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> None:
