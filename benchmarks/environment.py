@@ -17,7 +17,15 @@ import torch
 from megatron_distill.runtime.torchrun import available_cores
 
 ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("torch", "megatron-core", "nvidia-modelopt", "transformer-engine", "numpy")
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "nvidia-modelopt",
+    "trl",
+    "liger-kernel",
+    "transformer-engine",
+    "numpy",
+)
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
