@@ -95,7 +95,6 @@ def _timed(
 ) -> tuple[float, float]:
     # As a head leaves them: no leaf, and nobody else's.
     logits = student.clone().requires_grad_() + 0
-    logits.retain_grad()
     gc.collect()
     dist.barrier()
     started = time.perf_counter()

@@ -88,7 +88,7 @@ class Block:
                 gap.mul_(1 / temperature)
             return gap.sub_(self.normalisers.shifts[temperature])
 
-        anchor = self.normalisers.anchors[temperature]
+        anchor = _uniform(self.normalisers.anchors[temperature])
         return Classes(teacher, student, log_ratio, spare, anchor)
 
     def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
@@ -186,3 +186,12 @@ class Block:
         """The slope at the student's top token of this shard, ``[n, 1]``."""
         assert self.packet.top is not None
         return slope.gather(1, self.packet.top.unsqueeze(1))
+
+
+def _uniform(anchor: Tensor) -> Tensor | bool:
+    """One value where all rows have the same; a GPU is not asked, which would be waited for."""
+    if anchor.device.type != "cpu":
+        return anchor
+    if bool(anchor.all()):
+        return True
+    return anchor if bool(anchor.any()) else False

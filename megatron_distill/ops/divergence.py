@@ -44,15 +44,22 @@ class Classes:
         student: q.
         log_ratio: makes ``log p - log q`` for the caller to overwrite.
         spare: names a buffer ``[N, C]`` of the caller's; the same name is the same buffer.
-        anchor: bool ``[N, 1]``, false where slopes are wanted exact near ``p == 0``; elsewhere they
-            are exact near ``p == q``. None is true everywhere.
+        anchor: bool ``[N, 1]``, or one for all, false where slopes are wanted exact near
+            ``p == 0``; elsewhere they are exact near ``p == q``.
     """
 
     teacher: Tensor
     student: Tensor
     log_ratio: Callable[[], Tensor]
     spare: Callable[[str], Tensor]
-    anchor: Tensor | None = None
+    anchor: Tensor | bool = True
+
+    @property
+    def share_at_anchor(self) -> Tensor | float:
+        """p/m where slopes are exact: one at ``p == q``, nothing at ``p == 0``."""
+        if isinstance(self.anchor, bool):
+            return float(self.anchor)
+        return self.anchor.to(self.teacher.dtype)
 
 
 @dataclass(frozen=True)
@@ -120,16 +127,16 @@ class _Shares:
 
         There q/m is near its bound, and its distance from that is ``teacher_share p/m``.
         """
-        if classes.anchor is None:
+        if classes.anchor is True:
             return self.log_student
-        bound = math.log1p(-teacher_share)
-        self.log_student.add_(torch.where(classes.anchor, 0.0, bound))
+        # Up to a distance of one half from that alone, beyond it the logarithm adds the rest.
+        bound, half = math.log1p(-teacher_share), math.log(0.5)
+        beyond = torch.add(self.log_student, bound - half, out=classes.spare("beyond"))
         distance = torch.mul(self.teacher, -teacher_share, out=classes.spare("distance"))
-        # One where the distance tells more; as a mask for torch.where it would cost thrice as much.
-        chosen = torch.add(distance, 0.5, out=classes.spare("chosen")).sign_().clamp_(min=0.0)
-        chosen.mul_((~classes.anchor).to(chosen.dtype))
-        distance.clamp_(min=-0.75).log1p_()
-        return torch.lerp(self.log_student, distance, chosen, out=self.log_student)
+        exact = distance.clamp_(min=-0.5).log1p_().add_(beyond.clamp_(max=0.0))
+        if classes.anchor is False:
+            return exact
+        return torch.where(classes.anchor, self.log_student, exact, out=exact)
 
 
 # sum p log(p/q): slope -p/q.
@@ -161,11 +168,7 @@ def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor,
     value = torch.log(share, out=classes.spare("value")).mul_(p)
     value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=-rest)
     # Near p == q what counts is 1 - p/m, near p == 0 it is p/m.
-    if classes.anchor is None:
-        share.sub_(1.0)
-    else:
-        share.sub_(classes.anchor.to(share.dtype))
-    return value, share.mul_(-rest)
+    return value, share.sub_(classes.share_at_anchor).mul_(-rest)
 
 
 # sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m.
@@ -177,8 +180,7 @@ def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor,
     value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=rest)
     slope = shares.anchored(classes, rest)
     # lam q/m = 1 - rest p/m.
-    near = 1.0 if classes.anchor is None else classes.anchor.to(slope.dtype)
-    return value, slope.add_(shares.teacher.sub_(near), alpha=rest)
+    return value, slope.add_(shares.teacher.sub_(classes.share_at_anchor), alpha=rest)
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
@@ -193,8 +195,7 @@ def _squared_hellinger(classes: Classes) -> tuple[Tensor, Tensor]:
     of_teacher = torch.sqrt(classes.teacher, out=classes.spare("teacher"))
     value = torch.sub(root, of_teacher, out=classes.spare("value")).square_().mul_(0.5)
     share = of_teacher.div_(root)
-    near = 1.0 if classes.anchor is None else classes.anchor.to(share.dtype)
-    return value, share.sub_(near).mul_(-0.5)
+    return value, share.sub_(classes.share_at_anchor).mul_(-0.5)
 
 
 def _forward_row() -> Divergence:

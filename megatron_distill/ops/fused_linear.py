@@ -25,6 +25,7 @@ from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
 from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.weight_gradient import WeightGradient
 
 __all__ = ["FusedLinear", "fused_linear"]
 
@@ -150,6 +151,9 @@ class _FusedLinearFunction(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in ``dtype``, without a copy in the wider one."""
+    # A GPU is not asked, since the answer would be waited for.
+    if gradient.dtype == dtype and upstream.device.type == "cpu" and bool(upstream == 1):
+        return gradient
     out = allocate(gradient.shape[0], gradient.shape[1], dtype, gradient.device)
     return torch.mul(gradient, upstream, out=out)
 
@@ -170,29 +174,35 @@ class _Executor:
         )
         count, hidden_size = self._rows.count, student.hidden.shape[1]
         self._hidden_rows: Tensor | None = None
-        self.weight_gradient: Tensor | None = None
-        self._weight_product: Tensor | None = None
+        self._weight: WeightGradient | None = None
+        # Chunks of one size: a short last one would waste its products.
+        self._chunks = -(-count // work.chunk_tokens)
         if needs_hidden:
             self._hidden_rows = student.hidden.new_zeros(count, hidden_size)
         if needs_weight:
-            device = student.weight.device
-            self.weight_gradient = allocate(
-                student.width, hidden_size, self._dtype, device, zero=True
+            self._weight = WeightGradient(
+                student.width,
+                self._columns,
+                hidden_size,
+                student.dtype,
+                student.weight.device,
+                chunks=self._chunks,
             )
-            if student.dtype != self._dtype:
-                self._weight_product = allocate(self._columns, hidden_size, student.dtype, device)
 
     @property
     def hidden_gradient(self) -> Tensor | None:
         """``[N, H]``, zero in the rows left out."""
         return None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows)
 
+    @property
+    def weight_gradient(self) -> Tensor | None:
+        """``[V, H]``, zero in the padded columns."""
+        return None if self._weight is None else self._weight.finished()
+
     def run(self) -> tuple[Tensor, Tensor]:
         """Total and sums; afterwards the gradients that were asked for are there."""
         work, count = self._work, self._rows.count
-        chunks = -(-count // work.chunk_tokens)
-        # Chunks of one size: a short last one would waste its products.
-        size = -(-count // chunks) if chunks else 1
+        size = -(-count // self._chunks) if self._chunks else 1
         scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
         heads: dict[Model, LinearHead] = {"student": self._student}
         if isinstance(work.teacher, LinearHead):
@@ -233,7 +243,7 @@ class _Executor:
         targets = [plan.of_rows(self._rows, rows) for plan in work.kept]
         kept = solve_plans(targets, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
-        if self._hidden_rows is not None or self.weight_gradient is not None:
+        if self._hidden_rows is not None or self._weight is not None:
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
             pairs = [(one.kept, one.row) for one in kept]
             weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
@@ -265,13 +275,8 @@ class _Executor:
         if self._hidden_rows is not None:
             weight = self._student.weight[: self._columns]
             torch.mm(gradient, weight, out=self._hidden_rows[rows])
-        if self.weight_gradient is not None:
-            hidden = self._rows.take(self._student.hidden, rows)
-            total = self.weight_gradient[: self._columns]
-            if self._weight_product is None:
-                total.addmm_(gradient.t(), hidden)
-            else:
-                total.add_(torch.mm(gradient.t(), hidden, out=self._weight_product))
+        if self._weight is not None:
+            self._weight.add(gradient, self._rows.take(self._student.hidden, rows))
 
 
 def _weighted_sums(

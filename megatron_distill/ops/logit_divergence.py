@@ -197,7 +197,9 @@ class _State:
         if self.work.overwrites:
             out.zero_()
         if out.shape[1]:
-            out.scatter_add_(1, row.columns, added.to(out.dtype))
+            # Not scatter_add_, which brings all of a narrower matrix to fp32 and back.
+            rows = torch.arange(len(out), device=out.device).unsqueeze(1)
+            out.index_put_((rows, row.columns), added.to(out.dtype), accumulate=True)
 
 
 def _solved(row: RowGradient, packet: Packet, temperature: float) -> Solved:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
+from megatron_distill.ops.largest import largest
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
@@ -26,7 +27,6 @@ __all__ = [
     "Kept",
     "Outside",
     "gather_ranks",
-    "largest",
     "select",
     "vocab_parallel_gather",
     "vocab_parallel_topk",
@@ -169,45 +169,6 @@ def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -
         return torch.full(ids.shape, -math.inf, dtype=dtype, device=raw.device)
     values = rule.apply_(raw.gather(1, shard.local(ids)).to(dtype))
     return values.masked_fill_(~shard.owns(ids), -math.inf)
-
-
-def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest values of each row of ``[N, V]`` and their columns, by (value, column).
-
-    torch.topk leaves open which of equal values it takes and in which order. A few more than asked
-    for hold, but for rare rows, every column equal to the least.
-    """
-    width = logits.shape[1]
-    if logits.device.type != "cpu":
-        values, columns = logits.topk(k, 1)
-        return _ordered(values, _lowest_columns(logits, values, columns))
-    more = min(width, k + k // 4 + 8)
-    values, columns = logits.topk(more, 1)
-    found, places = _ordered(values, columns)
-    if more < width:
-        rows = (values[:, k - 1] == values[:, -1]).nonzero().squeeze(1)
-        if rows.numel():
-            lowest = _lowest_columns(logits[rows], values[rows, :k], columns[rows, :k])
-            found[rows, :k], places[rows, :k] = _ordered(values[rows, :k], lowest)
-    return found[:, :k], places[:, :k]
-
-
-def _ordered(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """By (value, lowest column)."""
-    columns, order = columns.sort(1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, columns.gather(1, order)
-
-
-def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
-    """The columns, those of the least value exchanged for the lowest that hold it."""
-    least, width = values[:, -1:], logits.shape[1]
-    # Columns are exact in fp32 up to 2^24.
-    reversed_columns = torch.arange(width, 0, -1, dtype=torch.float32, device=logits.device)
-    ties = torch.where(logits == least, reversed_columns, 0.0).topk(values.shape[1], 1).values
-    lowest = (width - ties).long()
-    is_least = values == least
-    return torch.where(is_least, lowest.gather(1, (is_least.cumsum(1) - 1).clamp_(min=0)), columns)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def distributions(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return student, teacher
 
 
-def classes(student: Tensor, teacher: Tensor, anchor: Tensor | None = None) -> Classes:
+def classes(student: Tensor, teacher: Tensor, anchor: Tensor | bool = True) -> Classes:
     return Classes(
         teacher,
         student,

@@ -1,0 +1,127 @@
+"""The largest logits of each row, ties by the lowest column: of a shard, on one rank alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
+
+__all__ = ["largest"]
+
+# Columns of which a maximum is taken first; the fewest segments, and most candidates, in k.
+_SEGMENT = 64
+_SEGMENTS_OF_K = 3
+_MOST_LEFT = 4
+
+
+def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest values of each row of ``[N, V]`` and their columns, by (value, column).
+
+    torch.topk leaves open which of equal values it takes and in which order.
+    """
+    count, width = logits.shape
+    if logits.device.type != "cpu" or width < _SEGMENTS_OF_K * k * _SEGMENT:
+        return _largest_of_all(logits, k)
+    values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)
+    # Of the logits, this reads the segments that matter alone once more: blocks may be large.
+    for rows in row_blocks(count, _SEGMENT * k, logits.device):
+        found = _largest_of_few(logits[rows], k)
+        values[rows], columns[rows] = found or _largest_of_all(logits[rows], k)
+    return values, columns
+
+
+def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+    """`largest` among what reaches the k-th of the segments' maxima, which is hardly more.
+
+    None if a row leaves too many, as equal logits do, or not enough, as NaN does.
+    """
+    count, width = logits.shape
+    segments = width // _SEGMENT
+    parts = logits[:, : segments * _SEGMENT].view(count, segments, _SEGMENT)
+    maxima = _maxima(parts)
+    least = maxima.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
+    row, segment = (maxima >= least).nonzero().unbind(1)
+    if len(row) > _MOST_LEFT * k * count:
+        return None
+    if parts.is_contiguous():
+        candidates = parts.flatten(0, 1).index_select(0, row * segments + segment)
+    else:
+        candidates = parts[row, segment]
+    column = segment * _SEGMENT
+    if width > segments * _SEGMENT:
+        rest = logits[:, segments * _SEGMENT :]
+        lacking = _SEGMENT - rest.shape[1]
+        rest = torch.nn.functional.pad(rest, (0, lacking), value=-math.inf)
+        row = torch.cat([row, torch.arange(count)])
+        column = torch.cat([column, column.new_full((count,), segments * _SEGMENT)])
+        candidates = torch.cat([candidates, rest])
+    # Eight at a time: nearly all of them are false.
+    reaches = (candidates.to(least.dtype) >= least[row]).view(torch.int64)
+    word = reaches.flatten().nonzero().squeeze(1)
+    within = reaches.flatten()[word].view(torch.bool).view(-1, 8).nonzero()
+    place = word[within[:, 0]] * 8 + within[:, 1]
+    part, offset = place // _SEGMENT, place % _SEGMENT
+    return _largest_of_ragged(
+        row[part], column[part] + offset, candidates.flatten()[place], count, k
+    )
+
+
+def _maxima(parts: Tensor) -> Tensor:
+    """Largest of each ``[N, S, W]`` in the dtype of statistics, to which blocks are first brought:
+    torch is slow at comparing narrower ones."""
+    dtype = accumulation_dtype(parts.dtype)
+    if parts.dtype == dtype:
+        return parts.amax(2)
+    count, segments, width = parts.shape
+    maxima = parts.new_empty(count, segments, dtype=dtype)
+    scratch = Scratch(count, segments * width, dtype, parts.device)
+    for rows in row_blocks(count, segments * width, parts.device):
+        block = parts[rows]
+        wide = scratch.take("wide", len(block)).view(block.shape).copy_(block)
+        torch.amax(wide, 2, out=maxima[rows])
+    return maxima
+
+
+def _largest_of_ragged(
+    row: Tensor, column: Tensor, value: Tensor, count: int, k: int
+) -> tuple[Tensor, Tensor] | None:
+    """`largest` among these ``[M]``; within a row they stand in the order of their columns."""
+    row, order = row.sort(stable=True)
+    found = row.bincount(minlength=count)
+    most = int(found.max())
+    if most > _MOST_LEFT * k or int(found.min()) < k:
+        return None
+    position = torch.arange(len(row)) - (found.cumsum(0) - found)[row]
+    values = value.new_full((count, most), -math.inf)
+    values[row, position] = value[order]
+    columns = column.new_zeros(count, most)
+    columns[row, position] = column[order]
+    values, by_value = values.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], columns.gather(1, by_value[:, :k])
+
+
+def _largest_of_all(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`largest` by torch.topk, and its ties by the lowest column."""
+    values, columns = logits.topk(k, 1)
+    return _ordered(values, _lowest_columns(logits, values, columns))
+
+
+def _ordered(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """By (value, lowest column)."""
+    columns, order = columns.sort(1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """The columns, those of the least value exchanged for the lowest that hold it."""
+    least, width = values[:, -1:], logits.shape[1]
+    # Columns are exact in fp32 up to 2^24.
+    reversed_columns = torch.arange(width, 0, -1, dtype=torch.float32, device=logits.device)
+    ties = torch.where(logits == least, reversed_columns, 0.0).topk(values.shape[1], 1).values
+    lowest = (width - ties).long()
+    is_least = values == least
+    return torch.where(is_least, lowest.gather(1, (is_least.cumsum(1) - 1).clamp_(min=0)), columns)

@@ -1,0 +1,76 @@
+"""The gradient on a head's weight, summed over chunks of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.blocks import accumulation_dtype, allocate
+
+__all__ = ["WeightGradient"]
+
+# Elements of a product that is added up in a wider dtype: enough for the product to run at speed,
+# few enough for the sum to find it in the cache.
+_CPU_ELEMENTS = 2**21
+
+
+class WeightGradient:
+    """``[V, H]``, the sum of ``gradient^T hidden`` over chunks; zero in the padded columns.
+
+    One chunk alone is its product, in the product's dtype. More are added up in fp32 (fp64).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        columns: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        chunks: int,
+    ) -> None:
+        self._columns = columns
+        self._dtype = dtype
+        total_dtype = dtype if chunks <= 1 else accumulation_dtype(dtype)
+        self.total = allocate(width, hidden_size, total_dtype, device)
+        self.total[columns:].zero_()
+        self._is_empty = True
+        self._product: Tensor | None = None
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add the product of ``[n, columns]`` on the raw outputs and ``[n, H]``."""
+        if self._columns == 0:
+            return
+        total = self.total[: self._columns]
+        if total.dtype != self._dtype:
+            self._add_wider(total, gradient, hidden)
+        elif self._is_empty:
+            torch.mm(gradient.t(), hidden, out=total)
+        else:
+            total.addmm_(gradient.t(), hidden)
+        self._is_empty = False
+
+    def finished(self) -> Tensor:
+        """The sum, also where no chunk was added."""
+        if self._is_empty:
+            self.total.zero_()
+        return self.total
+
+    def _add_wider(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+        rows = self._product_rows(hidden)
+        if self._product is None:
+            self._product = hidden.new_empty(rows, hidden.shape[1])
+        for first in range(0, self._columns, rows):
+            part = slice(first, min(first + rows, self._columns))
+            product = self._product[: part.stop - first]
+            torch.mm(gradient[:, part].t(), hidden, out=product)
+            if self._is_empty:
+                total[part].copy_(product)
+            else:
+                total[part].add_(product)
+
+    def _product_rows(self, hidden: Tensor) -> int:
+        if hidden.device.type != "cpu":
+            return self._columns
+        return min(self._columns, max(1, _CPU_ELEMENTS // max(hidden.shape[1], 1)))

@@ -1,0 +1,80 @@
+"""The selection of a top-k on one shard: ties, few distinct values, columns beyond the last
+segment, rows that leave nothing out, and its speed's detour."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_distill.ops import largest as selection
+from megatron_distill.ops.largest import largest
+
+
+def by_value_and_column(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values, columns = logits.double().sort(dim=1, descending=True, stable=True)
+    return values[:, :k].to(logits.dtype), columns[:, :k]
+
+
+def assert_chosen(logits: Tensor, k: int) -> None:
+    values, columns = largest(logits, k)
+    expected_values, expected_columns = by_value_and_column(logits, k)
+    assert torch.equal(values, expected_values)
+    assert torch.equal(columns, expected_columns)
+
+
+def drawn(rows: int, width: int, *, distinct: int = 10**9, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-distinct, distinct, (rows, width), generator=generator).float() / 1e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [64, 1000, 6400, 6401, 20_031])
+@pytest.mark.parametrize("k", [1, 20])
+def test_order_is_by_value_and_lowest_column(dtype: torch.dtype, width: int, k: int) -> None:
+    assert_chosen(drawn(9, width).to(dtype), k)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 12), st.integers(0, 80), st.sampled_from([1, 3, 50]), st.integers(0, 2**31 - 1)
+)
+def test_ties_go_to_the_lowest_column(k: int, more: int, distinct: int, seed: int) -> None:
+    assert_chosen(drawn(5, 64 * 3 * k + more, distinct=distinct, seed=seed), k)
+
+
+def test_rows_of_a_wider_matrix() -> None:
+    assert_chosen(drawn(6, 9000)[:, 100:7000], 7)
+
+
+def test_neighbours_and_equal_rows_and_forbidden_columns() -> None:
+    logits = drawn(4, 8192)
+    logits[0] = 1.0
+    logits[1, 3:60] += 1e6
+    logits[2, :8000] = -torch.inf
+    logits[3, 20:] = -torch.inf
+    assert_chosen(logits, 16)
+    # All of the last segment's columns, of which there are too few for one of their own.
+    logits = drawn(4, 8199)
+    logits[:, 8192:] += 1e6
+    assert_chosen(logits, 16)
+
+
+def test_few_columns_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        selection, "_largest_of_all", lambda *_: pytest.fail("went through all columns")
+    )
+    assert_chosen(drawn(50, 32_000), 64)
+    with pytest.raises(pytest.fail.Exception, match="went through all"):
+        largest(torch.ones(3, 32_000), 64)
+
+
+def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
+    logits = drawn(3, 8192)
+    logits[1, 77] = torch.nan
+    values, columns = largest(logits, 5)
+    assert columns[1, 0] == 77
+    assert values[1, 0].isnan()
+    assert torch.equal(columns[0], by_value_and_column(logits[:1], 5)[1][0])
