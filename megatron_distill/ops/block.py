@@ -13,7 +13,7 @@ from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.divergence import Classes, Model, WeightedDivergence
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.pushforward import SoftmaxWeights, scale_rows_
+from megatron_distill.ops.pushforward import SoftmaxWeights, scale_rows_, scale_softmax_
 from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, logit_gap
 
 __all__ = ["Block", "Normalisers"]
@@ -143,7 +143,7 @@ class Block:
         if factor is None:
             gradient.zero_()  # nothing at this temperature but points
         else:
-            scale_rows_(gradient, weights.student, sparse=weights.sparse, factor=factor)
+            scale_softmax_(gradient, weights, self._buffer, factor=factor)
         if weights.teacher is not None:
             teacher = self.scratch.take(f"teacher@{temperature}", self._size)
             factor = factors["teacher", temperature]
@@ -175,12 +175,15 @@ class Block:
             gradient = pull if gradient is None else gradient.add_(pull)
         assert gradient is not None
         classes = self.classes(weights.temperature)
-        gradient.add_(scale_rows_(classes.student, of_student, sparse=sparse))
+        gradient.add_(scale_softmax_(classes.student, weights, self._buffer, student=of_student))
         if weights.teacher is not None:
             gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=sparse))
         for columns, added in weights.points:
             gradient.scatter_add_(1, columns, added)
         return gradient
+
+    def _buffer(self, name: str) -> Tensor:
+        return self.scratch.take(name, self._size)
 
     def _at_top(self, slope: Tensor) -> Tensor:
         """The slope at the student's top token of this shard, ``[n, 1]``."""

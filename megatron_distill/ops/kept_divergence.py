@@ -30,6 +30,7 @@ __all__ = ["KeptTerm", "RowGradient", "SampledTarget", "Support", "TopKTarget", 
 Support = Literal["tail", "renormalized", "raw"]
 # Log-probabilities are stored in fp32: what differs by less than that holds is the same.
 _RESOLUTION = 4.0
+_STEEPEST = 1e32
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,17 @@ class RowGradient:
 
     Attributes:
         value: ``[N]`` fp64.
-        slope: ``[N]`` the gradient is ``slope * q_j`` on ids that are not kept.
+        slope: ``[N]`` the gradient is ``slope * q_j`` on ids that are not kept. No larger than fp32
+            holds with weights: where the student leaves them less than 1e-32, they get too little.
         columns: ``[N, K]`` local columns of the kept ids, any column where another rank owns it.
-        excess: ``[N, K]`` what the gradient on a kept id is beyond ``slope * q_j``; zero where
-            another rank owns it.
+        excess: ``[N, K]`` what the gradient on a kept id is beyond ``slope * q_j``, or all of it;
+            zero where another rank owns it.
         log_normalizer: ``[N]`` fp64 of the student at the term's temperature; None where nothing
             outside the ids counts.
         peak: ``[N]`` largest logit of the shard, in the dtype of statistics.
         first_logit: ``[N]`` fp64, the student's logit at the first kept id.
+        cut: bool ``[N, K]``, the kept ids of this rank that the slope does not reach, so that
+            ``excess`` is all they get; None where it reaches them too.
     """
 
     value: Tensor
@@ -89,6 +93,7 @@ class RowGradient:
     log_normalizer: Tensor | None
     peak: Tensor
     first_logit: Tensor
+    cut: Tensor | None = None
 
 
 def solve_kept(
@@ -135,7 +140,10 @@ def solve_kept(
         value, slope, inside = _on_classes(
             kept.term.divergence, kept.target, is_kept, log_q, log_tail
         )
-    excess = inside - slope.unsqueeze(1) * log_q.exp()
+    # The slope of a tail is as steep as the student's tail is small. In fp32 what it gives the kept
+    # ids could not be taken away again: they are left out instead.
+    has_tail = isinstance(kept.target, TopKTarget) and kept.target.support == "tail"
+    excess = inside if has_tail else inside - slope.unsqueeze(1) * log_q.exp()
     return RowGradient(
         value=value,
         slope=slope,
@@ -144,6 +152,7 @@ def solve_kept(
         log_normalizer=log_normalizer,
         peak=peak,
         first_logit=logits[:, 0],
+        cut=owned if has_tail else None,
     )
 
 
@@ -199,7 +208,8 @@ def _on_classes(
     gradient = pulls - q * total
     if target.support == "tail":
         of_tail, tail = gradient[:, -1], q[:, -1]
-        return values.sum(1), of_tail / tail, gradient[:, :-1]
+        slope = (of_tail / tail).clamp(-_STEEPEST, _STEEPEST)
+        return values.sum(1), slope, gradient[:, :-1]
     slope = torch.zeros_like(total).squeeze(1)
     if target.support == "raw":
         mass = q.sum(1, keepdim=True)

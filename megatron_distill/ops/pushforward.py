@@ -12,7 +12,7 @@ Ratios p/q are never formed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient
 from megatron_distill.ops.statistics import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["Curved", "SoftmaxWeights", "scale_rows_", "softmax_weights"]
+__all__ = ["Curved", "Others", "SoftmaxWeights", "scale_rows_", "scale_softmax_", "softmax_weights"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,26 @@ class Curved:
 
 
 @dataclass(frozen=True)
+class Others:
+    """A weight ``[N, 1]`` of the student's probabilities of all ids but the kept ones.
+
+    These are ``columns [N, K]`` of this shard where ``cut``.
+    """
+
+    weight: Tensor
+    columns: Tensor
+    cut: Tensor
+
+    def rows(self, rows: slice) -> Others:
+        """Those of some tokens."""
+        return Others(self.weight[rows], self.columns[rows], self.cut[rows])
+
+    def at_kept(self, values: Tensor) -> Tensor:
+        """``[N, K]`` of values ``[N, V]`` those of the kept ids, zero in place of others."""
+        return values.gather(1, self.columns).masked_fill_(~self.cut, 0.0)
+
+
+@dataclass(frozen=True)
 class SoftmaxWeights:
     """How the terms at one temperature weigh the tokens in the gradient.
 
@@ -54,6 +74,7 @@ class SoftmaxWeights:
         curved: the other terms between logits.
         points: columns ``[N, K]`` of this shard and what is added there: labels, kept ids.
         sparse: whether a weight may be zero.
+        others: further weights of the student's probabilities, but for kept ids.
     """
 
     temperature: float
@@ -62,6 +83,7 @@ class SoftmaxWeights:
     curved: tuple[Curved, ...]
     points: tuple[tuple[Tensor, Tensor], ...]
     sparse: bool
+    others: tuple[Others, ...] = ()
 
     def rows(self, rows: slice) -> SoftmaxWeights:
         """The weights of some tokens."""
@@ -84,6 +106,7 @@ class SoftmaxWeights:
             ),
             tuple((columns[rows], values[rows]) for columns, values in self.points),
             self.sparse,
+            tuple(others.rows(rows) for others in self.others),
         )
 
     def with_slopes(self, slopes: Mapping[str, tuple[Tensor, Tensor]]) -> SoftmaxWeights:
@@ -131,6 +154,7 @@ def softmax_weights(
         curved: list[Curved] = []
         points: list[tuple[Tensor, Tensor]] = []
         used: list[Tensor] = []
+        others: list[Others] = []
         if temperature == 1.0 and label_weights is not None and labels is not None:
             student = label_weights.unsqueeze(1)
             owned = torch.where(shard.owns(labels), label_weights, 0.0)
@@ -148,12 +172,24 @@ def softmax_weights(
             if one.term.temperature == temperature:
                 weight = (divergence_weights * (one.term.coefficient / temperature)).unsqueeze(1)
                 used.append(weight)
-                student = student + _unless_zero(weight, solved.slope.unsqueeze(1))
+                reach = _unless_zero(weight, solved.slope.unsqueeze(1))
+                if solved.cut is None:
+                    student = student + reach
+                else:
+                    others.append(Others(reach, solved.columns, solved.cut))
                 points.append((solved.columns, _unless_zero(weight, solved.excess)))
         if used or points:
             sparse = _may_be_zero(student, *used)
             weights.append(
-                SoftmaxWeights(temperature, student, teacher, tuple(curved), tuple(points), sparse)
+                SoftmaxWeights(
+                    temperature,
+                    student,
+                    teacher,
+                    tuple(curved),
+                    tuple(points),
+                    sparse,
+                    tuple(others),
+                )
             )
     return tuple(weights)
 
@@ -180,6 +216,37 @@ def scale_rows_(
     if values.device.type != "cpu":
         return values.masked_fill_(unused, 0.0)
     return values.index_fill_(0, unused.squeeze(1).nonzero().squeeze(1), 0.0)
+
+
+def scale_softmax_(
+    softmax: Tensor,
+    weights: SoftmaxWeights,
+    spare: Callable[[str], Tensor],
+    *,
+    student: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Multiply the student's softmax ``[N, V]`` by all its weights, in place.
+
+    ``student`` stands in for that of the weights; ``spare`` makes a named buffer to overwrite.
+    """
+    base = weights.student if student is None else student
+    sparse = weights.sparse
+    if not weights.others:
+        return scale_rows_(softmax, base, sparse=sparse, factor=factor)
+    first, *further = weights.others
+    added: Tensor | None = None
+    for others in further:
+        part = spare("others" if added is None else "further others").copy_(softmax)
+        part.scatter_add_(1, others.columns, others.at_kept(part).neg_())
+        scale_rows_(part, others.weight, sparse=True, factor=factor)
+        added = part if added is None else added.add_(part)
+    own = _unless_zero(base if factor is None else base * factor, first.at_kept(softmax))
+    scale_rows_(softmax, base + first.weight, sparse=True, factor=factor)
+    # Taken from itself, nothing is left of what the weight of the others is too large for.
+    softmax.scatter_add_(1, first.columns, first.at_kept(softmax).neg_())
+    softmax.scatter_add_(1, first.columns, own)
+    return softmax if added is None else softmax.add_(added)
 
 
 def _may_be_zero(*weights: Tensor) -> bool:

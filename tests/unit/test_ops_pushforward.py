@@ -3,12 +3,20 @@ unused rows stays there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
 from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient, TopKTarget
-from megatron_distill.ops.pushforward import scale_rows_, softmax_weights
+from megatron_distill.ops.pushforward import (
+    Others,
+    SoftmaxWeights,
+    scale_rows_,
+    scale_softmax_,
+    softmax_weights,
+)
 from megatron_distill.ops.statistics import Sweep
 
 KL = divergence_named("forward_kl")
@@ -79,3 +87,26 @@ def test_unused_rows_are_zero_even_if_nothing_in_them_is_finite() -> None:
     expected = values * weights
     expected[1] = 0
     assert torch.equal(scale_rows_(values, weights, sparse=True), expected)
+
+
+def test_weights_of_all_but_kept_ids_leave_nothing_on_these_however_large_they_are() -> None:
+    softmax = torch.randn(3, 7, generator=torch.Generator().manual_seed(6)).softmax(1)
+    columns, cut = torch.tensor([[4, 0], [1, 0], [6, 2]]), torch.tensor([True, False])
+    cut = cut.expand(3, 2).clone()
+    cut[2] = True
+    one = Others(torch.tensor([[1e12], [0.0], [2.0]]), columns, cut)
+    other = Others(torch.tensor([[3.0], [1e20], [5.0]]), columns.flip(1), cut.flip(1))
+    weights = SoftmaxWeights(1.0, torch.tensor([[0.5], [0.5], [0.0]]), None, (), (), True)
+    expected = softmax.double() * weights.student.double()
+    kept = torch.zeros(3, 7, dtype=torch.bool)
+    kept[0, 4] = kept[1, 1] = kept[2, 6] = kept[2, 2] = True
+    for others in ((), (one,), (one, other), (other, one, one)):
+        total = sum((each.weight.double() for each in others), torch.zeros(3, 1).double())
+        exact = expected + torch.where(kept, 0.0, softmax.double() * total)
+        found = scale_softmax_(
+            softmax.clone(),
+            replace(weights, others=others),
+            lambda _: torch.empty(3, 7),
+            factor=torch.ones(3, 1),
+        )
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
