@@ -133,7 +133,9 @@ def solve_kept(
         log_tail = log_tail - log_normalizer
         log_q = scaled - log_normalizer.unsqueeze(1)
     else:
-        log_q = scaled - scaled.logsumexp(1, keepdim=True)
+        total = scaled.logsumexp(1, keepdim=True)
+        # Without any probability there is nothing to share out: -inf, where the difference is NaN.
+        log_q = scaled - total.masked_fill(total == -torch.inf, 0.0)
     if isinstance(kept.target, SampledTarget):
         value, slope, inside = _on_samples(kept.target.weights.double(), log_q)
     else:
