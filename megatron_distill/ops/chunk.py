@@ -177,9 +177,13 @@ class Chunk:
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
         """All sweeps of one block after another, as one rank alone can."""
         self._measure_labels(packet)
-        found: dict[str, list[Tensor]] = {term.key: [] for term in self.sweep.curved}
-        blends: dict[str, list[Tensor]] = {
-            term.key: [] for term in self.sweep.curved if term.divergence.head_mass is not None
+        # There may be no tokens at all, and so no block to add to these.
+        none = packet.values.new_zeros(0)
+        found = {term.key: [none.double()] for term in self.sweep.curved}
+        blends = {
+            term.key: [none.unsqueeze(1)]
+            for term in self.sweep.curved
+            if term.divergence.head_mass is not None
         }
         for rows in self._rows():
             own, logits = packet.part(rows), self._load(rows)
