@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses.shards import check_columns, check_rows, resolve_shard
+from megatron_distill.losses.shards import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.targets import kept_target
 from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
@@ -63,7 +63,9 @@ def fused_linear_objective(
     """
     hidden = HiddenState(student_hidden, student_weight, student_softcap, student_scale)
     shard, group = resolve_shard(student_weight.shape[0], shard, group)
-    check_rows(student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights)
+    check_per_token(
+        student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights
+    )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:

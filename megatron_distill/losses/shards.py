@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["check_columns", "check_rows", "resolve_shard"]
+__all__ = ["check_columns", "check_per_token", "check_rows", "resolve_shard"]
 
 
 def resolve_shard(
@@ -64,3 +64,18 @@ def check_rows(count: int, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.shape[0] != count:
             raise ValueError(f"{name} has {tensor.shape[0]} rows for {count} tokens")
+
+
+def check_per_token(count: int, **tensors: Tensor) -> None:
+    """Refuse what is not one number per token: a second dimension would be broadcast in silence.
+
+    Raises:
+        ValueError: naming the first that does not fit.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1:
+            raise ValueError(
+                f"{name} is of shape {tuple(tensor.shape)}; "
+                f"it must be one number for each of {count} tokens"
+            )
+    check_rows(count, **tensors)
