@@ -9,6 +9,9 @@ from torch import Tensor
 
 __all__ = ["VocabShard"]
 
+# Ids travel between ranks beside fp32 statistics, which count exactly up to here.
+_LARGEST_SIZE = 2**24
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -17,7 +20,7 @@ class VocabShard:
     Real columns are always a prefix of the shard, so that padding is cut off rather than masked.
 
     Raises:
-        ValueError: the size is not positive or the range is not one.
+        ValueError: the size is not positive or beyond 2^24, or the range is not one.
     """
 
     size: int
@@ -27,6 +30,10 @@ class VocabShard:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"VocabShard.size is {self.size}; it must be at least 1")
+        if self.size > _LARGEST_SIZE:
+            raise ValueError(
+                f"VocabShard.size is {self.size}; ids are exact up to {_LARGEST_SIZE} only"
+            )
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"VocabShard range [{self.start}, {self.stop}) is not a column range")
 
