@@ -14,6 +14,7 @@ from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.signals import DenseLogits, HiddenState, Sampled, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import Problem, capped, cross_entropy, entropy, row_error
+from tests.unit.divergence_runs import value_of
 
 BETWEEN = [
     Term("js_divergence", 0.7, 2.0, scale_by_temperature_squared=True),
@@ -34,19 +35,6 @@ GIVEN = [
 ]
 Rule = tuple[float | None, float]
 PLAIN: Rule = (None, 1.0)
-
-
-def value_of(term: Term, student: Tensor, teacher: Tensor) -> Tensor:
-    if term.top_k is None:
-        value = oracles.dense(
-            term.divergence, student, teacher, term.temperature, **term.parameters
-        )
-    else:
-        kept = oracles.topk(teacher, term.top_k, term.temperature)
-        value = oracles.kept(
-            term.divergence, student, *kept, term.support, term.temperature, **term.parameters
-        )
-    return value * term.temperature_factor
 
 
 def expected(
