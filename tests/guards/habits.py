@@ -6,12 +6,21 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
+from typing import TypeGuard
 
 from tests.guards.source_tree import Source
 
 # Methods whose meaning is the framework's; the docstring of their class speaks for them.
 FRAMEWORK_METHODS = ("forward", "backward", "setup_context")
 DRAWER_NAMES = ("util", "utils", "helper", "helpers", "manager", "misc", "common")
+# What every rank of a group has to call, of torch.distributed.
+COLLECTIVES = re.compile(
+    r"(i?all_reduce|reduce|all_gather|gather|scatter|reduce_scatter|all_to_all|broadcast|barrier"
+    r"|monitored_barrier|i?send|i?recv|batch_isend_irecv)(_coalesced|_object|_object_list|_single"
+    r"|_tensor|_into_tensor|_with_index)*"
+)
+# Blocks that go on after an error in them.
+SWALLOWING = ("suppress", "together")
 LEFT_OPEN = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -32,6 +41,60 @@ def _is_broad(caught: ast.expr | None) -> bool:
     return any(
         isinstance(arm, ast.Name) and arm.id in ("Exception", "BaseException") for arm in arms
     )
+
+
+def caught_collectives(sources: Sequence[Source]) -> Iterator[str]:
+    """Find collectives in blocks whose errors one rank alone would pass over, while others wait.
+
+    A handler that raises in the end is none such. Functions count whose docstrings say that they
+    are collective, unless others have their name.
+    """
+    known = communicating(sources)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if not _passes_over_errors(node):
+                continue
+            for call in (found for statement in node.body for found in ast.walk(statement)):
+                if isinstance(call, ast.Call) and _is_collective(call.func, known):
+                    called = ast.unparse(call.func)
+                    yield f"{source.place}:{call.lineno}: catches around the collective {called}"
+
+
+def _passes_over_errors(node: ast.AST) -> TypeGuard[ast.Try | ast.With]:
+    if isinstance(node, ast.With):
+        opened = [item.context_expr for item in node.items]
+        names = [_last_name(call.func) for call in opened if isinstance(call, ast.Call)]
+        return any(name in SWALLOWING for name in names)
+    return isinstance(node, ast.Try) and any(
+        not isinstance(handler.body[-1], ast.Raise) for handler in node.handlers
+    )
+
+
+def communicating(sources: Sequence[Source]) -> set[str]:
+    """Names of functions that say they communicate, where all of that name do."""
+    functions = [
+        node
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    says = {node: "Collective" in (ast.get_docstring(node) or "") for node in functions}
+    return {node.name for node in functions if says[node]} - {
+        node.name for node in functions if not says[node]
+    }
+
+
+def _is_collective(called: ast.expr, known: set[str]) -> bool:
+    name = _last_name(called)
+    if name in known:
+        return True
+    of_torch = isinstance(called, ast.Attribute) and ast.unparse(called.value).endswith("dist")
+    of_torch = of_torch or ast.unparse(called).startswith("torch.distributed.")
+    return of_torch and COLLECTIVES.fullmatch(name) is not None
+
+
+def _last_name(called: ast.expr) -> str:
+    return ast.unparse(called).rpartition(".")[2]
 
 
 def prints(sources: Sequence[Source]) -> Iterator[str]:

@@ -15,6 +15,7 @@ Guard = Callable[[Sequence[Source]], Iterator[str]]
 IN_PACKAGE: list[Guard] = [habits.prints, habits.missing_docstrings, habits.config_probes]
 EVERYWHERE: list[Guard] = [
     habits.broad_handlers,
+    habits.caught_collectives,
     habits.left_open,
     habits.global_state,
     habits.not_ascii,
@@ -26,6 +27,22 @@ REFUSED = [
     (habits.broad_handlers, "try:\n    pass\nexcept:\n    pass\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept Exception as error:\n    raise\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept (OSError, BaseException):\n    pass\n"),
+    (
+        habits.caught_collectives,
+        "try:\n    dist.all_reduce(x)\nexcept RuntimeError:\n    pass\n",
+    ),
+    (
+        habits.caught_collectives,
+        "try:\n    if x:\n        torch.distributed.broadcast_object_list([x])\n"
+        "except OSError as error:\n    log(error)\nexcept ValueError:\n    raise\n",
+    ),
+    (habits.caught_collectives, "with suppress(RuntimeError):\n    dist.barrier()\n"),
+    (habits.caught_collectives, "with together(group=g):\n    dist.irecv(x)\n"),
+    (
+        habits.caught_collectives,
+        'def total(x):\n    """Sum.\n\n    Collective: one all-reduce.\n    """\n'
+        "try:\n    total(1)\nexcept ValueError:\n    x = None\n",
+    ),
     (habits.left_open, "x = 1  # TODO later\n"),
     (habits.left_open, '"""Sum.\n\nFIXME: wrong for bf16.\n"""\n'),
     (habits.left_open, "def f():\n    raise NotImplementedError\n"),
@@ -44,6 +61,16 @@ REFUSED = [
 ALLOWED = [
     (habits.prints, "def f(log):\n    log.print(1)\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept (OSError, ValueError):\n    pass\n"),
+    (habits.caught_collectives, "try:\n    dist.barrier()\nfinally:\n    close()\n"),
+    (habits.caught_collectives, "try:\n    dist.barrier()\nexcept OSError:\n    raise\n"),
+    (
+        habits.caught_collectives,
+        "try:\n    x = read()\nexcept OSError:\n    x = None\ndist.broadcast(x, 0)\n",
+    ),
+    (
+        habits.caught_collectives,
+        "try:\n    x.gather(1, ids)\n    functools.reduce(f, x)\nexcept ValueError:\n    pass\n",
+    ),
     (habits.left_open, "todo = [1]  # the list of things to do\n"),
     (habits.config_probes, "def f(module):\n    return getattr(module, 'bias', None)\n"),
     (habits.missing_docstrings, '"""M."""\ndef _f():\n    def g():\n        pass\n'),
@@ -93,3 +120,13 @@ def test_a_drawer_is_found_by_its_name(name):
 def test_every_guard_is_shown_to_fail():
     shown = {guard for guard, _ in REFUSED} | {habits.drawer_names}
     assert shown == set(IN_PACKAGE) | set(EVERYWHERE)
+
+
+def test_defect_14_no_error_is_swallowed_around_a_collective():
+    # Megatron-LM's cached logits had `ignore_errors`, after which one rank waits for ever.
+    assert any(source.place.startswith("megatron_distill/runtime") for source in PACKAGE_SOURCES)
+    assert {"gather_ranks", "agree", "fused_linear_objective"} <= habits.communicating(
+        PACKAGE_SOURCES
+    )
+    found = list(habits.caught_collectives(PROJECT))
+    assert not found, "\n".join(found)
