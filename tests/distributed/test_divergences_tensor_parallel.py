@@ -17,6 +17,7 @@ from megatron_distill.signals import DenseLogits, Sampled, TopK
 from tests.distributed.pool import Pool
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
+from tests.reference.logits import logit_pair
 from tests.reference.tracing import Trace
 
 WORLDS = [1, 2, 4]
@@ -38,12 +39,6 @@ CASES: list[Case] = [
 ]
 
 
-def logit_pair(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    student, teacher = torch.randn(2, 6, vocab, generator=generator, dtype=torch.float64) * 2
-    return student.to(dtype), teacher.to(dtype)
-
-
 def signal_of(support: str, teacher: Tensor, columns: slice, temperature: float) -> Any:
     if support == "dense":
         return DenseLogits(padded(teacher, columns))
@@ -62,7 +57,7 @@ def all_cases(
 ) -> list[tuple[Tensor, Tensor, list[str], list[str]]]:
     shard = VocabShard.for_rank(*sizes, rank, world)
     columns = slice(shard.start, shard.stop)
-    student, teacher = logit_pair(sizes[0], dtype)
+    student, teacher = logit_pair(6, sizes[0], 7, dtype)
     upstream = torch.linspace(0.1, 1.0, 6)
     answers = []
     for name, support, temperature in CASES:
@@ -124,11 +119,11 @@ QUICK = [
         for case in itertools.product(WORLDS, DTYPES, SIZES)
     ],
 )
-def test_shards_equal_the_whole(
+def test_defect_17_tensor_parallel_1_2_4_equals_dense_for_each_divergence_and_support(
     pool: Pool, world: int, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> None:
     ranks = pool.run(world, all_cases, sizes, dtype)
-    student, teacher = logit_pair(sizes[0], dtype)
+    student, teacher = logit_pair(6, sizes[0], 7, dtype)
     for number, case in enumerate(CASES):
         answers = [rank[number] for rank in ranks]
         value, gradient = expected_of(case, student, teacher)
@@ -147,7 +142,7 @@ def test_shards_equal_the_whole(
 def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
     shard = VocabShard.for_rank(203, 224, rank, world)
     columns = slice(shard.start, shard.stop)
-    student, teacher = logit_pair(203, torch.float32)
+    student, teacher = logit_pair(6, 203, 7, torch.float32)
     generator = torch.Generator().manual_seed(2)
     ids = torch.multinomial(teacher.softmax(1), 30, replacement=True, generator=generator)
     leaf = padded(student, columns).requires_grad_()
@@ -166,7 +161,7 @@ def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_sampled_ids_on_shards(pool: Pool, world: int) -> None:
     answers = pool.run(world, sampled_on_shard)
-    student, teacher = logit_pair(203, torch.float32)
+    student, teacher = logit_pair(6, 203, 7, torch.float32)
     generator = torch.Generator().manual_seed(2)
     ids = torch.multinomial(teacher.softmax(1), 30, replacement=True, generator=generator)
     weights = torch.zeros(6, 203).scatter_add_(1, ids, torch.ones(6, 30)).double() / 30
@@ -182,7 +177,7 @@ def chosen_on_shard(
     rank: int, world: int, sizes: tuple[int, int], dtype: torch.dtype, k: int
 ) -> tuple[Any, Tensor, list[str]]:
     shard = VocabShard.for_rank(*sizes, rank, world)
-    _, teacher = logit_pair(sizes[0], dtype)
+    _, teacher = logit_pair(6, sizes[0], 7, dtype)
     local = padded(teacher, slice(shard.start, shard.stop))
     with Trace() as trace:
         kept = vocab_parallel_topk(local, k, shard, dist.group.WORLD)
@@ -196,7 +191,7 @@ def chosen_on_shard(
 def test_a_top_k_is_the_same_for_every_split(
     pool: Pool, dtype: torch.dtype, sizes: tuple[int, int], k: int
 ) -> None:
-    _, teacher = logit_pair(sizes[0], dtype)
+    _, teacher = logit_pair(6, sizes[0], 7, dtype)
     ids, log_probs, log_tail = oracles.topk(teacher, k, 1.0)
     assert dtype is torch.float32 or any(len(row.unique()) < sizes[0] for row in teacher)
     for world in WORLDS:
@@ -206,3 +201,71 @@ def test_a_top_k_is_the_same_for_every_split(
             torch.testing.assert_close(kept.log_probs.double(), log_probs, rtol=2e-7, atol=1e-6)
             torch.testing.assert_close(kept.log_tail.double(), log_tail, rtol=2e-6, atol=1e-6)
             assert len(collectives) == (0 if world == 1 else 1)
+
+
+def few_columns(
+    rank: int, world: int, name: str, support: str, ids: str
+) -> tuple[Tensor, Tensor, VocabShard]:
+    shard = VocabShard.for_rank(20, 24, rank, world)
+    columns = slice(shard.start, shard.stop)
+    student, teacher = logit_pair(6, 20, 7)
+    leaf = padded(student, columns).requires_grad_()
+    value = token_divergence(
+        leaf,
+        few_kept(teacher, ids),
+        divergence=name,
+        support=support,  # type: ignore[arg-type]
+        shard=shard,
+        group=dist.group.WORLD,
+    )
+    value.backward(torch.linspace(0.1, 1.0, 6))
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad, shard
+
+
+def few_kept(teacher: Tensor, ids: str) -> TopK:
+    """More ids than a shard of four has columns, or none but those of the first."""
+    if ids == "many":
+        kept = oracles.topk(teacher, KEPT, 1.0)
+    else:
+        log_p = teacher.double().log_softmax(1)
+        kept = (
+            torch.tensor([[0, 3, 5]] * 6),
+            log_p[:, [0, 3, 5]],
+            log_p[:, [*range(1, 3), 4, *range(6, 20)]].logsumexp(1),
+        )
+    return TopK(kept[0], kept[1].float(), kept[2].float())
+
+
+def few_columns_of_each(rank: int, world: int, ids: str) -> list[tuple[Tensor, Tensor, VocabShard]]:
+    return [few_columns(rank, world, *case, ids) for case in ON_IDS]
+
+
+ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:]]
+
+
+def assert_shards_of_few_columns_equal_the_whole(pool: Pool, ids: str) -> None:
+    ranks = pool.run(4, few_columns_of_each, ids)
+    student, teacher = logit_pair(6, 20, 7)
+    kept = few_kept(teacher, ids)
+    for number, (name, support) in enumerate(ON_IDS):
+        leaf = student.double().requires_grad_()
+        value = oracles.kept(name, leaf, kept.ids, kept.log_probs, kept.log_tail, support, 1.0)
+        (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, 6).double())
+        answers = [rank[number] for rank in ranks]
+        error = (answers[0][0] - value.detach()).abs() / value.detach().abs().clamp(
+            min=LEAST[support]
+        )
+        assert float(error.max()) < 1e-6, (name, support)
+        found = torch.cat([answer[1] for answer in answers], 1)
+        assert row_error(found[:, :20], gradient) < 1e-6, (name, support)
+        assert not found[:, 20:].any()
+        assert max(answer[2].width for answer in answers) < KEPT
+
+
+def test_defect_15_more_ids_kept_than_a_shard_has_columns(pool: Pool) -> None:
+    assert_shards_of_few_columns_equal_the_whole(pool, "many")
+
+
+def test_defect_15_ranks_without_any_of_the_kept_ids(pool: Pool) -> None:
+    assert_shards_of_few_columns_equal_the_whole(pool, "first shard's")
