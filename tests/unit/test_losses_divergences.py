@@ -1,5 +1,5 @@
 """Every divergence on every support against its float64 oracle: values, gradients, temperatures,
-dtypes, parameters, exact zeros, rows that sum to zero, degenerate rows."""
+dtypes, parameters. Their laws are in test_loss_properties.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.losses import token_divergence
@@ -16,11 +14,11 @@ from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, Sampled, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
+from tests.reference.logits import logit_pair
+from tests.unit.divergence_runs import KEPT_SUPPORTS, NAMES, differentiated, solved
 
-NAMES = list(oracles.ORACLES)
 TEMPERATURES = [0.5, 1.0, 2.0, 4.0]
 DTYPES = [torch.float32, torch.bfloat16]
-SUPPORTS = ["tail", "renormalized", "raw"]
 # A raw sum has terms of both signs, and may be anything, zero included.
 LEAST = {"tail": 0.0, "renormalized": 0.0, "raw": 1.0}
 PARAMETERS: list[tuple[str, dict[str, float]]] = [
@@ -33,28 +31,6 @@ PARAMETERS: list[tuple[str, dict[str, float]]] = [
     ("adaptive_kl", {"adaptive_alpha": 0.2}),
     ("adaptive_kl", {"adaptive_alpha": 0.9}),
 ]
-
-
-def logit_pair(
-    tokens: int, vocab: int, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    student, teacher = torch.randn(2, tokens, vocab, generator=generator, dtype=torch.float64) * 2
-    return student.to(dtype), teacher.to(dtype)
-
-
-def solved(student: Tensor, signal: Any, upstream: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    leaf = student.detach().requires_grad_()
-    value = token_divergence(leaf, signal, **given)
-    (gradient,) = torch.autograd.grad(value, leaf, upstream.to(value.dtype))
-    return value.detach(), gradient
-
-
-def differentiated(student: Tensor, oracle: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = student.detach().double().requires_grad_()
-    value = oracle(leaf)
-    (gradient,) = torch.autograd.grad(value, leaf, upstream.double())
-    return value.detach(), gradient
 
 
 def assert_equal(
@@ -97,7 +73,7 @@ def test_parameters(name: str, given: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("support", KEPT_SUPPORTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_kept_ids(name: str, support: str, dtype: torch.dtype, temperature: float) -> None:
     student, teacher = logit_pair(20, 503, seed=3, dtype=dtype)
@@ -117,7 +93,7 @@ def test_on_kept_ids(name: str, support: str, dtype: torch.dtype, temperature: f
     assert_equal(found, expected, dtype, least=LEAST[support])
 
 
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("support", KEPT_SUPPORTS)
 @pytest.mark.parametrize(("name", "given"), PARAMETERS)
 def test_parameters_on_kept_ids(name: str, given: dict[str, float], support: str) -> None:
     student, teacher = logit_pair(20, 307)
@@ -169,7 +145,7 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("support", KEPT_SUPPORTS)
 def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> None:
     student, teacher = logit_pair(7, 60)
     given = {"divergence": "reverse_kl", "support": support, "temperature": temperature}
@@ -182,7 +158,7 @@ def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("support", ["dense", *SUPPORTS])
+@pytest.mark.parametrize("support", ["dense", *KEPT_SUPPORTS])
 def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.dtype) -> None:
     student, teacher = logit_pair(7, 60, dtype=dtype)
     shard = VocabShard(55, 0, 60)
@@ -207,99 +183,6 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
     assert not logits.detach()[:, 55:].any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_ids_kept_is_the_whole_vocabulary(name: str) -> None:
-    student, teacher = logit_pair(9, 60)
-    signal = TopK(*vocab_parallel_topk(teacher, 60))
-    assert bool((signal.log_tail == -torch.inf).all())
-    upstream = torch.ones(9)
-    whole = solved(student, DenseLogits(teacher), upstream, divergence=name)
-    for support in SUPPORTS:
-        found = solved(student, signal, upstream, divergence=name, support=support)
-        torch.testing.assert_close(found[0], whole[0], rtol=2e-6, atol=1e-7)
-        assert row_error(found[1], whole[1].double()) < 2e-6
-
-
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10**6), temperature=st.sampled_from(TEMPERATURES))
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_models_have_exactly_zero_loss_and_gradient(
-    name: str, seed: int, temperature: float
-) -> None:
-    logits, _ = logit_pair(6, 200, seed)
-    for dtype in DTYPES:
-        student = (logits * 5).to(dtype)
-        signals: list[tuple[Any, str]] = [(DenseLogits(student.clone()), "tail")]
-        kept = TopK(*vocab_parallel_topk(student, 7, temperature=temperature))
-        signals += [(kept, support) for support in SUPPORTS]
-        for signal, support in signals:
-            value, gradient = solved(
-                student,
-                signal,
-                torch.ones(6),
-                divergence=name,
-                temperature=temperature,
-                support=support,
-            )
-            assert not value.any(), support
-            # A raw sum is not least where the models are equal.
-            assert support == "raw" or not gradient.any(), support
-
-
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.01, 1.0, 20.0]))
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_the_gradient_sum_to_zero(name: str, seed: int, spread: float) -> None:
-    student, teacher = (logits * spread for logits in logit_pair(4, 130, seed))
-    signals: list[tuple[Any, str]] = [(DenseLogits(teacher), "tail")]
-    signals += [(TopK(*vocab_parallel_topk(teacher, 5)), support) for support in SUPPORTS]
-    for signal, support in signals:
-        value, gradient = solved(student, signal, torch.ones(4), divergence=name, support=support)
-        assert bool(value.isfinite().all())
-        # Slopes are differences of logits, and rounded like these.
-        assert float(gradient.sum(1).abs().max()) < 1e-5 * max(1.0, spread)
-
-
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adaptive_kl"])
-def test_gradcheck_through_the_public_entry(name: str, support: str) -> None:
-    # Not of adaptive_kl, whose blend is a constant to the gradient and not to finite differences.
-    student, teacher = logit_pair(4, 11, dtype=torch.float64)
-    shard = VocabShard(9, 0, 11)
-    for signal in (
-        DenseLogits(teacher),
-        TopK(*vocab_parallel_topk(teacher, 3, shard, temperature=2.0)),
-    ):
-        assert torch.autograd.gradcheck(
-            lambda logits, signal=signal: token_divergence(
-                logits,
-                signal,
-                divergence=name,
-                temperature=2.0,
-                scale_by_temperature_squared=True,
-                support=support,
-                shard=shard,
-            ),
-            student.requires_grad_(),
-        )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_point_masses_that_agree_and_disagree(name: str) -> None:
-    student = torch.full((2, 50), -200.0)
-    teacher = student.clone()
-    student[:, 3] = 200.0
-    teacher[0, 3] = teacher[1, 4] = 200.0
-    signals: list[tuple[Any, str]] = [(DenseLogits(teacher), "tail")]
-    signals += [(TopK(*vocab_parallel_topk(teacher, 2)), support) for support in SUPPORTS]
-    for signal, support in signals:
-        value, gradient = solved(student, signal, torch.ones(2), divergence=name, support=support)
-        assert bool(value.isfinite().all()), support
-        assert bool(gradient.isfinite().all()), support
-        assert float(value[0]) == 0.0
-        assert support == "raw" or float(value[1]) > 0.2
-
-
 def test_entries_of_minus_infinity_are_not_kept() -> None:
     student, teacher = logit_pair(5, 40)
     kept = TopK(*vocab_parallel_topk(teacher, 6))
@@ -309,7 +192,7 @@ def test_entries_of_minus_infinity_are_not_kept() -> None:
         kept.log_tail,
     )
     for name in NAMES:
-        for support in SUPPORTS:
+        for support in KEPT_SUPPORTS:
             plain = solved(student, kept, torch.ones(5), divergence=name, support=support)
             found = solved(student, padded, torch.ones(5), divergence=name, support=support)
             torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)

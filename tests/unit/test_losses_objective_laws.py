@@ -1,4 +1,4 @@
-"""Laws of the fused objective: masks, chunks, splits, padding, upstream factors, no tokens, equal
+"""Laws of the fused objective: masks, chunks, padding, upstream factors, no tokens, equal
 models, labels that do not exist, repeated calls."""
 
 from dataclasses import replace
@@ -14,38 +14,13 @@ from megatron_distill.ops import VocabShard
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
 from tests.reference.tracing import HostWaits
-from tests.unit.objective_runs import Result, assert_same, run
+from tests.unit.objective_runs import assert_same, run
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 7, 64])
 def test_chunk_size_changes_nothing(chunk_tokens: int) -> None:
     problem = Problem.random(seed=6)
     assert_same(run(problem, chunk_tokens=chunk_tokens), run(problem, chunk_tokens=1024))
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), cut=st.integers(0, 23), chunk=st.integers(1, 30))
-def test_splitting_a_batch_changes_nothing(seed: int, cut: int, chunk: int) -> None:
-    whole = Problem.random(seed=seed)
-    parts = [
-        replace(
-            whole,
-            hidden_NH=whole.hidden_NH[rows],
-            teacher_hidden=whole.teacher_hidden[rows],
-            labels_N=whole.labels_N[rows],
-            ce_weights_N=whole.ce_weights_N[rows],
-            kd_weights_N=whole.kd_weights_N[rows],
-        )
-        for rows in (slice(0, cut), slice(cut, None))
-    ]
-    first, second = (run(part, chunk_tokens=chunk) for part in parts)
-    joined: Result = (
-        first[0] + second[0],
-        {},
-        torch.cat([first[2], second[2]]),
-        first[3] + second[3],
-    )
-    assert_same(joined, run(whole))
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
