@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,15 @@ from megatron_distill.ops.block import Block
 from megatron_distill.ops.blocks import Scratch, row_blocks
 from megatron_distill.ops.divergence import Model, WeightedDivergence
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
+from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import SoftmaxWeights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, measure_block
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.vocab import VocabShard
+
+if TYPE_CHECKING:
+    from megatron_distill.ops.kernels.executor import RowKernels, TemperatureRow
 
 __all__ = ["Chunk", "Solved"]
 
@@ -118,7 +123,7 @@ class Chunk:
 
         Collective: those of `solve`.
         """
-        if weights is not None and group is None:
+        if weights is not None and group is None and self._kernels() is None:
             # Nothing to wait for between the sweeps: a block stays in the cache for all of them.
             return self._process_blocks(packet, weights, out)
         merged, solved = self.solve(packet, group)
@@ -155,6 +160,10 @@ class Chunk:
     def measure(self, packet: Packet) -> None:
         """Fill the packet of the whole chunk."""
         self._measure_labels(packet)
+        kernels = self._kernels()
+        if kernels is not None:
+            kernels.measure(packet)
+            return
         for rows in self._rows():
             measure_block(packet.part(rows), self._load(rows), self.scratch)
 
@@ -166,6 +175,11 @@ class Chunk:
         Of the packet only the peaks are read.
         """
         known = [softmax.with_slopes(solved.slopes).blended(solved.blends) for softmax in weights]
+        kernels = self._kernels()
+        if kernels is not None and kernels.can_push(known):
+            at = [self._temperature_row(packet, solved, one.temperature) for one in known]
+            kernels.push(packet, at, known, out)
+            return
         for rows in self._rows():
             block = self._block(packet, solved, rows)
             block.exponentiate(self.sweep.softmaxes)
@@ -220,7 +234,12 @@ class Chunk:
         sums = packet.values.new_zeros(3 * len(terms), packet.values.shape[1])
         temperatures = list(dict.fromkeys(term.temperature for term in terms))
         softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] in temperatures]
-        for rows in self._rows():
+        kernels = self._kernels()
+        if kernels is not None:
+            for number, term in enumerate(terms):
+                at = self._temperature_row(packet, solved, term.temperature)
+                sums[3 * number : 3 * number + 3] = kernels.sum_slopes(packet, term, at)
+        for rows in self._rows() if kernels is None else ():
             block = self._block(packet, solved, rows)
             block.exponentiate(softmaxes)
             for number, term in enumerate(terms):
@@ -271,6 +290,32 @@ class Chunk:
             model: self.rules[model].load(raw[rows], self.scratch, f"{model}_logits")
             for model, raw in self.raw.items()
         }
+
+    def _kernels(self) -> RowKernels | None:
+        """The kernels for these rows, where there are any and the device is theirs."""
+        student = self.raw["student"]
+        rows = [term.divergence for term in self.sweep.curved]
+        if student.numel() == 0 or any(row.kernel is None for row in rows):
+            return None
+        if not all(kernels_run(raw.device, raw.dtype) for raw in self.raw.values()):
+            return None
+        # Not before it is sure that Triton is there.
+        from megatron_distill.ops.kernels.executor import RowKernels
+
+        return RowKernels(self.raw, self.rules)
+
+    def _temperature_row(
+        self, packet: Packet, solved: Solved, temperature: float
+    ) -> TemperatureRow:
+        from megatron_distill.ops.kernels.executor import TemperatureRow
+
+        nothing = packet.values.new_zeros(packet.values.shape[1], 1)
+        student, teacher = (
+            solved.factors.get((model, temperature), nothing) for model in ("student", "teacher")
+        )
+        shift = solved.shifts.get(temperature, nothing)
+        anchor = solved.anchors.get(temperature, nothing).to(nothing.dtype)
+        return TemperatureRow(*(one.squeeze(1) for one in (student, teacher, shift, anchor)))
 
     def _measure_labels(self, packet: Packet) -> None:
         if self.labels is None or self.shard.real_width == 0:

@@ -20,6 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_distill.ops.kernels import KernelForm
+
 __all__ = [
     "DIVERGENCES",
     "Classes",
@@ -75,6 +77,7 @@ class Divergence:
             does not feel how they were rounded as a whole.
         head_mass: of the row that blends forward and reverse KL by the teacher's head and tail: the
             most mass of the tail. ``evaluate`` and ``constant`` are those of reverse KL.
+        kernel: the same row in Triton. Without it the chunked executor runs on a GPU too.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Divergence:
     constant: float
     balance: float = 0.0
     head_mass: float | None = None
+    kernel: KernelForm | None = None
 
     @property
     def has_forward_kl(self) -> bool:
@@ -198,18 +202,22 @@ def _squared_hellinger(classes: Classes) -> tuple[Tensor, Tensor]:
     return value, share.sub_(classes.share_at_anchor).mul_(-0.5)
 
 
+_REVERSE = KernelForm("reverse_kl")
+
+
 def _forward_row() -> Divergence:
     return Divergence("forward_kl", forward_kl_summands, -1.0)
 
 
 def _reverse_row() -> Divergence:
-    return Divergence("reverse_kl", _reverse_kl, 1.0)
+    return Divergence("reverse_kl", _reverse_kl, 1.0, kernel=_REVERSE)
 
 
 def _js_row(beta: float = 0.5) -> Divergence:
     _require("beta", beta, 0 < beta < 1, "between 0 and 1, both excluded")
     name = _named("js_divergence", beta=(beta, 0.5))
-    return Divergence(name, partial(_js_divergence, beta=beta), 0.0)
+    form = KernelForm("js_divergence", beta)
+    return Divergence(name, partial(_js_divergence, beta=beta), 0.0, kernel=form)
 
 
 def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
@@ -218,16 +226,18 @@ def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
     if skew_lambda == 0:
         return Divergence(name, forward_kl_summands, -1.0)
     row = partial(_skewed_forward_kl, skew_lambda=skew_lambda)
-    return Divergence(name, row, skew_lambda - 1, skew_lambda - 1)
+    form = KernelForm("skewed_forward_kl", skew_lambda)
+    return Divergence(name, row, skew_lambda - 1, skew_lambda - 1, kernel=form)
 
 
 def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
     _require("skew_lambda", skew_lambda, 0 <= skew_lambda < 1, "at least 0 and less than 1")
     name = _named("skewed_reverse_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
-        return Divergence(name, _reverse_kl, 1.0)
+        return Divergence(name, _reverse_kl, 1.0, kernel=_REVERSE)
     row = partial(_skewed_reverse_kl, skew_lambda=skew_lambda)
-    return Divergence(name, row, 1 - skew_lambda, 1 - skew_lambda)
+    form = KernelForm("skewed_reverse_kl", skew_lambda)
+    return Divergence(name, row, 1 - skew_lambda, 1 - skew_lambda, kernel=form)
 
 
 # A blend of forward and reverse KL by how far the models are apart on the teacher's head and tail.
@@ -235,15 +245,17 @@ def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
 def _adaptive_row(adaptive_alpha: float = 0.5) -> Divergence:
     _require("adaptive_alpha", adaptive_alpha, 0 < adaptive_alpha < 1, "between 0 and 1")
     name = _named("adaptive_kl", adaptive_alpha=(adaptive_alpha, 0.5))
-    return Divergence(name, _reverse_kl, 1.0, head_mass=adaptive_alpha)
+    return Divergence(name, _reverse_kl, 1.0, head_mass=adaptive_alpha, kernel=_REVERSE)
 
 
 def _total_variation_row() -> Divergence:
-    return Divergence("total_variation", _total_variation, 0.0)
+    form = KernelForm("total_variation")
+    return Divergence("total_variation", _total_variation, 0.0, kernel=form)
 
 
 def _squared_hellinger_row() -> Divergence:
-    return Divergence("squared_hellinger", _squared_hellinger, 0.0)
+    form = KernelForm("squared_hellinger")
+    return Divergence("squared_hellinger", _squared_hellinger, 0.0, kernel=form)
 
 
 # Each makes its row from the parameters it takes.

@@ -1,0 +1,45 @@
+"""When the Triton executors take the place of the chunked ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+__all__ = ["KernelForm", "kernels_run"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """Which Triton function evaluates a row of the table of divergences, and its parameter."""
+
+    name: Literal[
+        "reverse_kl",
+        "js_divergence",
+        "skewed_forward_kl",
+        "skewed_reverse_kl",
+        "total_variation",
+        "squared_hellinger",
+    ]
+    parameter: float = 0.0
+
+
+def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tensors like these are for the kernels: on CUDA, or anywhere if Triton interprets.
+
+    Triton's interpreter, which ``TRITON_INTERPRET=1`` asks for, is for tests: it is slow.
+    """
+    if dtype not in _DTYPES or not _is_installed():
+        return False
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

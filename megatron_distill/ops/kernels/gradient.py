@@ -1,0 +1,119 @@
+"""The gradient on the student's raw outputs, of all terms at all temperatures, in one sweep."""
+
+import triton
+import triton.language as tl
+
+from megatron_distill.ops.kernels.elementwise import (
+    load_logits,
+    scaled,
+    slope_and_value,
+    through_cap,
+)
+
+__all__ = ["KNOWN", "push_rows"]
+
+# Numbers per token and temperature: those of a `TemperatureRow`, and three weights.
+KNOWN = 7
+_KNOWN: tl.constexpr = tl.constexpr(KNOWN)
+
+
+# fmt: off
+@triton.jit
+def _gradient(
+    z_s, z_t, row, rows, without_others, peak_s, peak_t, known, slopes, constants,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_OTHERS: tl.constexpr,
+    CURVED: tl.constexpr, FORMS: tl.constexpr,
+):  # fmt: on
+    """What the softmaxes of a row give logits ``z_s``, whose shape is any."""
+    total = tl.zeros_like(z_s)
+    for t in tl.static_range(TEMPERATURES):
+        at = known + t * _KNOWN * rows + row
+        inverse = tl.load(constants + t)
+        q = tl.exp((z_s - peak_s) * inverse) * tl.load(at)
+        weight_s = tl.load(at + 4 * rows)
+        if HAS_TEACHER:
+            p = tl.exp((z_t - peak_t) * inverse) * tl.load(at + rows)
+            weight_t = tl.load(at + 5 * rows)
+            # Of equal models the bracket is zero, whatever the weight is.
+            total += scaled(weight_t, q - p) + scaled(weight_s - weight_t, q)
+            for c in tl.static_range(CURVED):
+                # Of four bits each: the temperature of the term, and its form.
+                if (FORMS >> (8 * c + 4)) % 16 == t:
+                    log_ratio = (z_t - z_s) * inverse - tl.load(at + 2 * rows)
+                    anchor = tl.load(at + 3 * rows)
+                    parameter = tl.load(constants + TEMPERATURES + c)
+                    slope, _ = slope_and_value(
+                        p, q, log_ratio, anchor, parameter, (FORMS >> (8 * c)) % 16
+                    )
+                    weight = tl.load(slopes + 2 * c * rows + row)
+                    reference = tl.load(slopes + (2 * c + 1) * rows + row)
+                    total += scaled(weight, (slope - reference) * q)
+        else:
+            total += scaled(weight_s, q)
+        if HAS_OTHERS:
+            total += tl.where(without_others, 0.0, scaled(tl.load(at + 6 * rows), q))
+    return total
+
+
+# fmt: off
+@triton.jit
+def push_rows(
+    out, out_stride, student, teacher, student_stride, teacher_stride, rows, width,
+    student_peak, teacher_peak, known, slopes, constants,
+    point_columns, point_values, point_cuts, points,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_OTHERS: tl.constexpr,
+    CURVED: tl.constexpr, FORMS: tl.constexpr, HAS_POINTS: tl.constexpr,
+    BLOCK: tl.constexpr, POINTS_BLOCK: tl.constexpr,
+):  # fmt: on
+    """One program per row. ``out`` may be the student's raw outputs.
+
+    Points are added before the sum is rounded to the dtype of ``out``. So that they need no second
+    look at the row, their columns are computed first and written last.
+    """
+    row = tl.program_id(0)
+    out_row = out + row.to(tl.int64) * out_stride
+    student_row = student + row.to(tl.int64) * student_stride
+    teacher_row = teacher + row.to(tl.int64) * teacher_stride
+    peak_s, peak_t = tl.load(student_peak + row), tl.load(teacher_peak + row)
+    if HAS_POINTS:
+        each = tl.arange(0, POINTS_BLOCK)
+        is_point = each < points
+        first_point = row.to(tl.int64) * points
+        at_points = tl.load(point_columns + first_point + each, mask=is_point, other=0)
+        added = tl.full([POINTS_BLOCK], 0.0, tl.float32)
+        cut = tl.full([POINTS_BLOCK], 0, tl.int32)
+        # A column may be named more than once, a label among the kept ids: all its names add up.
+        for number in range(0, points):
+            same = at_points == tl.load(point_columns + first_point + number)
+            added += tl.where(same, tl.load(point_values + first_point + number), 0.0)
+            if HAS_OTHERS:
+                cuts = tl.load(point_cuts + first_point + number).to(tl.int32)
+                cut = tl.maximum(cut, tl.where(same, cuts, 0))
+        point_s = load_logits(student_row + at_points, is_point, STUDENT_SCALE, STUDENT_CAP)
+        point_t = point_s
+        if HAS_TEACHER:
+            point_t = load_logits(teacher_row + at_points, is_point, TEACHER_SCALE, TEACHER_CAP)
+        of_points = added + _gradient(
+            point_s, point_t, row, rows, cut > 0, peak_s, peak_t, known, slopes, constants,
+            TEMPERATURES, HAS_TEACHER, HAS_OTHERS, CURVED, FORMS,
+        )  # fmt: skip
+        of_points = through_cap(of_points, point_s, STUDENT_SCALE, STUDENT_CAP)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        z_s = load_logits(student_row + columns, mask, STUDENT_SCALE, STUDENT_CAP)
+        z_t = z_s
+        if HAS_TEACHER:
+            z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
+        total = _gradient(
+            z_s, z_t, row, rows, columns < 0, peak_s, peak_t, known, slopes, constants,
+            TEMPERATURES, HAS_TEACHER, HAS_OTHERS, CURVED, FORMS,
+        )  # fmt: skip
+        total = through_cap(total, z_s, STUDENT_SCALE, STUDENT_CAP)
+        tl.store(out_row + columns, total.to(out.dtype.element_ty), mask=mask)
+    if HAS_POINTS:
+        # All of the row is written by now, by whichever thread.
+        tl.debug_barrier()
+        tl.store(out_row + at_points, of_points.to(out.dtype.element_ty), mask=is_point)

@@ -1,0 +1,127 @@
+"""Row statistics of one temperature in one sweep, and sums of slopes in a second."""
+
+import triton
+import triton.language as tl
+
+from megatron_distill.ops.kernels.elementwise import LOWEST, load_logits, slope_and_value
+
+__all__ = ["measure_rows", "sum_slopes"]
+
+
+@triton.jit
+def _store(pointer, stride, AT: tl.constexpr, value):
+    """Into that row of the packet, if there is one."""
+    if AT >= 0:
+        tl.store(pointer + AT * stride, value)
+
+
+@triton.jit
+def _add_tile(z, mask, peak, mass, log, inverse_temperature):
+    """Peak, mass and sum of logarithms with one more tile, its exponentials, and the decay."""
+    raised = tl.maximum(peak, tl.max(z, 0))
+    gap = z - raised
+    decay = tl.exp((peak - raised) * inverse_temperature)
+    e = tl.where(mask, tl.exp(gap * inverse_temperature), 0.0)
+    log = (log + mass * (peak - raised)) * decay + tl.sum(e * gap, 0)
+    return raised, mass * decay + tl.sum(e, 0), log, e, decay
+
+
+# fmt: off
+@triton.jit
+def measure_rows(
+    student, teacher, student_stride, teacher_stride, width, packet, packet_stride, top,
+    inverse_temperature,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    STUDENT_PEAK: tl.constexpr, STUDENT_MASS: tl.constexpr, STUDENT_LOG: tl.constexpr,
+    TEACHER_PEAK: tl.constexpr, TEACHER_MASS: tl.constexpr, TEACHER_LOG: tl.constexpr,
+    RATIO: tl.constexpr, AT_TOP: tl.constexpr, HAS_TOP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: on
+    """One program per row. Constants name rows of the packet, -1 what it has not."""
+    row = tl.program_id(0)
+    student_row = student + row.to(tl.int64) * student_stride
+    teacher_row = teacher + row.to(tl.int64) * teacher_stride
+    peak_s = tl.full([], LOWEST, tl.float32)
+    peak_t = tl.full([], LOWEST, tl.float32)
+    best = tl.full([], -float("inf"), tl.float32)
+    column = tl.full([], 0, tl.int32)
+    mass_s = tl.full([], 0.0, tl.float32)
+    mass_t = tl.full([], 0.0, tl.float32)
+    log_s = tl.full([], 0.0, tl.float32)
+    log_t = tl.full([], 0.0, tl.float32)
+    gaps = tl.full([], 0.0, tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        z_s = load_logits(student_row + columns, mask, STUDENT_SCALE, STUDENT_CAP)
+        if HAS_TOP:
+            highest, where = tl.max(z_s, 0, return_indices=True)
+            column = tl.where(highest > best, first + where, column)
+            best = tl.maximum(best, highest)
+        peak_s, mass_s, log_s, _, _ = _add_tile(
+            z_s, mask, peak_s, mass_s, log_s, inverse_temperature
+        )
+        if TEACHER_MASS >= 0:
+            z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
+            peak_t, mass_t, log_t, e, decay = _add_tile(
+                z_t, mask, peak_t, mass_t, log_t, inverse_temperature
+            )
+            if RATIO >= 0:
+                gaps = gaps * decay + tl.sum(e * (z_t - z_s), 0)
+    _store(packet + row, packet_stride, STUDENT_PEAK, peak_s)
+    _store(packet + row, packet_stride, STUDENT_MASS, mass_s)
+    _store(packet + row, packet_stride, STUDENT_LOG, log_s)
+    _store(packet + row, packet_stride, TEACHER_PEAK, peak_t)
+    _store(packet + row, packet_stride, TEACHER_MASS, mass_t)
+    _store(packet + row, packet_stride, TEACHER_LOG, log_t)
+    _store(packet + row, packet_stride, RATIO, gaps)
+    if HAS_TOP:
+        tl.store(top + row, column.to(tl.int64))
+    if AT_TOP >= 0:
+        at_top = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
+        _store(packet + row, packet_stride, AT_TOP, at_top)
+
+
+# fmt: off
+@triton.jit
+def sum_slopes(
+    student, teacher, student_stride, teacher_stride, rows, width, student_peak, teacher_peak,
+    known, top, sums, parameter, inverse_temperature,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: on
+    """One program per row: into ``sums [3, N]`` a divergence's value, ``sum q (s - reference)``,
+    and the reference, which is the slope at this shard's top column.
+
+    ``known [4, N]`` is one `TemperatureRow`.
+    """
+    row = tl.program_id(0)
+    student_row = student + row.to(tl.int64) * student_stride
+    teacher_row = teacher + row.to(tl.int64) * teacher_stride
+    peak_s, peak_t = tl.load(student_peak + row), tl.load(teacher_peak + row)
+    factor_s, factor_t = tl.load(known + row), tl.load(known + rows + row)
+    shift, anchor = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
+    column = tl.load(top + row)
+    top_s = load_logits(student_row + column, width > 0, STUDENT_SCALE, STUDENT_CAP)
+    top_t = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
+    top_q = tl.exp((top_s - peak_s) * inverse_temperature) * factor_s
+    top_p = tl.exp((top_t - peak_t) * inverse_temperature) * factor_t
+    top_ratio = (top_t - top_s) * inverse_temperature - shift
+    reference, _ = slope_and_value(top_p, top_q, top_ratio, anchor, parameter, FORM)
+    value = tl.full([], 0.0, tl.float32)
+    average = tl.full([], 0.0, tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        z_s = load_logits(student_row + columns, mask, STUDENT_SCALE, STUDENT_CAP)
+        z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
+        q = tl.exp((z_s - peak_s) * inverse_temperature) * factor_s
+        p = tl.exp((z_t - peak_t) * inverse_temperature) * factor_t
+        log_ratio = (z_t - z_s) * inverse_temperature - shift
+        slope, summand = slope_and_value(p, q, log_ratio, anchor, parameter, FORM)
+        value += tl.sum(tl.where(mask, summand, 0.0), 0)
+        average += tl.sum(tl.where(mask, (slope - reference) * q, 0.0), 0)
+    tl.store(sums + row, value)
+    tl.store(sums + rows + row, average)
+    tl.store(sums + 2 * rows + row, reference)

@@ -1,0 +1,181 @@
+"""The Triton executors against float64: every divergence, dense and on kept ids, several terms at
+several temperatures with labels, soft-caps and scales, tiles, rows that are degenerate.
+
+Run by `test_row_kernels`, in a process in which Triton interprets from the start, or on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import Term, token_divergence
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops.block import Block
+from megatron_distill.ops.kernels.executor import RowKernels
+from megatron_distill.signals import DenseLogits, HiddenState
+from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error
+from tests.reference.logits import logit_pair
+from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
+from tests.unit.test_losses_objective_terms import (
+    BETWEEN,
+    KEPT,
+    PLAIN,
+    Rule,
+    assert_close,
+    found,
+)
+from tests.unit.test_losses_objective_terms import expected as expected_objective
+
+# The interpreter cuts off what bf16 cannot hold, a GPU rounds.
+CUT_OFF = {**GRADIENT_TOLERANCE, torch.bfloat16: 2**-7}
+UPSTREAM = torch.tensor([1.0, -0.5, 0.0, 2.0])
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Tensors here are the kernels' affair; the test fails if none was launched on them."""
+    launched = []
+    for name in ("measure", "push"):
+        original = getattr(RowKernels, name)
+
+        def counted(*arguments: Any, name: str = name, original: Any = original) -> Any:
+            launched.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(RowKernels, name, counted)
+    yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert launched
+
+
+def on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(torch.float32, 0.5), (torch.float32, 3.0), (torch.bfloat16, 1.0)]
+)
+# Renormalised, nothing outside the kept ids counts: no row is swept.
+@pytest.mark.parametrize("support", [one for one in SUPPORTS if one != "renormalized"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_divergence_on_every_support(
+    name: str, support: str, dtype: torch.dtype, temperature: float, device: torch.device
+) -> None:
+    student, teacher = on(device, *logit_pair(4, 300, dtype=dtype))
+    signal = signal_of(support, teacher, temperature=temperature)
+    given = {"divergence": name, "support": support, "temperature": temperature}
+    value, gradient = solved(student, signal, UPSTREAM.to(device), **given)
+    oracle_value, oracle_gradient = expected(student, signal, UPSTREAM.to(device), **given)
+    scale = oracle_value.abs().clamp(min=1.0 if support == "raw" else 0.0)
+    assert float(((value - oracle_value).abs() / scale).max()) < 1e-6
+    assert row_error(gradient, oracle_gradient) < CUT_OFF[dtype]
+
+
+@pytest.mark.parametrize("width", [1, 15, 4096, 4097, 9001])
+@pytest.mark.parametrize("name", ["forward_kl", "js_divergence"])
+def test_tiles_of_a_row_are_one_row(name: str, width: int, device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(2, width, seed=width))
+    # The peaks lie in the last tile, where all sums so far are scaled down.
+    student[:, -1] += 9
+    teacher[0, -1] += 30
+    upstream = torch.ones(2, device=device)
+    given = {"divergence": name, "support": "dense"}
+    value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
+    oracle = expected(student, DenseLogits(teacher), upstream, **given)
+    # Of large and nearly equal numbers a small one is the difference.
+    torch.testing.assert_close(value.double(), oracle[0], rtol=1e-6, atol=3e-6)
+    torch.testing.assert_close(gradient.double(), oracle[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_block_goes_the_other_way(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = on(device, *logit_pair(4, 50))
+    monkeypatch.setattr(Block, "gradient", lambda *_: pytest.fail("a chunked block"))
+    monkeypatch.setattr(Block, "sum_slopes", lambda *_: pytest.fail("a chunked block"))
+    for given in ({}, {"top_k": 3}):
+        signal = DenseLogits(teacher)
+        value, _ = solved(student, signal, UPSTREAM.to(device), divergence=name, **given)
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize("rules", [(PLAIN, PLAIN), ((4.0, 1.5), (6.0, 0.5))], ids=["plain", "caps"])
+@pytest.mark.parametrize(
+    "terms", [BETWEEN, KEPT[:1], KEPT, [*BETWEEN, *KEPT]], ids=["between", "tail", "kept", "all"]
+)
+def test_objective_of_several_terms(
+    terms: list[Term], rules: tuple[Rule, Rule], device: torch.device
+) -> None:
+    problem = on_device(Problem.random(vocab=157), device)
+    signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
+    (softcap, scale), given = rules[0], {"chunk_tokens": 8}
+    ours = found(problem, signal, terms, student_softcap=softcap, student_scale=scale, **given)
+    assert_close(ours, expected_objective(problem, terms, *rules))
+
+
+def on_device(problem: Problem, device: torch.device) -> Problem:
+    return Problem(**{name: value.to(device) for name, value in vars(problem).items()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_models_leave_exactly_nothing(name: str, device: torch.device) -> None:
+    (student,) = on(device, logit_pair(4, 5000, spread=5.0)[0])
+    given = {"divergence": name, "temperature": 2.0}
+    value, gradient = solved(student, DenseLogits(student.clone()), UPSTREAM.to(device), **given)
+    assert not value.any()
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forbidden_columns_and_rows_that_do_not_count(name: str, device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 200))
+    teacher[:, 7:20] = -torch.inf
+    student[:, 15:30] = -torch.inf
+    student[2] = torch.nan
+    value, gradient = solved(student, DenseLogits(teacher), UPSTREAM.to(device), divergence=name)
+    counted = torch.tensor([0, 1, 3], device=device)
+    assert value[counted].isfinite().all()
+    assert gradient.isfinite().all()
+    assert not gradient[2].any()
+    assert value[2].isnan()
+
+
+def test_the_gradient_may_take_the_place_of_the_logits(device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 5000, dtype=torch.bfloat16))
+    for given in ({}, {"top_k": 9}):
+        _, gradient = solved(
+            student, DenseLogits(teacher), UPSTREAM.to(device), divergence="forward_kl", **given
+        )
+        leaf = student.clone().requires_grad_()
+        logits = leaf + 0
+        value = token_divergence(
+            logits, DenseLogits(teacher), divergence="forward_kl", overwrite_logits=True, **given
+        )
+        (over,) = torch.autograd.grad(value, leaf, UPSTREAM.to(device))
+        # What is formed beforehand is rounded before it is multiplied.
+        torch.testing.assert_close(over, gradient, rtol=2**-6, atol=1e-9)
+
+
+def test_a_strided_matrix_and_a_shard_with_padding(device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 400))
+    student[:, 390:] = torch.nan
+    teacher[:, 390:] = 1e4
+    shard, given = VocabShard(390, 0, 400), {"divergence": "reverse_kl"}
+    value, gradient = solved(
+        student, DenseLogits(teacher), UPSTREAM.to(device), shard=shard, **given
+    )
+    oracle = expected(
+        student[:, :390],
+        DenseLogits(teacher[:, :390]),
+        UPSTREAM.to(device),
+        support="dense",
+        **given,
+    )
+    torch.testing.assert_close(value.double(), oracle[0], rtol=1e-6, atol=0)
+    assert row_error(gradient[:, :390], oracle[1]) < 1e-6
+    assert not gradient[:, 390:].any()

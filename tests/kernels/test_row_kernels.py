@@ -1,0 +1,69 @@
+"""The row kernels in Triton's interpreter, on a GPU, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+ROOT = Path(__file__).parents[2]
+CASES = "tests/kernels/row_kernel_cases.py"
+# Of the interpreter's bf16 too little is left for them, or they draw too many samples for it.
+NOT_INTERPRETED = "not dtype1 and not bf16 and not bfloat16 and not samples_estimate"
+SECONDS = 900
+
+
+def child(*words: str, interpreted: bool) -> subprocess.CompletedProcess[str]:
+    """A Python of its own: Triton is the interpreter or the compiler from its first import on."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_interpreted() -> None:
+    assert_passed(child("-m", "pytest", "-p", "no:cacheprovider", "-q", CASES, interpreted=True))
+
+
+@pytest.mark.slow
+def test_the_oracles_of_all_losses_interpreted() -> None:
+    tests = ("losses_divergences", "losses_objective_terms", "known_defects_degenerate")
+    files = [f"tests/unit/test_{name}.py" for name in tests]
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", NOT_INTERPRETED, *files]
+    assert_passed(child(*words, interpreted=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    assert_passed(child("-m", "pytest", "-p", "no:cacheprovider", "-q", CASES, interpreted=False))
+
+
+@pytest.mark.parametrize("architecture", ["90", pytest.param("80", marks=pytest.mark.slow)])
+def test_kernels_compile_and_fuse_no_product_with_a_difference(architecture: str) -> None:
+    done = child("-m", "tests.kernels.compile_kernels", architecture, interpreted=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 2 * 8
+    for kernel in kernels:
+        assert kernel["bytes"] > 0
+        # Those within a logarithm flush to zero; ours would not.
+        words = kernel["instructions"]
+        assert "fma.rn.f32" not in words, kernel
+        assert not any(word.startswith("ld.local") for word in words), kernel
