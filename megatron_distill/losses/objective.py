@@ -34,16 +34,18 @@ def fused_linear_objective(
     ce_coefficient: float = 1.0,
     student_softcap: float | None = None,
     student_scale: float = 1.0,
+    student_bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ce_coefficient sum(ce_weights CE) + sum over terms of weight sum(kd_weights D)``.
 
-    Shapes: student hidden ``[N, H]``, its head shard ``[V, H]`` of the same dtype; labels ``[N]``
-    int64 global ids (any value where ``ce_weights`` is zero); both weights ``[N]`` carry mask and
-    normalisation. CE is at temperature one, each D at its term's temperature. Returns the total, an
-    fp32 scalar differentiable in hidden and weight, and a report of detached fp32 scalars:
-    ``ce`` and, with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms'
-    share of the total), one entry per term under its name (without the term's weight),
+    Shapes: student hidden ``[N, H]``, its head shard ``[V, H]`` and bias ``[V]``, all of one dtype
+    (soft-cap, scale and bias are those of `HiddenState`); labels ``[N]`` int64 global ids (any
+    value where ``ce_weights`` is zero); both weights ``[N]`` carry mask and normalisation. CE is at
+    temperature one, each D at its term's temperature. Returns the total, an fp32 scalar
+    differentiable in hidden, weight and bias, and a report of detached fp32 scalars: ``ce`` and,
+    with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms' share of
+    the total), one entry per term under its name (without the term's weight),
     ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
 
     The gradient on the hidden states is this vocabulary shard's PARTIAL sum: the caller reduces it
@@ -61,7 +63,9 @@ def fused_linear_objective(
     Raises:
         ValueError: shapes, dtypes, shard, group or terms do not fit together.
     """
-    hidden = HiddenState(student_hidden, student_weight, student_softcap, student_scale)
+    hidden = HiddenState(
+        student_hidden, student_weight, student_softcap, student_scale, student_bias
+    )
     shard, group = resolve_shard(student_weight.shape[0], shard, group)
     check_per_token(
         student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights
@@ -115,7 +119,8 @@ def _plans(
 
 
 def _head(state: HiddenState) -> LinearHead:
-    return LinearHead(state.hidden, state.weight, LogitRule(state.logit_softcap, state.logit_scale))
+    rule = LogitRule(state.logit_softcap, state.logit_scale)
+    return LinearHead(state.hidden, state.weight, rule, state.bias)
 
 
 def _teacher(

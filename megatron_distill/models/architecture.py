@@ -47,6 +47,7 @@ class Architecture:
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     vocab_divisible_by: int = 128
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     moe: MixtureOfExperts | None = None
 

@@ -25,7 +25,7 @@ from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
 from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.weight_gradient import WeightGradient
+from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
 
 __all__ = ["FusedLinear", "fused_linear"]
 
@@ -99,10 +99,11 @@ class FusedLinear:
 def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor]:
     """Total objective and weighted sums over all tokens.
 
-    Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]`` and weight
-    ``[V, H]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients. Both are
-    fp32 (fp64 for fp64 inputs). The hidden gradient is this shard's PARTIAL sum: the caller reduces
-    it over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does).
+    Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]``, weight ``[V, H]``
+    and bias ``[V]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients.
+    Both are fp32 (fp64 for fp64 inputs). The hidden gradient is this shard's PARTIAL sum: the
+    caller reduces it over ``group`` (the backward of copy-to or gather-to tensor-parallel regions
+    does).
 
     Tokens of zero weight are left out before the products. Memory above the inputs:
     ``chunk_tokens * V`` logits of each model, ``N * H`` hidden gradient, ``V * H`` fp32 weight
@@ -113,29 +114,32 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     those of `solve_plans`; none in backward. The number of chunks follows from the weights and
     ``chunk_tokens`` alone, which are the same on all ranks.
     """
-    hidden, weight = student.hidden, student.weight
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+    leaves = (student.hidden, student.weight, student.bias)
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
         return cast(
             tuple[Tensor, Tensor],
-            _FusedLinearFunction.apply(hidden, weight, student, work),  # type: ignore[no-untyped-call]
+            _FusedLinearFunction.apply(*leaves, student, work),  # type: ignore[no-untyped-call]
         )
     with torch.no_grad():
-        executor = _Executor(student, work, needs_hidden=False, needs_weight=False)
-        return executor.run()
+        return _Executor(student, work, wanted=(False, False, False)).run()
 
 
 class _FusedLinearFunction(torch.autograd.Function):
-    """Keeps both gradients from the forward pass and scales them in backward."""
+    """Keeps the gradients from the forward pass and scales them in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, student: LinearHead, work: FusedLinear
+        ctx: Any,
+        _hidden: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        student: LinearHead,
+        work: FusedLinear,
     ) -> tuple[Tensor, Tensor]:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        executor = _Executor(student, work, needs_hidden=needs_hidden, needs_weight=needs_weight)
+        executor = _Executor(student, work, wanted=ctx.needs_input_grad[:3])
         total, sums = executor.run()
-        ctx.save_for_backward(executor.hidden_gradient, executor.weight_gradient)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.save_for_backward(*executor.gradients)
+        ctx.dtype = student.dtype
         ctx.mark_non_differentiable(sums)
         return total, sums
 
@@ -143,8 +147,8 @@ class _FusedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (
-            None if gradient is None else _scaled(gradient, upstream, dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if gradient is None else _scaled(gradient, upstream, ctx.dtype)
+            for gradient in ctx.saved_tensors
         )
         return (*scaled, None, None)
 
@@ -154,6 +158,8 @@ def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     # A GPU is not asked, since the answer would be waited for.
     if gradient.dtype == dtype and upstream.device.type == "cpu" and bool(upstream == 1):
         return gradient
+    if gradient.dim() == 1:
+        return (gradient * upstream).to(dtype)
     out = allocate(gradient.shape[0], gradient.shape[1], dtype, gradient.device)
     return torch.mul(gradient, upstream, out=out)
 
@@ -162,8 +168,10 @@ class _Executor:
     """One pass over all chunks, with the buffers that they share."""
 
     def __init__(
-        self, student: LinearHead, work: FusedLinear, *, needs_hidden: bool, needs_weight: bool
+        self, student: LinearHead, work: FusedLinear, *, wanted: tuple[bool, bool, bool]
     ) -> None:
+        """``wanted``: the gradients on hidden states, weight and bias."""
+        needs_hidden, needs_weight, needs_bias = wanted
         self._student = student
         self._work = work
         self._rows = work.counted_rows
@@ -179,25 +187,29 @@ class _Executor:
         self._chunks = -(-count // work.chunk_tokens)
         if needs_hidden:
             self._hidden_rows = student.hidden.new_zeros(count, hidden_size)
+        device = student.weight.device
         if needs_weight:
             self._weight = WeightGradient(
                 student.width,
                 self._columns,
                 hidden_size,
                 student.dtype,
-                student.weight.device,
+                device,
                 chunks=self._chunks,
             )
+        self._bias: BiasGradient | None = None
+        if needs_bias:
+            self._bias = BiasGradient(student.width, self._columns, student.dtype, device)
 
     @property
-    def hidden_gradient(self) -> Tensor | None:
-        """``[N, H]``, zero in the rows left out."""
-        return None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows)
-
-    @property
-    def weight_gradient(self) -> Tensor | None:
-        """``[V, H]``, zero in the padded columns."""
-        return None if self._weight is None else self._weight.finished()
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``: None if not wanted, zero
+        in rows left out and in padded columns."""
+        return (
+            None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows),
+            None if self._weight is None else self._weight.finished(),
+            None if self._bias is None else self._bias.total,
+        )
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Total and sums; afterwards the gradients that were asked for are there."""
@@ -243,7 +255,7 @@ class _Executor:
         targets = [plan.of_rows(self._rows, rows) for plan in work.kept]
         kept = solve_plans(targets, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
-        if self._hidden_rows is not None or self._weight is not None:
+        if any(one is not None for one in (self._hidden_rows, self._weight, self._bias)):
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
             pairs = [(one.kept, one.row) for one in kept]
             weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
@@ -259,8 +271,7 @@ class _Executor:
         rules: dict[Model, LogitRule] = {}
         for model, head in heads.items():
             hidden = self._rows.take(head.hidden, rows)
-            weight = head.weight[: self._columns]
-            raw[model] = torch.mm(hidden, weight.t(), out=buffers[model][: hidden.shape[0]])
+            raw[model] = head.outputs(hidden, self._columns, buffers[model][: hidden.shape[0]])
             rules[model] = head.rule
         if isinstance(self._work.teacher, GivenLogits):
             given = self._work.teacher
@@ -269,7 +280,7 @@ class _Executor:
         return raw, rules
 
     def _accumulate(self, rows: slice, gradient: Tensor) -> None:
-        """Take a chunk's gradient on the raw outputs into those on hidden states and weight."""
+        """Take a chunk's gradient on the raw outputs into those on the student's tensors."""
         if self._columns == 0:
             return
         if self._hidden_rows is not None:
@@ -277,6 +288,8 @@ class _Executor:
             torch.mm(gradient, weight, out=self._hidden_rows[rows])
         if self._weight is not None:
             self._weight.add(gradient, self._rows.take(self._student.hidden, rows))
+        if self._bias is not None:
+            self._bias.add(gradient)
 
 
 def _weighted_sums(

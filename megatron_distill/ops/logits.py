@@ -92,11 +92,22 @@ class LogitRule:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Logits as a product: hidden ``[N, H]`` times a weight shard ``[V, H]``, both of one dtype."""
+    """Logits as a product: hidden ``[N, H]`` times a weight shard ``[V, H]``, plus ``bias [V]``.
+
+    All are of one dtype; the rule comes after the sum.
+    """
 
     hidden: Tensor
     weight: Tensor
     rule: LogitRule = LogitRule()
+    bias: Tensor | None = None
+
+    def outputs(self, hidden: Tensor, columns: int, out: Tensor) -> Tensor:
+        """Raw outputs ``[n, columns]`` of some rows over the leading columns, into ``out``."""
+        weight = self.weight[:columns].t()
+        if self.bias is None:
+            return torch.mm(hidden, weight, out=out)
+        return torch.addmm(self.bias[:columns], hidden, weight, out=out)
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""The gradient on a head's weight, summed over chunks of tokens."""
+"""The gradients on a head's weight and bias, summed over chunks of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_distill.ops.blocks import accumulation_dtype, allocate
 
-__all__ = ["WeightGradient"]
+__all__ = ["BiasGradient", "WeightGradient"]
 
 # Elements of a product that is added up in a wider dtype: enough for the product to run at speed,
 # few enough for the sum to find it in the cache.
@@ -74,3 +74,15 @@ class WeightGradient:
         if hidden.device.type != "cpu":
             return self._columns
         return min(self._columns, max(1, _CPU_ELEMENTS // max(hidden.shape[1], 1)))
+
+
+class BiasGradient:
+    """``[V]`` fp32 (fp64), the sum of the gradient on raw outputs over tokens."""
+
+    def __init__(self, width: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.total = torch.zeros(width, dtype=accumulation_dtype(dtype), device=device)
+        self._columns = columns
+
+    def add(self, gradient: Tensor) -> None:
+        """Add that of ``[n, columns]``."""
+        self.total[: self._columns] += gradient.sum(0, dtype=self.total.dtype)

@@ -33,8 +33,8 @@ class DenseLogits:
 class HiddenState:
     """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``: logits to be.
 
-    The logits are ``cap(logit_scale * hidden weight^T)`` with ``cap(z) = c tanh(z / c)`` for a
-    ``logit_softcap`` of c and the identity without one.
+    The logits are ``cap(logit_scale * (hidden weight^T + bias))`` with ``cap(z) = c tanh(z / c)``
+    for a ``logit_softcap`` of c and the identity without one; ``bias [V]`` is of the same shard.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together, or a factor is not positive.
@@ -44,6 +44,7 @@ class HiddenState:
     weight: Tensor
     logit_softcap: float | None = None
     logit_scale: float = 1.0
+    bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         _require_matrix("HiddenState.hidden", self.hidden)
@@ -58,6 +59,8 @@ class HiddenState:
                 f"HiddenState.hidden is {self.hidden.dtype} on {self.hidden.device}, "
                 f"its weight {self.weight.dtype} on {self.weight.device}"
             )
+        if self.bias is not None:
+            _require_bias(self.bias, self.weight)
         if self.logit_softcap is not None:
             _require_positive("HiddenState.logit_softcap", self.logit_softcap)
         _require_positive("HiddenState.logit_scale", self.logit_scale)
@@ -133,6 +136,15 @@ def _require_matrix(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
             "it must be a floating-point matrix with one row per token or column"
+        )
+
+
+def _require_bias(bias: Tensor, weight: Tensor) -> None:
+    if bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (weight.dtype, weight.device):
+        raise ValueError(
+            f"HiddenState.bias is {bias.dtype} of shape {tuple(bias.shape)} on {bias.device}; it "
+            f"must be {weight.dtype} on {weight.device}, one number for each of "
+            f"{weight.shape[0]} columns"
         )
 
 

@@ -18,6 +18,7 @@ from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
 from megatron_distill.models.head import align_head
+from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble_data import Vocabulary
@@ -166,7 +167,7 @@ def build_objective(
         has_teacher=config.teacher is not None,
         chunk_tokens=config.objective.chunk_tokens,
         shard=vocab_shard(architecture, groups),
-        logit_softcap=architecture.logit_softcap,
+        logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
         groups=groups,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
+from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.schedule import run_schedule
@@ -81,10 +82,8 @@ class NextToken:
         shards = [torch.empty_like(logits_bV) for _ in range(self.groups.tensor.size())]
         dist.all_gather(shards, logits_bV, group=self.groups.tensor)
         whole_bG = torch.cat(shards, dim=-1)[:, : self.architecture.vocab_size]
-        softcap = self.architecture.logit_softcap
-        if softcap is not None:
-            whole_bG = softcap * torch.tanh(whole_bG / softcap)
-        return whole_bG.contiguous()
+        rule = LogitRule(self.architecture.logit_softcap, self.architecture.logit_scale)
+        return rule.apply_(whole_bG.contiguous())
 
 
 def _whole_document(tokens_bs: Tensor) -> Batch:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_weights
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head
-from megatron_distill.ops import VocabShard
+from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
@@ -29,7 +29,7 @@ class TokenObjective:
     has_teacher: bool
     chunk_tokens: int
     shard: VocabShard
-    logit_softcap: float | None
+    logit_rule: LogitRule
     groups: Groups
 
     @property
@@ -70,7 +70,8 @@ class TokenObjective:
             chunk_tokens=self.chunk_tokens,
             shard=self.shard,
             group=self.groups.tensor,
-            student_softcap=self.logit_softcap,
+            student_softcap=self.logit_rule.softcap,
+            student_scale=self.logit_rule.scale,
             rows=batch.trained_rows_n,
         )
 

@@ -56,6 +56,7 @@ class OnlineTeacher:
                 hidden=hidden_for_head(hidden_sbh, groups=self.groups),
                 weight=self.head_weight,
                 logit_softcap=self.architecture.logit_softcap,
+                logit_scale=self.architecture.logit_scale,
             )
             for hidden_sbh in outputs
         ]

@@ -18,6 +18,7 @@ from tests.distributed.pool import Pool
 
 LENGTH = 11
 VOCAB = 197
+SCALE = 0.7
 
 
 def prompt() -> torch.Tensor:
@@ -26,7 +27,9 @@ def prompt() -> torch.Tensor:
 
 def _changes(logit_softcap: float | None) -> dict[str, Any]:
     # Large weights, so that a cap bends the logits; a vocabulary with padding columns.
-    return {"vocab_size": VOCAB, "logit_softcap": logit_softcap, "init_std": 0.5}
+    scale = 1.0 if logit_softcap is None else SCALE
+    changes = {"logit_softcap": logit_softcap, "logit_scale": scale}
+    return {"vocab_size": VOCAB, "init_std": 0.5, **changes}
 
 
 def _next(
@@ -60,7 +63,7 @@ def _oracle(rank: int, world: int, logit_softcap: float | None) -> torch.Tensor:
             logits = hidden_sbh.transpose(0, 1).double() @ model.head_weight()[:VOCAB].double().T
             if logit_softcap is None:
                 return logits
-            return logit_softcap * (logits / logit_softcap).tanh()
+            return logit_softcap * (SCALE * logits / logit_softcap).tanh()
 
 
 LAYOUTS: list[dict[str, Any]] = [

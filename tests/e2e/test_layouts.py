@@ -185,7 +185,12 @@ def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, layout
 ARCHITECTURE = "student.architecture."
 TIED = (f"{ARCHITECTURE}tied_embeddings=true",)
 NORMED = tuple(f"{ARCHITECTURE}{key}" for key in ("qk_norm=true", "qkv_bias=true"))
-CAPPED = (f"{ARCHITECTURE}logit_softcap=3.0", "teacher.architecture.logit_softcap=5.0")
+CAPPED = (
+    f"{ARCHITECTURE}logit_softcap=3.0",
+    f"{ARCHITECTURE}logit_scale=0.5",
+    "teacher.architecture.logit_softcap=5.0",
+    "teacher.architecture.logit_scale=1.5",
+)
 FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "tied TP2": (2, TIED, (TENSOR,)),
     "tied PP2": (2, TIED, (PIPELINE,)),

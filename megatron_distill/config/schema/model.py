@@ -85,6 +85,9 @@ class ArchitectureConfig(Section):
         description="The vocabulary is padded to a multiple of this times `parallel.tensor`; "
         "padding columns never carry probability.",
     )
+    logit_scale: float = Field(
+        default=1.0, gt=0, description="Factor on the head's outputs, before any soft cap."
+    )
     logit_softcap: float | None = Field(
         default=None, gt=0, description="Soft cap c: logits become `c tanh(logits / c)`."
     )
