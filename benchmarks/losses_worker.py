@@ -109,7 +109,7 @@ def _timed(
 
 def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor) -> int:
     """The most bytes alive above both logits, the gradient included."""
-    from benchmarks.memory import LiveStorages
+    from benchmarks.peak import LiveStorages
 
     logits = student.clone().requires_grad_() + 0
     gc.collect()
@@ -120,7 +120,7 @@ def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor)
 
 def _fused_linear(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """The fused objective beside its bare products."""
-    from benchmarks.memory import LiveStorages
+    from benchmarks.peak import LiveStorages
 
     runs = _fused_runs(arguments, device)
     seconds: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,175 +1,182 @@
-"""What lives between steps, and how far above it one step goes.
+"""The losses' peak memory beside the formulas of their docstrings, up to 32,768 tokens.
 
-Two figures, each from a step of its own, so that neither slows the timed ones:
-
-* tensors: the bytes of all storages that are alive at once during a step, whoever allocated them
-  (torch, or numpy for tensors made on its memory), above those alive when the step began. On CUDA
-  the caching allocator counts by itself.
-* resident: freed memory is handed back to the system, the kernel's high-water mark of the process
-  is reset, a step runs, and the mark minus the resident size before is the step's. It includes what
-  other allocators take (matrix libraries, gloo) and what stays unused between blocks.
-
-Alive when a step begins are the weights of both models, Megatron's gradient buffers (fp32, made
-once, filled anew by every step), the optimizer's state and the batch. All of that is subtracted,
-for both subjects alike; `Persistent` says how large each part is.
+python benchmarks/memory.py                   # about ten minutes on two cores, 16 GiB
+python benchmarks/memory.py --tokens 4096     # no more tokens than that
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
 import gc
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.subject import StepSubject, TrainingState
+from benchmarks.environment import ROOT, describe
+from benchmarks.peak import LiveStorages
+from megatron_distill.losses import Term, fused_linear_objective, token_divergence
+from megatron_distill.ops.blocks import chunk_tokens_for, row_blocks
+from megatron_distill.runtime.device import PRECISIONS
+from megatron_distill.signals import DenseLogits, HiddenState
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
+_HIDDEN = 256
+_TOKENS = (1024, 4096, 8192, 32_768)
+# More tokens of the larger ones take the same memory and only longer.
+_MOST_TOKENS = {32_768: 32_768, 128_256: 8192, 151_936: 8192, 262_144: 4096}
+# Three matrices of logits in memory.
+_MOST_LOGITS = {"fp32": 2**29, "bf16": 2**30}
+_ROUNDED = 2**21
+_MIB = 2**20
+_CPU = torch.device("cpu")
+_NOTE = """\
+`fused` is `fused_linear_objective` with cross-entropy and forward KL from hidden states of width
+256, forward and backward; its chunks hold 2^25 logits of each model. `logits` is `token_divergence`
+of forward KL from given logits, `over the logits` lets the gradient take their place. `peak` is the
+most bytes of tensors alive at once above the inputs; `formula` follows the docstrings of
+`ops.fused_linear` and `ops.logit_divergence`, and `without gradients` is the peak less those on
+hidden states and weight, or on logits, which are what was asked for.
+"""
 
 
 @dataclass(frozen=True)
-class Persistent:
-    """Bytes of this rank's tensors that live from step to step, by owner; shared storage once."""
+class Measured:
+    """One line: bytes of tensors above the inputs, as measured and as the formula has them."""
 
-    weights: int
-    gradient_buffers: int
-    optimizer: int
+    loss: str
+    precision: str
+    vocab: int
+    tokens: int
+    peak: int
+    formula: int
+    gradients: int
 
-
-@dataclass(frozen=True)
-class StepPeak:
-    """Bytes above what was alive when the step began; None where the machine does not tell."""
-
-    tensors: int
-    left_behind: int  # alive after the step and not before
-    resident: int | None
-
-
-def persistent_bytes(subject: StepSubject) -> Persistent:
-    """Count what lives between two steps."""
-    seen: set[int] = set()
-    training = subject.training
-    weights = _storage_bytes((p.data for model in subject.models for p in model.parameters()), seen)
-    gradients = _storage_bytes(_gradient_buffers(training), seen)
-    return Persistent(weights, gradients, _storage_bytes(_optimizer_tensors(training), seen))
+    @property
+    def line(self) -> str:
+        """As a row of a Markdown table, in MiB."""
+        return (
+            f"| {self.loss} | {self.precision} | {self.vocab:,} | {self.tokens:,} | "
+            f"{self.peak / _MIB:.1f} | {self.formula / _MIB:.1f} | "
+            f"{self.peak / self.formula:.3f} | {(self.peak - self.gradients) / _MIB:.1f} |"
+        )
 
 
-def _gradient_buffers(training: TrainingState) -> Iterable[Tensor]:
-    for chunk in training.wrapped:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield buffer.grad_data
+def main() -> int:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=max(_TOKENS), help="most tokens")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    console = Console(width=120)
+    environment = describe("benchmarks/memory.py", sys.argv[1:])
+    head = ["| loss | dtype | vocabulary | tokens | peak MiB | formula MiB | ratio | "
+            "without gradients |", "|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    console.print("\n".join(head), markup=False)
+    lines = []
+    for measured in _all(arguments.tokens):
+        lines.append(measured.line)
+        console.print(measured.line, markup=False)
+    described = [f"- {key}: {value}" for key, value in environment.items()]
+    text = "\n".join(["# Memory of the losses\n", *described, "", _NOTE, *head, *lines, ""])
+    (arguments.output / "memory.md").write_text(text, encoding="utf-8")
+    return 0
 
 
-def _optimizer_tensors(training: TrainingState) -> Iterable[Tensor]:
-    for part in training.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+def _all(most: int) -> Iterator[Measured]:
+    for precision in ("fp32", "bf16"):
+        for vocab, most_tokens in _MOST_TOKENS.items():
+            for tokens in _TOKENS:
+                if tokens <= min(most, most_tokens):
+                    yield _fused(precision, vocab, tokens)
+        for tokens in _TOKENS:
+            if tokens <= most and tokens * 32_768 <= _MOST_LOGITS[precision]:
+                yield _logits(precision, 32_768, tokens, overwrites=False)
+                yield _logits(precision, 32_768, tokens, overwrites=True)
 
 
-def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
+def _normal(rows: int, columns: int, precision: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(rows, columns, dtype=PRECISIONS[precision])
+    return drawn.normal_(generator=generator)
 
 
-def step_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
-    """Run two more steps and return how far above the state before it a step goes."""
+def _peak(run: Callable[[], object]) -> int:
     gc.collect()
-    if device.type == "cuda":
-        return _cuda_peak(step, device)
     with LiveStorages() as live:
-        step()
+        run()
         gc.collect()
-    return StepPeak(live.peak, live.current, _resident_peak(step))
+    return live.peak
 
 
-def _cuda_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    gc.collect()
-    peak = torch.cuda.max_memory_allocated(device) - before
-    return StepPeak(peak, torch.cuda.memory_allocated(device) - before, None)
+def _fused(precision: str, vocab: int, tokens: int) -> Measured:
+    hidden, weight, teacher, head = (
+        _normal(rows, _HIDDEN, precision, seed) / _HIDDEN**0.25
+        for seed, rows in enumerate((tokens, vocab, tokens, vocab))
+    )
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    labels, weights = torch.arange(tokens) % vocab, torch.full((tokens,), 1 / tokens)
+
+    def run() -> object:
+        total, _ = fused_linear_objective(
+            hidden,
+            weight,
+            HiddenState(teacher, head),
+            labels,
+            ce_weights=weights,
+            kd_weights=weights,
+            terms=[Term()],
+        )
+        return torch.autograd.grad(total, (hidden, weight))
+
+    width = PRECISIONS[precision].itemsize
+    gradients = (tokens + vocab) * _HIDDEN * width
+    formula = _fused_formula(width, vocab, tokens)
+    return Measured("fused", precision, vocab, tokens, _peak(run), formula, gradients)
 
 
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages that operators use while the mode is on and that are alive.
-
-    Storages of tensors that exist when it begins do not count. What an operator allocates and
-    releases inside of itself is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = 0
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        # Held, so that no later storage gets the address of one of these.
-        self._before = [
-            thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, Tensor)
-        ]
-        self._known = {storage.data_ptr() for storage in self._before}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Arguments too: a tensor on numpy's memory is the output of no operator.
-        self._see((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        self._see(result)
-        return result
-
-    def _see(self, values: Any) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if size == 0 or address in self._known:
-            return
-
-        def gone(_: object) -> None:
-            self._known.discard(address)
-            del self._alive[address]
-            self.current -= size
-
-        self._known.add(address)
-        self._alive[address] = weakref.ref(storage, gone)
-        self.current += size
-        self.peak = max(self.peak, self.current)
+def _fused_formula(width: int, vocab: int, tokens: int) -> int:
+    chunks = -(-tokens // chunk_tokens_for(vocab, _CPU))
+    size = -(-tokens // chunks)
+    logits, of_hidden = 2 * size * vocab * width, tokens * _HIDDEN * width
+    is_wider = width < torch.float32.itemsize and chunks > 1
+    total = vocab * _HIDDEN * (torch.float32.itemsize if is_wider else width)
+    product = min(_ROUNDED, vocab * _HIDDEN) * width if is_wider else 0
+    narrow = 0 if width == torch.float32.itemsize else 2
+    forward = logits + of_hidden + total + product + (3 + narrow) * _block(size, vocab)
+    backward = of_hidden + total + (vocab * _HIDDEN * width if is_wider else 0)
+    return max(forward, backward)
 
 
-def _resident_peak(step: Callable[[], object]) -> int | None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
-        before = _status_bytes("VmRSS")
-        step()
-        return _status_bytes("VmHWM") - before
-    return None
+def _logits(precision: str, vocab: int, tokens: int, *, overwrites: bool) -> Measured:
+    student = _normal(tokens, vocab, precision, 5).requires_grad_() + 0
+    teacher = _normal(tokens, vocab, precision, 6)
+
+    def run() -> object:
+        values = token_divergence(
+            student, DenseLogits(teacher), divergence="forward_kl", overwrite_logits=overwrites
+        )
+        return torch.autograd.grad(values.sum(), student)
+
+    width = PRECISIONS[precision].itemsize
+    gradient = 0 if overwrites else tokens * vocab * width
+    narrow = 0 if width == torch.float32.itemsize else 2
+    formula = gradient + (3 + narrow) * _block(tokens, vocab)
+    name = "logits, over the logits" if overwrites else "logits"
+    return Measured(name, precision, vocab, tokens, _peak(run), formula, gradient)
 
 
-def _status_bytes(field: str) -> int:
-    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {field}")
+def _block(rows: int, columns: int) -> int:
+    """Bytes of one row block."""
+    first = next(iter(row_blocks(rows, columns, _CPU)))
+    return (first.stop - first.start) * columns * torch.float32.itemsize
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -51,8 +51,8 @@ def main() -> None:
 
 def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     # Only now: these import Megatron-Core, which had to be prepared first.
-    from benchmarks.memory import persistent_bytes, step_peak
     from benchmarks.op_profile import write_profile
+    from benchmarks.peak import persistent_bytes, step_peak
     from benchmarks.subject import random_batches
 
     groups = _groups(case)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_distill.losses.shards import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.targets import kept_target
 from megatron_distill.losses.terms import Term, check_distinct
+from megatron_distill.ops.blocks import chunk_tokens_for
 from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
@@ -28,7 +29,7 @@ def fused_linear_objective(
     ce_weights: Tensor,
     kd_weights: Tensor,
     terms: Sequence[Term],
-    chunk_tokens: int,
+    chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
     ce_coefficient: float = 1.0,
@@ -55,7 +56,8 @@ def fused_linear_objective(
     Tokens with both weights zero are left out, whatever they hold. Where ``rows`` (``[n]`` int64,
     the others' places in order) is not given, finding them waits for the device once. A label
     outside the vocabulary on a token that counts makes the total infinite. Logits exist for
-    ``chunk_tokens`` tokens only.
+    ``chunk_tokens`` tokens only; None lets them fill the same memory whatever the vocabulary is
+    (2^25 logits of each model on a CPU, 2^28 on a GPU).
 
     Collective: one all-gather over ``group`` per chunk of 40 bytes per token with one term at
     temperature one (12 more per further temperature), 16 without a teacher; none in backward.
@@ -70,6 +72,8 @@ def fused_linear_objective(
     check_per_token(
         student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights
     )
+    if chunk_tokens is None:
+        chunk_tokens = chunk_tokens_for(shard.width, student_weight.device)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch", "accumulation_dtype", "allocate", "row_blocks"]
+__all__ = ["Scratch", "accumulation_dtype", "allocate", "chunk_tokens_for", "row_blocks"]
 
 # Elements per core that keep five fp32 blocks in the cache of current CPUs: 8 rows at V = 32,768.
 # All rows at once cost four times as much, because every pass then goes through memory.
@@ -16,6 +16,10 @@ _CPU_ELEMENTS = 2**18
 # On a GPU the pass is the unit: large enough that launches do not show, small enough that scratch
 # stays a fraction of a chunk at a vocabulary of 262,144.
 _GPU_ELEMENTS = 2**26
+# Logits of a chunk: as many tokens as keep the products at speed (256 and more of a CPU's, 1024 and
+# more of a GPU's at today's vocabularies), in the same memory whatever the vocabulary is.
+_CPU_CHUNK = 2**25
+_GPU_CHUNK = 2**28
 # Bytes: what torch gives its own tensors.
 _ALIGNMENT = 64
 
@@ -31,6 +35,12 @@ def _rows_per_block(columns: int, device: torch.device) -> int:
     if device.type == "cpu":
         return max(1, _CPU_ELEMENTS * torch.get_num_threads() // max(columns, 1))
     return max(1, _GPU_ELEMENTS // max(columns, 1))
+
+
+def chunk_tokens_for(columns: int, device: torch.device) -> int:
+    """Tokens of a chunk whose logits over so many columns fill the device's usual chunk."""
+    elements = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    return max(1, elements // max(columns, 1))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

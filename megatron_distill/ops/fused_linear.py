@@ -105,9 +105,12 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     caller reduces it over ``group`` (the backward of copy-to or gather-to tensor-parallel regions
     does).
 
-    Tokens of zero weight are left out before the products. Memory above the inputs:
-    ``chunk_tokens * V`` logits of each model, ``N * H`` hidden gradient, ``V * H`` fp32 weight
-    gradient and a few row blocks, whatever N is.
+    Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
+    ``chunk_tokens V`` logits of each model that has a head, in its dtype; the gradients ``N H`` in
+    the student's dtype and ``V H``, in fp32 if it is narrower and there are several chunks (then
+    also up to 2^21 for a product, and ``V H`` in that dtype in backward); and per row block
+    (`ops.blocks`) ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits
+    are narrower, capped or scaled, and at most six for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 4 bytes per name of the sweep and token
     (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and

@@ -27,7 +27,7 @@ class TokenObjective:
     ce_weight: float
     terms: Sequence[Term]
     has_teacher: bool
-    chunk_tokens: int
+    chunk_tokens: int | None
     shard: VocabShard
     logit_rule: LogitRule
     groups: Groups

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.ops import blocks
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
 from tests.reference.tracing import Trace, traced
@@ -15,7 +16,7 @@ TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 4096, 16
 
 
 def step(
-    problem: Problem, chunk_tokens: int, *, hidden: bool = True, weight: bool = True
+    problem: Problem, chunk_tokens: int | None, *, hidden: bool = True, weight: bool = True
 ) -> Callable[[], Tensor]:
     """Forward, and backward into the leaves that are wanted."""
     student = problem.hidden_NH.detach().requires_grad_(hidden)
@@ -39,7 +40,7 @@ def step(
     return run
 
 
-def trace_of(problem: Problem, chunk_tokens: int, **wanted: bool) -> Trace:
+def trace_of(problem: Problem, chunk_tokens: int | None, **wanted: bool) -> Trace:
     return traced(
         step(problem, chunk_tokens, **wanted),
         problem.hidden_NH,
@@ -59,6 +60,20 @@ def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens() -> 
     assert peaks[0] < 5 * logits + 4 * VOCAB * HIDDEN + TOKENS * 200
     assert peaks[1] - peaks[0] < TOKENS * 200
     assert peaks[0] < 4 * TOKENS * VOCAB / 2
+
+
+def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
+    monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    working = []
+    for vocab in (VOCAB, 4 * VOCAB, 16 * VOCAB):
+        problem = Problem.random(TOKENS, HIDDEN, vocab)
+        gradients = 4 * HIDDEN * (TOKENS + vocab)
+        # The three blocks of a row each are as large as the vocabulary.
+        working.append(trace_of(problem, None).peak_bytes - gradients - 3 * 4 * vocab)
+    logits = 2 * 4 * CHUNK * VOCAB
+    assert all(abs(bytes_ - logits) < 0.1 * logits for bytes_ in working)
 
 
 def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:

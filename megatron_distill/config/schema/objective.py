@@ -91,8 +91,9 @@ class ObjectiveConfig(Section):
         description="The distillation terms; left out: one `forward_kl` of weight 1 with a "
         "teacher, none without.",
     )
-    chunk_tokens: int = Field(
-        default=1024,
+    chunk_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="Tokens whose logits exist at one time; bounds the memory of the loss.",
+        description="Tokens whose logits exist at one time; bounds the memory of the loss. null: "
+        "2^25 logits of each model on a CPU, 2^28 on a GPU, however large the vocabulary.",
     )
