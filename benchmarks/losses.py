@@ -17,19 +17,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.environment import ROOT, describe
 from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
 
 _WORKER = ROOT / "benchmarks" / "losses_worker.py"
-_SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936)}
-_CASES = [
+_SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936), "v128k": (8192, 128_256)}
+_CPU_CASES = [
     (shape, precision, tensor)
-    for shape in _SHAPES
+    for shape in ("v32k", "v152k")
     for precision in ("fp32", "bf16")
     for tensor in (1, 2)
 ]
+_GPU_CASES = [("v128k", "bf16", 1)]
 _CHILD_SECONDS = 1800
 _WIDTH = 160
 _NOTE = """\
@@ -38,8 +40,8 @@ process (one per rank); `ratio` is the subject's time over ours (the family's fi
 the most bytes alive above both logits, the gradient included, in units of one logit tensor; `over
 the logits` lets the gradient take their place. ModelOpt is 0.47's Megatron plugin; its top-k is
 renormalised. All top-k rows choose k = 64 from the teacher's logits first. `fused linear` starts
-from hidden states of width 1024: ours is CE and forward KL with both heads' products, and `bare
-products` these four products alone.
+from hidden states: ours is CE and forward KL with both heads' products, chunks of 1024 tokens, and
+`bare products` are these four products alone; `fused jsd` is JSD without CE.
 """
 
 
@@ -56,7 +58,7 @@ def main() -> int:
     console = Console(width=_WIDTH)
     environment = describe("benchmarks/losses.py", sys.argv[1:])
     measured: dict[str, list[dict[str, Any]]] = {}
-    for shape, precision, tensor in _CASES:
+    for shape, precision, tensor in _GPU_CASES if torch.cuda.is_available() else _CPU_CASES:
         name = f"{shape}/{precision}/TP{tensor}"
         if arguments.cases not in name:
             continue

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from benchmarks.loss_subjects import Subject
 
 _TIMEOUT_SECONDS = 600
-_HIDDEN = 1024
+# Widths of the hidden states that the fused objectives start from.
+_WIDTHS = {"cpu": (1024,), "cuda": (2048, 4096)}
 
 
 def main() -> None:
@@ -85,9 +86,37 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
         }
         for number, subject in enumerate(found)
     ]
+    rows.append(_copy(student, device))
     if arguments.tensor == 1:
-        rows += _fused_linear(arguments, device)
+        widths = _WIDTHS[device.type]
+        rows += [row for width in widths for row in _fused_linear(arguments, width, device)]
     return rows
+
+
+def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Copy what forward KL over bf16 logits has to read and write: ten bytes per logit."""
+    source = torch.ones(5 * student.numel(), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(6)]
+    return {
+        "family": "forward_kl",
+        "subject": "copy of 10 bytes per logit",
+        "seconds": median(seconds[1:]),
+        "value": 0.0,
+        "extra_bytes": 0,
+        "logit_bytes": student.numel() * student.element_size(),
+    }
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Time of one run, until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def _timed(
@@ -97,14 +126,13 @@ def _timed(
     logits = student.clone().requires_grad_() + 0
     gc.collect()
     dist.barrier()
-    started = time.perf_counter()
-    loss = subject.loss(logits, teacher)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    spent = time.perf_counter() - started
-    del gradient
-    return spent, float(loss.detach())
+    losses: list[torch.Tensor] = []
+
+    def run() -> None:
+        losses.append(subject.loss(logits, teacher))
+        torch.autograd.grad(losses[0], logits)
+
+    return _seconds(run, device), float(losses[0].detach())
 
 
 def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor) -> int:
@@ -118,28 +146,27 @@ def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor)
     return live.peak
 
 
-def _fused_linear(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The fused objective beside its bare products."""
+def _fused_linear(
+    arguments: argparse.Namespace, width: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """The fused objectives beside their bare products."""
+    from benchmarks.fused_subjects import fused_subjects
     from benchmarks.peak import LiveStorages
 
-    runs = _fused_runs(arguments, device)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    runs = fused_subjects(arguments, width, device)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for _ in range(arguments.repeats + 1):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[name].append(time.perf_counter() - started)
+        for key, run in runs.items():
+            seconds[key].append(_seconds(run, device))
     rows = []
-    for name, run in runs.items():
+    for (family, name), run in runs.items():
         with LiveStorages() as live:
             run()
         rows.append(
             {
-                "family": "fused linear",
+                "family": family,
                 "subject": name,
-                "seconds": median(seconds[name][1:]),
+                "seconds": median(seconds[family, name][1:]),
                 "value": 0.0,
                 "extra_bytes": live.peak,
                 "logit_bytes": arguments.tokens
@@ -148,51 +175,6 @@ def _fused_linear(arguments: argparse.Namespace, device: torch.device) -> list[d
             }
         )
     return rows
-
-
-def _fused_runs(
-    arguments: argparse.Namespace, device: torch.device
-) -> dict[str, Callable[[], None]]:
-    from megatron_distill.losses import Term, fused_linear_objective
-    from megatron_distill.signals import HiddenState
-
-    dtype = PRECISIONS[arguments.precision]
-    generator = torch.Generator().manual_seed(4)
-    tokens, vocab = arguments.tokens, arguments.vocab
-
-    def normal(rows: int) -> torch.Tensor:
-        drawn = torch.randn(rows, _HIDDEN, generator=generator)
-        return (drawn / _HIDDEN**0.25).to(device=device, dtype=dtype)
-
-    hidden, weight = normal(tokens), normal(vocab)
-    signal = HiddenState(normal(tokens), normal(vocab))
-    labels = torch.randint(vocab, (tokens,), generator=generator).to(device)
-    weights = torch.full((tokens,), 1 / tokens, device=device)
-    gradient = torch.empty(tokens, vocab, device=device, dtype=dtype).normal_()
-
-    def products() -> None:
-        torch.mm(hidden, weight.t())
-        torch.mm(signal.hidden, signal.weight.t())
-        torch.mm(gradient, weight)
-        torch.mm(gradient.t(), hidden)
-
-    def fused() -> None:
-        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        counts = {"ce_weights": weights, "kd_weights": weights}
-        total, _ = fused_linear_objective(
-            leaf, head, signal, labels, **counts, terms=[Term()], chunk_tokens=1024
-        )
-        torch.autograd.grad(total, (leaf, head))
-
-    def eager() -> None:
-        leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        student, teacher = leaf @ head.t(), signal.hidden @ signal.weight.t()
-        log_q, log_p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
-        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
-        ce = torch.nn.functional.nll_loss(log_q, labels, reduction="sum")
-        torch.autograd.grad((kl + ce) / tokens, (leaf, head))
-
-    return {"ours": fused, "bare products": products, "torch": eager}
 
 
 if __name__ == "__main__":
