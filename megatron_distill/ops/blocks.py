@@ -48,22 +48,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def allocate(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, zero: bool = False
-) -> Tensor:
+def allocate(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new matrix; on a CPU in numpy's memory.
 
     For large arrays numpy asks the kernel for huge pages, torch does not. The page faults of a
     chunk's fresh logits would otherwise cost a quarter of their product.
     """
     if device.type != "cpu":
-        make = torch.zeros if zero else torch.empty
-        return make(rows, columns, dtype=dtype, device=device)
+        return torch.empty(rows, columns, dtype=dtype, device=device)
     size = rows * columns * dtype.itemsize
     memory = torch.from_numpy(np.empty(size + _ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % _ALIGNMENT
-    matrix = memory[first : first + size].view(dtype).view(rows, columns)
-    return matrix.zero_() if zero else matrix
+    return memory[first : first + size].view(dtype).view(rows, columns)
 
 
 class Scratch:

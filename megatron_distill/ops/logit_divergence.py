@@ -82,46 +82,56 @@ def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
 
 
 class _LogitDivergenceFunction(torch.autograd.Function):
-    """Forms the gradient in forward on a CPU, where a block is in the cache, else in backward."""
+    """Forms the gradient in forward on a CPU, where a block is in the cache, else in backward.
+
+    The first backward pass gives that away, scaled in place; a further one forms it anew.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, student: GivenLogits, work: LogitDivergence) -> Tensor:
         state = _State.of(student, work)
-        gradient = None
+        ctx.gradient = None
         if ctx.needs_input_grad[0] and (work.overwrites or logits.device.type == "cpu"):
-            ones = logits.new_ones(logits.shape[0], dtype=state.chunk.scratch.dtype)
-            gradient = state.room_for_gradient(logits)
-            gradient[:, work.shard.real_width :].zero_()
-            value = state.value_and_gradient(ones, gradient[:, : work.shard.real_width])
+            ctx.gradient = logits.detach() if work.overwrites else state.room_for_gradient(logits)
+            value = state.value_and_gradient(ctx.gradient)
         else:
             value = state.value()
-        teacher = work.teacher.logits if isinstance(work.teacher, GivenLogits) else None
-        if work.overwrites:
-            ctx.save_for_backward(None, None, gradient)
-        else:
-            ctx.save_for_backward(logits, teacher, gradient)
+        ctx.state = None
+        if not work.overwrites:
+            teacher = work.teacher.logits if isinstance(work.teacher, GivenLogits) else None
+            ctx.save_for_backward(logits, teacher)
             ctx.state = state
         return (value * work.term.coefficient).to(state.chunk.scratch.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, _, gradient = ctx.saved_tensors
-        if gradient is not None:
-            # A GPU is not asked, since the answer would be waited for.
-            if upstream.device.type == "cpu" and bool((upstream == 1).all()):
-                return gradient, None, None
-            if logits is None or gradient.dtype == upstream.dtype:
-                # In place a second backward pass is torch's error: the gradient is not what it was.
-                out = gradient if logits is None else torch.empty_like(gradient)
-                torch.mul(gradient, upstream.unsqueeze(1), out=out)
-                # A token that does not count gets nothing, whatever its logits hold.
-                return out.masked_fill_((upstream == 0).unsqueeze(1), 0.0), None, None
-        # Rounded once, after it has been scaled.
-        state: _State = ctx.state
-        gradient = state.room_for_gradient(logits)
-        gradient[:, state.work.shard.real_width :].zero_()
-        state.push(upstream, gradient[:, : state.work.shard.real_width])
+        gradient: Tensor | None = ctx.gradient
+        state: _State | None = ctx.state
+        ctx.gradient = None
+        if gradient is None and state is None:
+            raise RuntimeError(
+                "the gradient took the place of the logits (overwrite_logits) and was given away "
+                "by the first backward pass; there is nothing left for a second"
+            )
+        # A GPU is not asked, since the answer would be waited for.
+        is_one = upstream.device.type == "cpu" and bool((upstream == 1).all())
+        if state is not None:
+            logits, _ = ctx.saved_tensors
+            narrow = logits.dtype != upstream.dtype
+            if upstream.device.type != "cpu" or (narrow and not is_one):
+                # Rounded once, after it has been scaled.
+                out = state.room_for_gradient(logits) if gradient is None else gradient
+                state.push(upstream, out)
+                return out, None, None
+            if gradient is None:
+                gradient = state.room_for_gradient(logits)
+                state.form_again(gradient)
+        assert gradient is not None
+        if not is_one:
+            gradient.mul_(upstream.unsqueeze(1))
+            # A token that does not count gets nothing, whatever its logits hold.
+            gradient.masked_fill_((upstream == 0).unsqueeze(1), 0.0)
         return gradient, None, None
 
 
@@ -147,13 +157,15 @@ class _State:
         """Whether only kept ids have a gradient."""
         return not isinstance(self.work.teacher, GivenLogits) and not self.work.kept.needs_rest
 
+    @property
+    def _is_one_pass(self) -> bool:
+        """Whether there is nobody to wait for between the sweeps."""
+        return self.work.group is None and isinstance(self.work.teacher, GivenLogits)
+
     def room_for_gradient(self, logits: Tensor) -> Tensor:
-        """Memory for the gradient ``[N, V]``, zero where it will not be written."""
-        if self.work.overwrites:
-            return logits.detach()
+        """New memory for the gradient ``[N, V]``; what it holds is undefined."""
         rows, columns = logits.shape
-        device, points = logits.device, self._only_points
-        return allocate(rows, columns, logits.dtype, device, zero=points)
+        return allocate(rows, columns, logits.dtype, logits.device)
 
     def value(self) -> Tensor:
         """``[N]`` fp64."""
@@ -166,27 +178,43 @@ class _State:
         self.kept = ((term, row),)
         return row.value
 
-    def value_and_gradient(self, upstream: Tensor, out: Tensor) -> Tensor:
-        """The value, and the gradient on the logits written to ``out``."""
-        if self.work.group is None and isinstance(self.work.teacher, GivenLogits):
-            weights = softmax_weights(self.chunk.sweep, upstream, None, None, self.work.shard)
-            _, values = self.chunk.process(self.packet, weights, None, out)
+    def value_and_gradient(self, out: Tensor) -> Tensor:
+        """The value, and the gradient of its sum on the logits, padding included, in ``out``."""
+        ones = out.new_ones(out.shape[0], dtype=self.chunk.scratch.dtype)
+        if self._is_one_pass:
+            weights = softmax_weights(self.chunk.sweep, ones, None, None, self.work.shard)
+            inside = self._without_padding(out)
+            _, values = self.chunk.process(self.packet, weights, None, inside)
             return values[self.work.term.key]
         value = self.value()
-        self.push(upstream, out)
+        self.push(ones, out)
         return value
 
+    def form_again(self, out: Tensor) -> None:
+        """The same gradient, to the bit, without asking the other ranks."""
+        if self._is_one_pass:
+            self.value_and_gradient(out)
+        else:
+            self.push(out.new_ones(out.shape[0], dtype=self.chunk.scratch.dtype), out)
+
     def push(self, upstream: Tensor, out: Tensor) -> None:
-        """The gradient on the logits."""
+        """The gradient on the logits, padding included."""
         if self.solved is None:
             self.value()  # nothing but the gradient was kept; one rank alone may ask again
         assert self.solved is not None
+        inside = self._without_padding(out)
         if self._only_points:
-            self._push_points(upstream, out)
+            self._push_points(upstream, inside)
             return
         sweep, shard = self.chunk.sweep, self.work.shard
         weights = softmax_weights(sweep, upstream, None, None, shard, self.kept)
-        self.chunk.push(self.packet, self.solved, weights, out)
+        self.chunk.push(self.packet, self.solved, weights, inside)
+
+    def _without_padding(self, out: Tensor) -> Tensor:
+        """The real columns; the others become zero."""
+        real = self.work.shard.real_width
+        out[:, real:].zero_()
+        return out[:, :real]
 
     def _push_points(self, upstream: Tensor, out: Tensor) -> None:
         """The gradient where only kept ids have one."""
@@ -194,8 +222,7 @@ class _State:
         coefficient = term.term.coefficient / term.term.temperature
         weight = (upstream * coefficient).unsqueeze(1)
         added = torch.where(weight == 0, 0.0, weight * row.excess.to(weight.dtype))
-        if self.work.overwrites:
-            out.zero_()
+        out.zero_()
         if out.shape[1]:
             # Not scatter_add_, which brings all of a narrower matrix to fp32 and back.
             rows = torch.arange(len(out), device=out.device).unsqueeze(1)

@@ -23,7 +23,7 @@ def test_blocks_cover_every_row_once(rows: int, columns: int) -> None:
 def test_buffers_have_the_shape_and_the_alignment_of_torch(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    matrix = allocate(*shape, dtype, CPU, zero=True)
+    matrix = allocate(*shape, dtype, CPU).zero_()
     assert (matrix.shape, matrix.dtype) == (shape, dtype)
     assert matrix.is_contiguous()
     assert not matrix.any()
