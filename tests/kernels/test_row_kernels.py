@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_distill.ops.kernels import kernels_run
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -31,6 +34,18 @@ def child(*words: str, interpreted: bool) -> subprocess.CompletedProcess[str]:
         timeout=SECONDS,
         check=False,
     )
+
+
+def test_the_choice_follows_device_dtype_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert kernels_run(cuda, dtype)
+        assert not kernels_run(cpu, dtype)
+    assert not kernels_run(cuda, torch.float64)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_run(cpu, torch.float32)
+    assert not kernels_run(cpu, torch.float64)
 
 
 def assert_passed(done: subprocess.CompletedProcess[str]) -> None:

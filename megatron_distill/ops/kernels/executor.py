@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,7 +60,8 @@ class RowKernels:
                 at["TEACHER_PEAK"] = -1
             if top is None:
                 top = student.new_empty(len(student) if at["AT_TOP"] >= 0 else 0, dtype=torch.int64)
-            measure_rows[(len(student),)](
+            self._launch(
+                measure_rows,
                 student,
                 teacher,
                 student.stride(0),
@@ -69,11 +71,9 @@ class RowKernels:
                 packet.values.stride(0),
                 top,
                 1 / temperature,
-                **self._rules,
                 **at,
                 HAS_TOP=number == 0 and top.numel() > 0,
                 BLOCK=self._block(_BLOCK),
-                **_OPTIONS,
             )
 
     def sum_slopes(self, packet: Packet, term: WeightedDivergence, known: TemperatureRow) -> Tensor:
@@ -82,7 +82,8 @@ class RowKernels:
         assert form is not None
         student, teacher, statistics = self._student, self._teacher, packet.rows()
         sums = torch.empty_like(packet.values[:1]).expand(3, -1).clone()
-        sum_slopes[(len(student),)](
+        self._launch(
+            sum_slopes,
             student,
             teacher,
             student.stride(0),
@@ -95,10 +96,8 @@ class RowKernels:
             sums,
             form.parameter,
             1 / term.temperature,
-            **self._rules,
             FORM=FORMS[form.name],
             BLOCK=self._block(_GRADIENT_BLOCK),
-            **_OPTIONS,
         )
         return sums
 
@@ -126,7 +125,8 @@ class RowKernels:
             for at, softmax in zip(known, weights, strict=True)
             for number in (*at, *_weights(softmax))
         ]
-        push_rows[(len(student),)](
+        self._launch(
+            push_rows,
             out,
             out.stride(0),
             student,
@@ -143,7 +143,6 @@ class RowKernels:
             points.values,
             points.cuts,
             points.columns.shape[1],
-            **self._rules,
             TEMPERATURES=len(weights),
             HAS_TEACHER="teacher" in self.raw,
             HAS_OTHERS=any(softmax.others for softmax in weights),
@@ -152,8 +151,13 @@ class RowKernels:
             HAS_POINTS=points.columns.shape[1] > 0,
             BLOCK=self._block(_GRADIENT_BLOCK),
             POINTS_BLOCK=_power_of_two(max(points.columns.shape[1], 1)),
-            **_OPTIONS,
         )
+
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """One program per row, on the device of the rows whichever the current one is."""
+        on_cuda = self._student.device.type == "cuda"
+        with torch.cuda.device(self._student.device) if on_cuda else nullcontext():
+            kernel[(len(self._student),)](*arguments, **self._rules, **constants, **_OPTIONS)
 
     @property
     def _student(self) -> Tensor:
