@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from benchmarks.children import run_child
 from benchmarks.environment import ROOT, describe
-from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
 
-_WORKER = ROOT / "benchmarks" / "losses_worker.py"
 _SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936), "v128k": (8192, 128_256)}
 _CPU_CASES = [
     (shape, precision, tensor)
@@ -70,30 +66,16 @@ def main() -> int:
 
 def _run(shape: str, precision: str, tensor: int, repeats: int) -> list[dict[str, Any]]:
     tokens, vocab = _SHAPES[shape]
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={precision}"]
-        words += [f"--tensor={tensor}", f"--repeats={repeats}", f"--result={result}"]
-        command = [sys.executable, str(_WORKER), *words]
-        if tensor > 1:
-            command = torchrun_command(str(_WORKER), words, processes=tensor)
-        child = subprocess.run(
-            command,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": str(threads_per_process(tensor)),
-            },
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_SECONDS,
-            check=False,
-        )
-        if child.returncode:
-            raise SystemExit(f"{shape} {precision} TP{tensor} failed:\n{child.stderr[-4000:]}")
-        rows: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
-        return rows
+    words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={precision}"]
+    words += [f"--tensor={tensor}", f"--repeats={repeats}"]
+    rows: list[dict[str, Any]] = run_child(
+        "losses_worker.py",
+        words,
+        processes=tensor,
+        name=f"{shape} {precision} TP{tensor}",
+        seconds=_CHILD_SECONDS,
+    )
+    return rows
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> list[str]:

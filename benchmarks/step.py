@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,13 +22,12 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.cases import Case, layout_cases, peer_cases, quick
+from benchmarks.children import run_child
 from benchmarks.environment import ROOT, describe, installed
 from benchmarks.quiet import is_disturbed, wait_until_quiet
 from benchmarks.report import write_report
 from benchmarks.summary import Ratio, Row, compare, rich_table, summarise
-from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
 
-_WORKER = ROOT / "benchmarks" / "worker.py"
 _LOSS_TOLERANCE = 1e-5
 _CHILD_SECONDS = 1800
 _ATTEMPTS = 5
@@ -151,31 +148,21 @@ def _run_quiet(case: Case, subject: str, arguments: argparse.Namespace, *, profi
 
 
 def _run_child(case: Case, subject: str, arguments: argparse.Namespace, *, profiled: bool) -> Any:
-    processes = case.ranks.processes
     with tempfile.TemporaryDirectory() as folder:
-        case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
+        case_file = Path(folder) / "case.json"
         case_file.write_text(json.dumps(case.as_dict()), encoding="utf-8")
-        words = ["--case", str(case_file), "--subject", subject, "--result", str(result_file)]
+        words = ["--case", str(case_file), "--subject", subject]
         words += ["--warmup", str(arguments.warmup), "--steps", str(arguments.steps)]
         if profiled:
             name = f"{arguments.name}_profile_{case.name.replace('/', '_')}_{subject}.md"
             words += ["--profile", str(arguments.output / name)]
-        command = [sys.executable, str(_WORKER), *words]
-        if processes > 1:
-            command = torchrun_command(str(_WORKER), words, processes=processes)
-        threads = str(threads_per_process(processes))
-        child = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_SECONDS,
-            check=False,
+        return run_child(
+            "worker.py",
+            words,
+            processes=case.ranks.processes,
+            name=f"{case.name} {subject}",
+            seconds=_CHILD_SECONDS,
         )
-        if child.returncode:
-            raise SystemExit(f"{case.name} {subject} failed:\n{child.stderr[-4000:]}")
-        return json.loads(result_file.read_text(encoding="utf-8"))
 
 
 def _verdict(measured: Measured, console: Console) -> int:

@@ -57,7 +57,12 @@ def on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "temperature"), [(torch.float32, 0.5), (torch.float32, 3.0), (torch.bfloat16, 1.0)]
+    ("dtype", "temperature"),
+    [
+        (torch.float32, 0.5),
+        pytest.param(torch.float32, 3.0, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 1.0, marks=pytest.mark.slow),
+    ],
 )
 # Renormalised, nothing outside the kept ids counts: no row is swept.
 @pytest.mark.parametrize("support", [one for one in SUPPORTS if one != "renormalized"])

@@ -17,14 +17,19 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 ROOT = Path(__file__).parents[2]
 CASES = "tests/kernels/row_kernel_cases.py"
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q")
 # Of the interpreter's bf16 too little is left for them, or they draw too many samples for it.
 NOT_INTERPRETED = "not dtype1 and not bf16 and not bfloat16 and not samples_estimate"
 SECONDS = 900
 
 
-def child(*words: str, interpreted: bool) -> subprocess.CompletedProcess[str]:
+def child(
+    *words: str, interpreted: bool, cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """A Python of its own: Triton is the interpreter or the compiler from its first import on."""
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     return subprocess.run(
         [sys.executable, *words],
         env=environment,
@@ -53,26 +58,30 @@ def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
     assert " passed" in done.stdout
 
 
-def test_interpreted() -> None:
-    assert_passed(child("-m", "pytest", "-p", "no:cacheprovider", "-q", CASES, interpreted=True))
+@pytest.mark.parametrize("some", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted(some: str) -> None:
+    assert_passed(child(*PYTEST, "-m", some, CASES, interpreted=True))
 
 
 @pytest.mark.slow
 def test_the_oracles_of_all_losses_interpreted() -> None:
     tests = ("losses_divergences", "losses_objective_terms", "known_defects_degenerate")
     files = [f"tests/unit/test_{name}.py" for name in tests]
-    words = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", NOT_INTERPRETED, *files]
-    assert_passed(child(*words, interpreted=True))
+    assert_passed(child(*PYTEST, "-k", NOT_INTERPRETED, *files, interpreted=True))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    assert_passed(child("-m", "pytest", "-p", "no:cacheprovider", "-q", CASES, interpreted=False))
+    assert_passed(child(*PYTEST, "-m", "slow or not slow", CASES, interpreted=False))
 
 
-@pytest.mark.parametrize("architecture", ["90", pytest.param("80", marks=pytest.mark.slow)])
-def test_kernels_compile_and_fuse_no_product_with_a_difference(architecture: str) -> None:
-    done = child("-m", "tests.kernels.compile_kernels", architecture, interpreted=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_kernels_compile_and_fuse_no_product_with_a_difference(
+    architecture: str, tmp_path: Path
+) -> None:
+    words = ("-m", "tests.kernels.compile_kernels", architecture)
+    done = child(*words, interpreted=False, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout)
     assert len(kernels) == 2 * 8
