@@ -23,6 +23,8 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     torch.topk leaves open which of equal values it takes and in which order.
     """
     count, width = logits.shape
+    if k == 0:  # of a shard that is all padding
+        return logits.new_empty(count, 0), logits.new_empty(count, 0, dtype=torch.int64)
     if logits.device.type != "cpu" or width < _SEGMENTS_OF_K * k * _SEGMENT:
         return _largest_of_all(logits, k)
     values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)

@@ -45,6 +45,12 @@ def test_ties_go_to_the_lowest_column(k: int, more: int, distinct: int, seed: in
     assert_chosen(drawn(5, 64 * 3 * k + more, distinct=distinct, seed=seed), k)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5000), (0, 0)])
+def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
+    values, columns = largest(torch.empty(shape), min(4, shape[1]))
+    assert values.shape == columns.shape == (shape[0], min(4, shape[1]))
+
+
 def test_rows_of_a_wider_matrix() -> None:
     assert_chosen(drawn(6, 9000)[:, 100:7000], 7)
 
