@@ -39,7 +39,8 @@ _NOTE = """\
 of forward KL from given logits, `over the logits` lets the gradient take their place. `peak` is the
 most bytes of tensors alive at once above the inputs; `formula` follows the docstrings of
 `ops.fused_linear` and `ops.logit_divergence`, and `without gradients` is the peak less those on
-hidden states and weight, or on logits, which are what was asked for.
+hidden states and weight, or on logits, which are what was asked for. The few numbers per token,
+some 110 bytes, are not in the formula; of 32,768 tokens they are 3.5 MiB.
 """
 
 
