@@ -103,7 +103,7 @@ def to_torchrun(started: Started, number: int) -> None:
         pytest.param(to_the_last_rank, signal.SIGINT, 0, id="rank INT", marks=pytest.mark.slow),
         # torchrun itself ends with 1, but its ranks are given the time to end well.
         pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM", marks=pytest.mark.slow),
-        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT"),
+        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT", marks=pytest.mark.slow),
         pytest.param(
             to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL", marks=pytest.mark.slow
         ),

@@ -68,8 +68,8 @@ def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     working = []
     for vocab in (VOCAB, 4 * VOCAB, 16 * VOCAB):
-        problem = Problem.random(TOKENS, HIDDEN, vocab)
-        gradients = 4 * HIDDEN * (TOKENS + vocab)
+        problem = Problem.random(2 * CHUNK, HIDDEN, vocab)
+        gradients = 4 * HIDDEN * (2 * CHUNK + vocab)
         # The three blocks of a row each are as large as the vocabulary.
         working.append(trace_of(problem, None).peak_bytes - gradients - 3 * 4 * vocab)
     logits = 2 * 4 * CHUNK * VOCAB
