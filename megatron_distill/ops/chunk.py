@@ -297,8 +297,10 @@ class Chunk:
         rows = [term.divergence for term in self.sweep.curved]
         if student.numel() == 0 or any(row.kernel is None for row in rows):
             return None
-        if not all(kernels_run(raw.device, raw.dtype) for raw in self.raw.values()):
-            return None
+        for raw in self.raw.values():
+            # A kernel reads a row as it lies; columns apart from each other are for the chunks.
+            if raw.stride(1) != 1 or not kernels_run(raw.device, raw.dtype):
+                return None
         # Not before it is sure that Triton is there.
         from megatron_distill.ops.kernels.executor import RowKernels
 

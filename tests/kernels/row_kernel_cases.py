@@ -166,6 +166,22 @@ def test_the_gradient_may_take_the_place_of_the_logits(device: torch.device) -> 
         torch.testing.assert_close(over, gradient, rtol=2**-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("turned", ["student", "teacher"])
+def test_columns_that_are_not_next_to_each_other(turned: str) -> None:
+    # Read by the chunked executor, which asks nothing of strides.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    student, teacher = on(device, *logit_pair(4, 70))
+    given = {"divergence": "js_divergence", "support": "dense"}
+    oracle = expected(student, DenseLogits(teacher), UPSTREAM.to(device), **given)
+    if turned == "student":
+        student = student.t().contiguous().t()
+    else:
+        teacher = teacher.t().contiguous().t()
+    value, gradient = solved(student, DenseLogits(teacher), UPSTREAM.to(device), **given)
+    torch.testing.assert_close(value.double(), oracle[0], rtol=1e-6, atol=0)
+    assert row_error(gradient, oracle[1]) < 1e-6
+
+
 def test_a_strided_matrix_and_a_shard_with_padding(device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 400))
     student[:, 390:] = torch.nan

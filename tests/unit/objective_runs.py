@@ -1,6 +1,7 @@
 """Running the fused objective on a problem, for the tests of its values and of its laws."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,11 @@ def run(
     weight = problem.weight_GH.detach().requires_grad_()
     if signal is None:
         signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *teacher_rule)
-    total, report = fused_linear_objective(
+    total, report = objective(
+        problem,
         hidden,
         weight,
         signal,
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
         terms=terms,
         chunk_tokens=chunk_tokens,
         shard=shard,
@@ -49,6 +48,30 @@ def run(
     )
     hidden_gradient, weight_gradient = torch.autograd.grad(total * upstream, (hidden, weight))
     return total.detach(), report, hidden_gradient, weight_gradient
+
+
+def objective(
+    problem: Problem,
+    hidden: Tensor,
+    weight: Tensor,
+    signal: Signal | None = None,
+    *,
+    terms: Sequence[Term] = (Term(),),
+    chunk_tokens: int | None = 8,
+    **given: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Total and report with the labels and weights of a problem, and its teacher if none else."""
+    return fused_linear_objective(
+        hidden,
+        weight,
+        signal or HiddenState(problem.teacher_hidden, problem.teacher_weight),
+        problem.labels_N,
+        ce_weights=problem.ce_weights_N,
+        kd_weights=problem.kd_weights_N,
+        terms=terms,
+        chunk_tokens=chunk_tokens,
+        **given,
+    )
 
 
 def assert_same(ours: Result, other: Result, tolerance: float = 1e-6) -> None:

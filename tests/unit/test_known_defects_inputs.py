@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved, term_of
-from tests.unit.objective_runs import run
+from tests.unit.objective_runs import objective, run
 
 EACH = [(name, support) for name in NAMES for support in SUPPORTS]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -266,16 +266,8 @@ def test_defect_12_the_first_call_equals_the_second(
 def test_defect_12_a_graph_gives_the_same_gradient_twice() -> None:
     problem = Problem.random(12, 8, 70)
     hidden = problem.hidden_NH.requires_grad_()
-    total, _ = fused_linear_objective(
-        hidden,
-        problem.weight_GH,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[Term(name) for name in NAMES],
-        chunk_tokens=5,
-    )
+    terms = [Term(name) for name in NAMES]
+    total, _ = objective(problem, hidden, problem.weight_GH, terms=terms, chunk_tokens=5)
     first, second = (torch.autograd.grad(total, hidden, retain_graph=True) for _ in range(2))
     assert_identical(first, second)
     student, teacher = logit_pair(5, 70)

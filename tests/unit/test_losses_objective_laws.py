@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
 from tests.reference.tracing import HostWaits
-from tests.unit.objective_runs import assert_same, run
+from tests.unit.objective_runs import assert_same, objective, run
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 7, 64])
@@ -55,16 +55,7 @@ def test_backward_may_run_again_and_calls_repeat_exactly() -> None:
     problem = Problem.random(seed=8)
     hidden = problem.hidden_NH.requires_grad_()
     before = [tensor.clone() for tensor in vars(problem).values()]
-    total, _ = fused_linear_objective(
-        hidden,
-        problem.weight_GH,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[Term()],
-        chunk_tokens=8,
-    )
+    total, _ = objective(problem, hidden, problem.weight_GH)
     total.backward(retain_graph=True)
     assert hidden.grad is not None
     once = hidden.grad.clone()

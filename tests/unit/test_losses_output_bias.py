@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem, row_error, solve
-
-Rule = tuple[float | None, float]
+from tests.unit.objective_runs import Rule, objective
 
 
 def with_ones(problem: Problem) -> Problem:
@@ -36,13 +35,11 @@ def run(
         *rules[1],
         problem.teacher_weight[:, -1].contiguous(),
     )
-    total, report = fused_linear_objective(
+    total, report = objective(
+        problem,
         hidden,
         weight,
         teacher,
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
         terms=terms,
         chunk_tokens=chunk_tokens,
         student_softcap=rules[0][0],
@@ -94,18 +91,9 @@ def test_padded_columns_have_no_bias() -> None:
     weight = torch.full((56, 11), torch.nan)
     bias[:50], weight[:50] = problem.weight_GH[:, -1], problem.weight_GH[:, :-1]
     bias.requires_grad_()
-    total, _ = fused_linear_objective(
-        problem.hidden_NH[:, :-1],
-        weight,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[Term()],
-        chunk_tokens=8,
-        shard=VocabShard(50, 0, 56),
-        student_bias=bias,
-    )
+    shard = VocabShard(50, 0, 56)
+    hidden = problem.hidden_NH[:, :-1]
+    total, _ = objective(problem, hidden, weight, shard=shard, student_bias=bias)
     (gradient,) = torch.autograd.grad(total, bias)
     assert float(total.detach()) == pytest.approx(float(answer.total), rel=1e-6)
     expected = answer.weight_gradient[:, -1]
