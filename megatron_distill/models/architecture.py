@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,22 @@ class MixtureOfExperts:
     top_k: int
     ffn_hidden_size: int
     aux_loss_coefficient: float = 0.0
+    renormalize: bool = True  # the chosen experts' probabilities sum to one
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the positions of pretraining.
+
+    `linear` divides all of them by `factor`; `llama3` only the slow ones, with a smooth passage
+    between the wavelengths `original_positions / low_frequency_factor` and `.../high_...`.
+    """
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,15 @@ class Architecture:
     activation: str = "swiglu"
     positions: str = "rope"
     rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0  # of each head, from its start
+    sliding_window: int | None = None  # keys that a query sees, itself included
+    sliding_layers: tuple[int, ...] | None = None  # None: all, where there is a window
+    sliding_rope_base: float | None = None  # unscaled, of the sliding layers; None: as the others
+    attention_scalar: float | None = None  # scores are divided by its root; None: head_size
+    attention_softcap: float | None = None
+    post_norms: bool = False  # also behind attention and feed-forward, before they are added
+    embedding_scale: float = 1.0
     qkv_bias: bool = False
     linear_bias: bool = False
     qk_norm: bool = False
@@ -63,9 +89,14 @@ class Architecture:
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> Architecture:
         """Rebuild an architecture from `as_dict`."""
-        fields = dict(values)
-        moe = fields.pop("moe", None)
-        return cls(moe=MixtureOfExperts(**moe) if moe else None, **fields)  # type: ignore[arg-type]
+        fields: dict[str, Any] = dict(values)
+        if fields.get("moe"):
+            fields["moe"] = MixtureOfExperts(**fields["moe"])
+        if fields.get("rope_scaling"):
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        if fields.get("sliding_layers") is not None:
+            fields["sliding_layers"] = tuple(fields["sliding_layers"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

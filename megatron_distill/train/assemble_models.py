@@ -15,7 +15,7 @@ from megatron_distill.config import (
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
-from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
+from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
 from megatron_distill.models.head import align_head
 from megatron_distill.ops import LogitRule
@@ -71,10 +71,9 @@ def _described(
     described: ArchitectureConfig, config: RunConfig, vocabulary: Vocabulary
 ) -> Architecture:
     fields = described.model_dump()
-    moe = fields.pop("moe")
+    moe = fields["moe"]
     if moe is not None:
         moe["ffn_hidden_size"] = moe["ffn_hidden_size"] or described.ffn_hidden_size
-        moe = MixtureOfExperts(**moe)
     heads = described.num_attention_heads
     defaults = {
         "num_kv_heads": heads,
@@ -85,7 +84,7 @@ def _described(
     for name, value in defaults.items():
         if fields[name] is None:
             fields[name] = value
-    return Architecture(moe=moe, **fields)
+    return Architecture.from_dict(fields)
 
 
 def _as_config(architecture: Architecture) -> ArchitectureConfig:

@@ -3,7 +3,12 @@
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
-from megatron_distill.config.schema.model import ArchitectureConfig, ModelConfig, MoeConfig
+from megatron_distill.config.schema.model import (
+    ArchitectureConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeScalingConfig,
+)
 from megatron_distill.config.schema.objective import PARAMETERS, ObjectiveConfig, TermConfig
 from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
 from megatron_distill.config.schema.run import RunConfig
@@ -25,6 +30,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RopeScalingConfig",
     "RunConfig",
     "RuntimeConfig",
     "ScheduleConfig",

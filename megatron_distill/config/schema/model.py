@@ -6,10 +6,18 @@ from pydantic import Field
 
 from megatron_distill.config.schema.base import Section
 
-__all__ = ["Activation", "ArchitectureConfig", "ModelConfig", "MoeConfig", "Norm", "Positions"]
+__all__ = [
+    "Activation",
+    "ArchitectureConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "Norm",
+    "Positions",
+    "RopeScalingConfig",
+]
 
-Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "geglu", "gelu"]
+Norm = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 
 
@@ -25,6 +33,32 @@ class MoeConfig(Section):
     )
     aux_loss_coefficient: float = Field(
         default=0.0, ge=0, description="Weight of the load-balancing loss of the router."
+    )
+    renormalize: bool = Field(
+        default=True, description="Scale the chosen experts' probabilities to a sum of one."
+    )
+
+
+class RopeScalingConfig(Section):
+    """How rotary frequencies are stretched beyond the positions of pretraining."""
+
+    kind: Literal["linear", "llama3"] = Field(
+        examples=["llama3"],
+        description="`linear` divides every frequency by `factor`, `llama3` only the slow ones.",
+    )
+    factor: float = Field(ge=1, examples=[32.0], description="What frequencies are divided by.")
+    low_frequency_factor: float = Field(
+        default=1.0,
+        gt=0,
+        description="llama3: wavelengths above `original_positions` / this are stretched fully.",
+    )
+    high_frequency_factor: float = Field(
+        default=4.0,
+        gt=0,
+        description="llama3: wavelengths below `original_positions` / this are left alone.",
+    )
+    original_positions: int = Field(
+        default=8192, ge=1, description="llama3: sequence length of the pretraining."
     )
 
 
@@ -64,6 +98,42 @@ class ArchitectureConfig(Section):
     )
     positions: Positions = Field(default="rope", description="How positions enter the model.")
     rope_base: float = Field(default=10000.0, gt=1, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, description="Stretching of the rotary frequencies; null: none."
+    )
+    rotary_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Part of each head that rotary positions turn."
+    )
+    sliding_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Keys that a query sees, itself included, in `sliding_layers`; null: all.",
+    )
+    sliding_layers: tuple[int, ...] | None = Field(
+        default=None,
+        examples=[[0, 2, 4]],
+        description="Layers with the window, from 0; null: all, where there is a window.",
+    )
+    sliding_rope_base: float | None = Field(
+        default=None,
+        gt=1,
+        description="Rotary base of the sliding layers, unscaled; null: that of the others.",
+    )
+    attention_scalar: float | None = Field(
+        default=None,
+        gt=0,
+        description="Attention scores are divided by its square root; null: the head size.",
+    )
+    attention_softcap: float | None = Field(
+        default=None, gt=0, description="Soft cap c: scores become `c tanh(scores / c)`."
+    )
+    post_norms: bool = Field(
+        default=False,
+        description="Norms behind attention and feed-forward too, before the residual sum.",
+    )
+    embedding_scale: float = Field(
+        default=1.0, gt=0, description="Factor on the token embeddings as they enter the model."
+    )
     qkv_bias: bool = Field(default=False, description="Bias in the query/key/value projection.")
     linear_bias: bool = Field(default=False, description="Bias in all other linear layers.")
     qk_norm: bool = Field(default=False, description="Normalise queries and keys per head.")
