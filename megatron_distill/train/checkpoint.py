@@ -181,7 +181,7 @@ class CheckpointFolder:
         with together():
             if dist.get_rank() == 0:
                 try:
-                    write_common(snapshot, attempt.partial)
+                    write_common(snapshot.common, attempt.partial)
                 except OSError as error:
                     raise self._failed(attempt, str(error.strerror)) from error
         if self._writer is None:

@@ -70,14 +70,14 @@ def take_snapshot(state: dict[str, Any], *, copied: bool) -> Snapshot:
     return Snapshot(shards, common, sum(sizes))
 
 
-def write_common(snapshot: Snapshot, folder: Path) -> None:
+def write_common(common: dict[str, Any], folder: Path) -> None:
     """Write what is not sharded, and the format's name; to be called on one rank.
 
     Raises OSError.
     """
     # Through memory: torch reports a full disk under a name of its own.
     content = io.BytesIO()
-    torch.save(snapshot.common, content)
+    torch.save(common, content)
     (folder / COMMON_STATE_FNAME).write_bytes(content.getbuffer())
     save_config(_FORMAT, str(folder))
 
@@ -92,7 +92,7 @@ def write_shards(
     try:
         torch_checkpoint.save(
             snapshot.shards,
-            storage_writer=_RankWriter(folder, per_thread_copy_ahead=0),
+            storage_writer=RankWriter(folder, per_thread_copy_ahead=0),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
@@ -101,7 +101,7 @@ def write_shards(
     return None
 
 
-class _RankWriter(torch_checkpoint.FileSystemWriter):
+class RankWriter(torch_checkpoint.FileSystemWriter):
     """torch's writer of one file per rank, in the calling thread, that says what the disk said."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

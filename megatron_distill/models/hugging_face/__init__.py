@@ -1,0 +1,1 @@
+"""Weights and configurations of Hugging Face models, both ways."""

@@ -1,0 +1,146 @@
+"""What a Hugging Face folder holds besides weights: configuration, tokenizer, generation settings.
+
+A checkpoint made from such a folder keeps them in a folder of its own, so that the export finds
+them wherever the original has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.families import families
+from megatron_distill.models.hugging_face.family import Family
+
+ASSETS_FOLDER = "hugging_face"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_GENERATION_FILE = "generation_config.json"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Said anew by the family, or true of the original's files alone.
+_NOT_CARRIED = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window_pattern",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+
+
+def copy_assets(source: Path, destination: Path) -> None:
+    """Copy configuration, tokenizer and generation settings that a folder has; raises OSError."""
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, _GENERATION_FILE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+    copy_tokenizer(source, destination)
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the tokenizer files that a folder has; raises OSError."""
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds any tokenizer file."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def carried_entries(assets: Path, family: Family) -> dict[str, Any]:
+    """Return entries of the original's config.json that are not said by the weights' shapes.
+
+    Of another family's original only the special tokens are meant alike.
+    """
+    path = assets / CONFIG_FILE
+    if not path.is_file():
+        return {}
+    original: dict[str, Any] = json.loads(path.read_text())
+    if original.get("model_type") != family.model_type:
+        return {key: original[key] for key in _SPECIAL_TOKENS if key in original}
+    return {key: value for key, value in original.items() if key not in _NOT_CARRIED}
+
+
+def choose_family(architecture: Architecture, assets: Path, *, wanted: str | None) -> Family:
+    """Return the family to export as: `wanted`, else the original's, else the first that can.
+
+    Raises CheckpointError, with what each family lacks, where none can say the architecture.
+    """
+    known = families()
+    if wanted is not None and wanted not in known:
+        raise CheckpointError(f"--family {wanted}: not known; known are {', '.join(known)}")
+    original = assets / CONFIG_FILE
+    said = json.loads(original.read_text()).get("model_type") if original.is_file() else None
+    candidates = [known[wanted]] if wanted else list(known.values())
+    candidates.sort(key=lambda family: family.model_type != said)
+    reasons = []
+    for family in candidates:
+        try:
+            family.config(architecture, carried_entries(assets, family))
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise CheckpointError("no known family is what this model is:\n  " + "\n  ".join(reasons))
+
+
+def write_config(
+    folder: Path,
+    family: Family,
+    architecture: Architecture,
+    *,
+    carried: Mapping[str, Any],
+    dtype: str,
+) -> None:
+    """Write config.json from the model itself; raises CheckpointError, OSError."""
+    config = family.config(architecture, carried)
+    config.dtype = dtype
+    entries = config.to_diff_dict()
+    entries |= _for_older_readers(getattr(config, "rope_parameters", None)) | {"torch_dtype": dtype}
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text)
+
+
+def _for_older_readers(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Say rotary positions as `transformers` before release 5 did; later ones read both alike."""
+    if rope is None:
+        return {}
+    entries: dict[str, Any] = {}
+    if "full_attention" in rope:
+        entries["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    entries["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+        kept = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+        entries["rope_scaling"] = {key: rope[key] for key in sorted(kept)}
+    if "partial_rotary_factor" in rope:
+        entries["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    return entries

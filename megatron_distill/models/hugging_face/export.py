@@ -1,0 +1,139 @@
+"""Our weights into a Hugging Face folder: planned whole, then written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.folder import INDEX_FILE, WEIGHTS_FILE
+from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
+from megatron_distill.models.hugging_face.rules import Piece
+from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
+from megatron_distill.models.parameters import Parameter, Place, placed
+from megatron_distill.models.weights import WeightSource
+from megatron_distill.runtime.collectives import together
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One of our tensors and the Hugging Face tensors that it becomes."""
+
+    parameter: Parameter
+    place: Place
+    dtype: torch.dtype
+    pieces: list[NamedPiece]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return torch.Size(self.parameter.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
+class PlannedFile:
+    """One safetensors file and what goes into it, in order."""
+
+    units: list[Unit] = field(default_factory=list)
+    nbytes: int = 0
+    name: str = WEIGHTS_FILE
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors of its header."""
+        return {
+            named.name: TensorEntry(unit.dtype, named.piece.shape)
+            for unit in self.units
+            for named in unit.pieces
+        }
+
+
+def plan_files(
+    family: Family,
+    architecture: Architecture,
+    *,
+    dtype_of: Callable[[str], torch.dtype],
+    max_shard_bytes: int,
+) -> list[PlannedFile]:
+    """Distribute all tensors over files of at most `max_shard_bytes`, or of one tensor.
+
+    `dtype_of` says in which dtype one of our tensors is written. Raises CheckpointError where the
+    family lacks a tensor that the architecture has.
+    """
+    files = [PlannedFile()]
+    for parameter, place in placed(architecture):
+        pieces = pieces_of(family, architecture, parameter, place)
+        unit = Unit(parameter, place, dtype_of(parameter.key), pieces)
+        if files[-1].units and files[-1].nbytes + unit.nbytes > max_shard_bytes:
+            files.append(PlannedFile())
+        files[-1].units.append(unit)
+        files[-1].nbytes += unit.nbytes
+    if len(files) > 1:
+        for index, file in enumerate(files):
+            file.name = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+    return files
+
+
+def write_files(
+    files: Sequence[PlannedFile],
+    source: WeightSource,
+    folder: Path,
+    *,
+    done: Callable[[int], None],
+) -> None:
+    """Write this rank's share of the files and, on the first rank, their index.
+
+    `done` is told the bytes of each tensor that has been written. Raises CheckpointError on all
+    ranks where one could not write or read. Memory: one of our tensors and one of theirs.
+
+    Collective: world, one all-gather of a short object per rank.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with together():
+        try:
+            for file in files[rank::size]:
+                _write_file(file, source, folder / file.name, done=done)
+            if rank == 0 and len(files) > 1:
+                (folder / INDEX_FILE).write_text(_index(files))
+        except OSError as error:
+            raise CheckpointError(
+                f"writing {folder.with_suffix('')} failed on rank {rank}: {error.strerror}; free "
+                "disk space or name another folder"
+            ) from error
+
+
+def _write_file(
+    file: PlannedFile, source: WeightSource, path: Path, *, done: Callable[[int], None]
+) -> None:
+    with SafetensorsWriter(path, file.entries) as writer:
+        for unit in file.units:
+            ours = torch.empty(unit.parameter.shape, dtype=unit.dtype)
+            start = (0,) * ours.dim()
+            source.read_into(ours, unit.parameter.key, unit.place, start)
+            for named in unit.pieces:
+                writer.write(named.name, theirs(ours, named.piece))
+            done(unit.nbytes)
+
+
+def theirs(ours: Tensor, piece: Piece) -> Tensor:
+    """Return the Hugging Face tensor that a piece of one of our tensors is; a view where it can."""
+    parts = [
+        ours[run.ours : run.ours + run.rows] for run in sorted(piece.runs, key=lambda r: r.theirs)
+    ]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows.t() if piece.transposed else rows
+
+
+def _index(files: Sequence[PlannedFile]) -> str:
+    weight_map = {name: file.name for file in files for name in file.entries}
+    total = sum(file.nbytes for file in files)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

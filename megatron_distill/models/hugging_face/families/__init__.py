@@ -1,0 +1,29 @@
+"""The known families, one file each: a module here with a `FAMILY` is all that one takes."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.hugging_face.family import Family
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return every family by its `model_type`, in alphabetical order."""
+    modules = sorted(module.name for module in iter_modules(__path__))
+    found = [import_module(f"{__name__}.{name}").FAMILY for name in modules]
+    return {family.model_type: family for family in found}
+
+
+def family_named(model_type: object, *, where: str) -> Family:
+    """Return a family; raises CheckpointError, which lists the known ones, for another."""
+    known = families()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise CheckpointError(
+            f"{where}: model_type {model_type!r} is not a family that this library knows; it "
+            f"knows {', '.join(known)}"
+        )
+    return known[model_type]

@@ -1,0 +1,13 @@
+"""Gemma 2: norms on both sides of each block, soft caps, every other layer with a window."""
+
+from megatron_distill.models.hugging_face import llama_like as like
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.gemma import GEMMA_SETTINGS
+from megatron_distill.models.hugging_face.settings import Rope
+
+FAMILY = Family(
+    model_type="gemma2",
+    model_class="Gemma2ForCausalLM",
+    settings=(*GEMMA_SETTINGS, Rope()),
+    tensors={**like.ENDS, **like.ATTENTION, **like.SANDWICH_NORMS, **like.FEED_FORWARD},
+)

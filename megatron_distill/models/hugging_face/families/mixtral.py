@@ -1,0 +1,26 @@
+"""Mixtral: experts in every layer, the chosen ones' weights summing to one."""
+
+from megatron_distill.models.hugging_face import llama_like as like
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.settings import Experts, HeadSize, Rope, WindowEverywhere
+
+FAMILY = Family(
+    model_type="mixtral",
+    model_class="MixtralForCausalLM",
+    settings=(
+        *like.DIMENSIONS,
+        like.RMS_NORM,
+        like.SWIGLU,
+        HeadSize(is_implied=True),
+        Rope(),
+        WindowEverywhere(),
+        Experts("num_local_experts", "intermediate_size"),
+    ),
+    tensors={
+        **like.ENDS,
+        **like.ATTENTION,
+        **like.FEED_FORWARD_NORM,
+        **like.experts("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    },
+    buffers=like.ROTARY_BUFFERS,
+)

@@ -1,0 +1,38 @@
+"""Qwen 3 with experts in every layer."""
+
+from megatron_distill.models.hugging_face import llama_like as like
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.settings import (
+    Always,
+    Experts,
+    HeadSize,
+    Off,
+    Only,
+    Rope,
+    WindowEverywhere,
+)
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    model_class="Qwen3MoeForCausalLM",
+    settings=(
+        *like.DIMENSIONS,
+        like.RMS_NORM,
+        like.SWIGLU,
+        like.NO_ATTENTION_BIAS,
+        Always("qk_norm", True),
+        HeadSize(),
+        Rope(),
+        WindowEverywhere(switch="use_sliding_window"),
+        Experts("num_experts", "moe_intermediate_size", renormalize="norm_topk_prob"),
+        Off("mlp_only_layers"),
+        Only("decoder_sparse_step", 1),
+    ),
+    tensors={
+        **like.ENDS,
+        **like.ATTENTION,
+        **like.QK_NORM,
+        **like.FEED_FORWARD_NORM,
+        **like.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+    },
+)

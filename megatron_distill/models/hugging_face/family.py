@@ -1,0 +1,86 @@
+"""A family of Hugging Face models: its configuration and its tensors, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.rules import Rule
+from megatron_distill.models.hugging_face.settings import Setting
+
+# Training chooses these; no two models differ by them.
+_NOT_FUNCTION = {"vocab_divisible_by", "attention_dropout", "hidden_dropout", "init_std"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of `transformers`.
+
+    tensors: our tensors (`models.parameters`) to where their rows are. prefix: of all names but
+    the head's; checkpoints of the bare model lack it. buffers: patterns of stored tensors that
+    are no weights.
+    """
+
+    model_type: str
+    model_class: str
+    settings: tuple[Setting, ...]
+    tensors: Mapping[str, Rule]
+    prefix: str = "model."
+    buffers: tuple[str, ...] = field(default=())
+
+    def architecture(self, config: Any) -> Architecture:
+        """Return the architecture that a configuration of `transformers` describes.
+
+        Raises CheckpointError for a value that this library does not compute.
+        """
+        fields: dict[str, Any] = {}
+        for setting in self.settings:
+            fields |= setting.read(config)
+        return Architecture(**fields)
+
+    def config(self, architecture: Architecture, carried: Mapping[str, Any]) -> Any:
+        """Return the configuration of `transformers` that describes an architecture.
+
+        `carried` are further entries, of the model that this one comes from. Raises
+        CheckpointError where the family cannot say what the architecture is.
+        """
+        from transformers import AutoConfig
+
+        entries = dict(carried)
+        for setting in self.settings:
+            entries |= setting.write(architecture)
+        try:
+            config = AutoConfig.for_model(self.model_type, **entries)
+        except (ValueError, TypeError) as error:  # what its own validation refuses
+            raise CheckpointError(f"{self.model_type}: {_first_line(error)}") from error
+        differences = architecture_differences(architecture, self.architecture(config))
+        if differences:
+            raise CheckpointError(f"{self.model_type}: {'; '.join(differences)}")
+        config.architectures = [self.model_class]
+        return config
+
+
+def architecture_differences(wanted: Architecture, found: Architecture) -> list[str]:
+    """Say in which fields two architectures compute different things."""
+    ours, theirs = _function(wanted), _function(found)
+    return [
+        f"{key} is {ours[key]!r}, the family has {theirs[key]!r}"
+        for key in ours
+        if ours[key] != theirs[key]
+    ]
+
+
+def _function(architecture: Architecture) -> dict[str, object]:
+    values = architecture.as_dict()
+    moe = values.pop("moe")
+    if isinstance(moe, dict):
+        moe.pop("aux_loss_coefficient")
+    return {key: value for key, value in values.items() if key not in _NOT_FUNCTION} | {"moe": moe}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

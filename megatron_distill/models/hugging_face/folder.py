@@ -1,0 +1,120 @@
+"""A folder of safetensors files, one or many, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder by name; files are mapped, and read where looked at.
+
+    Raises CheckpointError naming the file: missing, truncated, damaged, in no index, or pickled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._place = self._find()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._place)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from its file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor as safetensors spells it: F32, BF16, F16."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Return a part of a tensor without touching the rest of its file."""
+        return self._slice(name)[window]
+
+    def file_sizes(self) -> dict[Path, int]:
+        """The files that hold the tensors, and their bytes."""
+        paths = {self.folder / file for file in self._place.values()}
+        return {path: path.stat().st_size for path in sorted(paths)}
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._place[name]).get_slice(name)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{path} is missing, though {INDEX_FILE} names it; copy the folder again"
+                ) from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is truncated or damaged ({error}); copy it again"
+                ) from error
+        return self._files[file]
+
+    def _find(self) -> dict[str, str]:
+        """Return the file of every tensor."""
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            place = _read_index(index)
+            for file in sorted(set(place.values())):
+                held = set(self._open(file).keys())
+                self._check_file(file, held, {name for name, at in place.items() if at == file})
+            return place
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if len(found) == 1 or WEIGHTS_FILE in found:
+            file = found[0] if len(found) == 1 else WEIGHTS_FILE
+            return dict.fromkeys(self._open(file).keys(), file)
+        if found:
+            raise CheckpointError(
+                f"{self.folder} has {len(found)} safetensors files and no {INDEX_FILE}, which says "
+                "what is in which; copy it too"
+            )
+        raise CheckpointError(self._nothing())
+
+    def _check_file(self, file: str, held: set[str], indexed: set[str]) -> None:
+        if held != indexed:
+            first = sorted(held ^ indexed)[0]
+            where = "the file lacks" if first in indexed else "the index does not name"
+            raise CheckpointError(
+                f"{self.folder / file} and {INDEX_FILE} disagree: {where} {first}; copy the "
+                "folder again"
+            )
+
+    def _nothing(self) -> str:
+        if not self.folder.is_dir():
+            return f"{self.folder}: no such folder; name a folder with a Hugging Face model"
+        pickles = [path.name for glob in _PICKLES for path in sorted(self.folder.glob(glob))]
+        if pickles:
+            return (
+                f"{self.folder / pickles[0]} is a pickle, which can run code when it is read, and "
+                "is refused; save the model as safetensors (save_pretrained of transformers does)"
+            )
+        return f"{self.folder} holds no safetensors file; name a folder with a model's weights"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        place = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r}); copy it again") from error
+    named = isinstance(place, Mapping) and all(isinstance(file, str) for file in place.values())
+    if not named or any(Path(file).name != file for file in place.values()):
+        raise CheckpointError(f"{path} is damaged: weight_map is no map to files; copy it again")
+    return dict(place)

@@ -1,0 +1,65 @@
+"""What Gemma 2 and Gemma 3 have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face import llama_like as like
+from megatron_distill.models.hugging_face.settings import (
+    Always,
+    Choice,
+    Entries,
+    Field,
+    Fields,
+    HeadSize,
+    Off,
+    WindowByLayer,
+)
+
+
+@dataclass(frozen=True)
+class EmbeddingScale:
+    """Embeddings are multiplied by the root of their width."""
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        return {"embedding_scale": config.hidden_size**0.5}
+
+    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+        """See `Setting`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class QueryScalar:
+    """What the scores are divided by the root of."""
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        scalar = float(config.query_pre_attn_scalar)
+        is_usual = scalar == HeadSize().read(config)["head_size"]
+        return {"attention_scalar": None if is_usual else scalar}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        scalar = architecture.attention_scalar or architecture.head_size
+        return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+
+
+GEMMA_SETTINGS = (
+    *like.DIMENSIONS,
+    like.DENSE,
+    like.NO_ATTENTION_BIAS,
+    Off("use_bidirectional_attention"),
+    HeadSize(),
+    Choice("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu"}),
+    Always("norm", "zero_centered_rmsnorm"),
+    Always("post_norms", True),
+    EmbeddingScale(),
+    QueryScalar(),
+    WindowByLayer(),
+    Field("attention_softcap", "attn_logit_softcapping"),
+    Field("logit_softcap", "final_logit_softcapping"),
+)

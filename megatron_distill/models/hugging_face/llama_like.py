@@ -1,0 +1,80 @@
+"""What Llama and the families after it have in common."""
+
+from __future__ import annotations
+
+from megatron_distill.models.hugging_face.rules import Rule, Same, SplitQKV, Stacked
+from megatron_distill.models.hugging_face.settings import Always, Choice, Field, Off, Setting
+
+LAYER = "model.layers.{layer}."
+_ATTENTION = "decoder.layers.self_attention."
+_MLP = "decoder.layers.mlp."
+
+DIMENSIONS: tuple[Setting, ...] = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_kv_heads", "num_key_value_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "max_position_embeddings"),
+    Field("norm_epsilon", "rms_norm_eps"),
+    Field("tied_embeddings", "tie_word_embeddings"),
+    Field("init_std", "initializer_range"),
+    Field("attention_dropout", "attention_dropout"),
+)
+DENSE = Field("ffn_hidden_size", "intermediate_size")
+RMS_NORM = Always("norm", "rmsnorm")
+SWIGLU = Choice("activation", "hidden_act", {"silu": "swiglu"})
+NO_ATTENTION_BIAS = Off("attention_bias")
+
+ENDS: dict[str, Rule] = {
+    "embedding.word_embeddings.weight": Same("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": Same("model.norm.weight"),
+    "output_layer.weight": Same("lm_head.weight"),
+}
+ATTENTION: dict[str, Rule] = {
+    f"{_ATTENTION}linear_qkv.layer_norm_weight": Same(f"{LAYER}input_layernorm.weight"),
+    f"{_ATTENTION}linear_qkv.weight": SplitQKV(
+        *(f"{LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")
+    ),
+    f"{_ATTENTION}linear_proj.weight": Same(f"{LAYER}self_attn.o_proj.weight"),
+}
+QKV_BIAS: dict[str, Rule] = {
+    f"{_ATTENTION}linear_qkv.bias": SplitQKV(
+        *(f"{LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
+    ),
+}
+QK_NORM: dict[str, Rule] = {
+    f"{_ATTENTION}q_layernorm.weight": Same(f"{LAYER}self_attn.q_norm.weight"),
+    f"{_ATTENTION}k_layernorm.weight": Same(f"{LAYER}self_attn.k_norm.weight"),
+}
+FEED_FORWARD_NORM: dict[str, Rule] = {
+    f"{_MLP}linear_fc1.layer_norm_weight": Same(f"{LAYER}post_attention_layernorm.weight"),
+}
+FEED_FORWARD: dict[str, Rule] = {
+    f"{_MLP}linear_fc1.weight": Stacked(
+        (f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight")
+    ),
+    f"{_MLP}linear_fc2.weight": Same(f"{LAYER}mlp.down_proj.weight"),
+}
+# Between two norms each, behind both (Gemma 2, Gemma 3).
+SANDWICH_NORMS: dict[str, Rule] = {
+    f"{_ATTENTION}post_norm.weight": Same(f"{LAYER}post_attention_layernorm.weight"),
+    f"{_MLP}linear_fc1.layer_norm_weight": Same(f"{LAYER}pre_feedforward_layernorm.weight"),
+    f"{_MLP}post_norm.weight": Same(f"{LAYER}post_feedforward_layernorm.weight"),
+}
+DENSE_LAYERS: dict[str, Rule] = {**ENDS, **ATTENTION, **FEED_FORWARD_NORM, **FEED_FORWARD}
+
+# Old checkpoints keep the rotary frequencies, which follow from the configuration.
+ROTARY_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+
+def experts(block: str, router: str, gate: str, up: str, down: str) -> dict[str, Rule]:
+    """Return the rules of experts, by their names under a layer."""
+    expert = f"{LAYER}{block}.experts.{{expert}}."
+    return {
+        f"{_MLP}router.weight": Same(f"{LAYER}{block}.{router}.weight"),
+        f"{_MLP}experts.experts.linear_fc1.weight": Stacked(
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight")
+        ),
+        f"{_MLP}experts.experts.linear_fc2.weight": Same(f"{expert}{down}.weight"),
+    }

@@ -1,0 +1,247 @@
+"""A Hugging Face model on disk: what it is, and its tensors under our names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.folder import SafetensorsFolder
+from megatron_distill.models.hugging_face.rules import Piece, Run
+from megatron_distill.models.parameters import Parameter, Place, parameters, placed
+
+_LOGGER = get_logger(__name__)
+_NAMED_AT_MOST = 5
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the configuration of a Hugging Face folder says."""
+
+    family: Family
+    architecture: Architecture
+
+
+def describe(folder: Path) -> Description:
+    """Read config.json.
+
+    Raises CheckpointError: no such file, an unknown family, or a value that is not computed here.
+    """
+    path = folder / "config.json"
+    entries = _entries(path)
+    family = family_named(entries.get("model_type"), where=str(path))
+    if entries.get("quantization_config"):
+        raise CheckpointError(f"{path}: the weights are quantised; use the model's full weights")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return Description(family, family.architecture(config))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file; name a folder with a Hugging Face model"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not a configuration ({error}); copy it again") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: not a configuration; copy it again")
+    return entries
+
+
+@dataclass(frozen=True)
+class NamedPiece:
+    """A piece with its layer and expert filled in: one Hugging Face tensor."""
+
+    name: str
+    piece: Piece
+
+
+def pieces_of(
+    family: Family, architecture: Architecture, parameter: Parameter, place: Place
+) -> list[NamedPiece]:
+    """Return the Hugging Face tensors that make one of ours, at a layer and expert.
+
+    Raises CheckpointError where the family has no such tensor.
+    """
+    rule = family.tensors.get(parameter.key)
+    if rule is None:
+        raise CheckpointError(f"{family.model_type} has no tensor for {parameter.key}")
+    names = dict(zip(("layer", "expert"), place, strict=False))
+    return [
+        NamedPiece(piece.name.format(**names), piece)
+        for piece in rule.pieces(parameter.shape, architecture)
+    ]
+
+
+class HuggingFaceWeights:
+    """The weights of a Hugging Face folder under our names; a `WeightSource`.
+
+    Every tensor of the folder is accounted for when this is made. Raises CheckpointError: a
+    missing or surplus tensor, a shape that is not the configuration's, or a damaged file.
+    """
+
+    def __init__(self, folder: Path, description: Description) -> None:
+        self.family, self.architecture = description.family, description.architecture
+        self._files = SafetensorsFolder(folder)
+        self._bare = self._is_bare()
+        self._parameters = {parameter.key: parameter for parameter in parameters(self.architecture)}
+        self._check()
+
+    def file_sizes(self) -> dict[Path, int]:
+        """The files that hold the weights, and their bytes."""
+        return self._files.file_sizes()
+
+    def pieces(self, key: str, place: Place) -> list[NamedPiece]:
+        """Return the Hugging Face tensors that make one of ours."""
+        return pieces_of(self.family, self.architecture, self._parameters[key], place)
+
+    def dtype(self, key: str, place: Place) -> torch.dtype:
+        """Return the dtype of one of our tensors: the widest of those that make it."""
+        spelled = [self._files.dtype(self._stored(p.name)) for p in self.pieces(key, place)]
+        return reduce(torch.promote_types, [_DTYPES[name] for name in spelled])
+
+    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+        """Copy a window of one of our tensors into `destination`, whose shape is the window's.
+
+        `place` is (), (layer,) or (layer, expert), `start` the window's first row and column.
+        Rows past the real vocabulary become zero. Nothing but the window is read.
+        """
+        rows = destination.shape[0]
+        stored = self._parameters[key].shape[0]
+        if start[0] + rows > stored:
+            destination[max(0, stored - start[0]) :].zero_()
+        for named in self.pieces(key, place):
+            name, piece = self._stored(named.name), named.piece
+            columns = _columns(start, destination.shape)
+            for block in _blocks(piece.runs, start[0], start[0] + rows):
+                span = slice(block[0].theirs, block[-1].theirs + block[-1].rows)
+                window = (*columns, span) if piece.transposed else (span, *columns)
+                part = self._files.read(name, *window)
+                part = part.t() if piece.transposed else part
+                for run in block:
+                    ours, theirs = run.ours - start[0], run.theirs - span.start
+                    destination[ours : ours + run.rows].copy_(part[theirs : theirs + run.rows])
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return a whole tensor by the family's full name; mapped, not copied."""
+        return self._files.read(self._stored(name), slice(None))
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self.family.prefix) if self._bare else name
+
+    def _is_bare(self) -> bool:
+        return not any(name.startswith(self.family.prefix) for name in self._files.names)
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        return {
+            self._stored(named.name): named.piece.shape
+            for parameter, place in placed(self.architecture)
+            for named in self.pieces(parameter.key, place)
+        }
+
+    def _check(self) -> None:
+        expected, found = self._expected(), self._files.names
+        folder = self._files.folder
+        missing = sorted(expected.keys() - found)
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {_list(missing)}, which a {self.family.model_type} model of its "
+                "config.json has; copy the folder again or correct config.json"
+            )
+        surplus = sorted(self._surplus(found - expected.keys()))
+        if surplus:
+            raise CheckpointError(
+                f"{folder} has {_list(surplus)}, which no {self.family.model_type} model of its "
+                "config.json has; nothing is left out silently: correct config.json or remove it"
+            )
+        for name, shape in expected.items():
+            if self._files.shape(name) != shape:
+                raise CheckpointError(
+                    f"{folder}: {name} has shape {list(self._files.shape(name))}, by config.json "
+                    f"it is {list(shape)}; correct config.json or copy the folder again"
+                )
+            if self._files.dtype(name) not in _DTYPES:
+                raise CheckpointError(
+                    f"{folder}: {name} is {self._files.dtype(name)}; this library reads "
+                    f"{', '.join(_DTYPES)}: use the model's unquantised weights"
+                )
+
+    def _surplus(self, names: frozenset[str]) -> Iterator[str]:
+        prefix = self.family.prefix if self._bare else ""
+        buffers = 0
+        for name in names:
+            if any(re.fullmatch(pattern, prefix + name) for pattern in self.family.buffers):
+                buffers += 1
+            elif not self._is_copy_of_embedding(name):
+                yield name
+        if buffers:
+            _LOGGER.info("%s: %d buffers follow from config.json", self._files.folder, buffers)
+
+    def _is_copy_of_embedding(self, name: str) -> bool:
+        """Return whether this is the head of a tied model, stored a second time."""
+        rules = self.family.tensors
+        (head,) = rules[_HEAD].pieces((1, 1), self.architecture)
+        (embedding,) = rules[_EMBEDDING].pieces((1, 1), self.architecture)
+        if not self.architecture.tied_embeddings or name != self._stored(head.name):
+            return False
+        first, second = (
+            self._files.read(self._stored(stored), slice(None))
+            for stored in (embedding.name, head.name)
+        )
+        if first.shape != second.shape or not first.equal(second):
+            raise CheckpointError(
+                f"{self._files.folder}: {name} differs from {embedding.name}, though config.json "
+                "says that they are one (tie_word_embeddings); set it to false or remove the head"
+            )
+        _LOGGER.info("%s: %s is the embedding a second time", self._files.folder, name)
+        return True
+
+
+def _columns(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(first, first + size) for first, size in zip(start[1:], shape[1:], strict=True)
+    )
+
+
+def _blocks(runs: Sequence[Run], first: int, last: int) -> Iterator[list[Run]]:
+    """Cut runs to our rows [first, last) and group what stands together on their side."""
+    block: list[Run] = []
+    for run in runs:
+        start, end = max(run.ours, first), min(run.ours + run.rows, last)
+        if start >= end:
+            continue
+        cut = Run(start, run.theirs + start - run.ours, end - start)
+        if block and block[-1].theirs + block[-1].rows != cut.theirs:
+            yield block
+            block = []
+        block.append(cut)
+    if block:
+        yield block
+
+
+def _list(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

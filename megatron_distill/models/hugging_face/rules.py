@@ -1,0 +1,128 @@
+"""How rows of one of our tensors are rows of Hugging Face tensors.
+
+Both sides store a linear layer as [out, in], so every family differs from us in nothing but names
+and the order of rows; GPT-2 alone stores [in, out]. A rule states that order once, and reading a
+slice, writing a tensor and checking shapes all follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron_distill.models.architecture import Architecture
+
+
+class Run(NamedTuple):
+    """`rows` rows that follow each other on both sides, and where they start."""
+
+    ours: int
+    theirs: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of one of our tensors that one Hugging Face tensor holds.
+
+    name: a template with `{layer}` and `{expert}`. shape: of the Hugging Face tensor, as stored.
+    transposed: it is stored [in, out]; its rows are then its columns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+    transposed: bool = False
+
+
+class Rule(Protocol):
+    """Says which Hugging Face tensors hold the rows of a tensor of this shape."""
+
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+        """Return pieces whose runs cover every row exactly once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """One tensor, the same rows."""
+
+    name: str
+    transposed: bool = False
+
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:  # noqa: ARG002
+        """See `Rule`."""
+        return (_piece(self.name, shape, [Run(0, 0, shape[0])], transposed=self.transposed),)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Several tensors of equal size, one under the other: gate, then up."""
+
+    names: tuple[str, ...]
+
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:  # noqa: ARG002
+        """See `Rule`."""
+        rows = shape[0] // len(self.names)
+        return [
+            _piece(name, (rows, *shape[1:]), [Run(index * rows, 0, rows)])
+            for index, name in enumerate(self.names)
+        ]
+
+
+@dataclass(frozen=True)
+class SplitQKV:
+    """Queries, keys and values in three tensors; ours stand by group: its queries, key, value."""
+
+    query: str
+    key: str
+    value: str
+
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+        """See `Rule`."""
+        return [
+            _piece(name, (_rows(runs), *shape[1:]), runs)
+            for name, runs in zip(
+                (self.query, self.key, self.value), _grouped_runs(architecture), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """All queries, all keys, all values in one tensor; ours stand by group."""
+
+    name: str
+    transposed: bool = False
+
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+        """See `Rule`."""
+        runs: list[Run] = []
+        for part in _grouped_runs(architecture):
+            start = _rows(runs)
+            runs += [Run(run.ours, start + run.theirs, run.rows) for run in part]
+        return (_piece(self.name, shape, runs, transposed=self.transposed),)
+
+
+def _grouped_runs(architecture: Architecture) -> tuple[list[Run], list[Run], list[Run]]:
+    """Return the runs of queries, keys and values, each counted from its own first row."""
+    head, groups = architecture.head_size, architecture.num_kv_heads
+    queries = architecture.num_attention_heads // groups * head
+    stride = queries + 2 * head
+    return (
+        [Run(g * stride, g * queries, queries) for g in range(groups)],
+        [Run(g * stride + queries, g * head, head) for g in range(groups)],
+        [Run(g * stride + queries + head, g * head, head) for g in range(groups)],
+    )
+
+
+def _rows(runs: Sequence[Run]) -> int:
+    return sum(run.rows for run in runs)
+
+
+def _piece(
+    name: str, shape: tuple[int, ...], runs: Sequence[Run], *, transposed: bool = False
+) -> Piece:
+    transposed = transposed and len(shape) == 2
+    return Piece(name, shape[::-1] if transposed else shape, tuple(runs), transposed)

@@ -1,0 +1,316 @@
+"""How entries of a Hugging Face configuration are fields of our architecture, both ways.
+
+A setting reads the fields that it knows from a configuration of `transformers`, and writes the
+entries that say the same. What a family can say at all is then a tuple of settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture, MixtureOfExperts, RopeScaling
+
+Fields = dict[str, Any]
+Entries = dict[str, Any]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class Setting(Protocol):
+    """Some fields of the architecture and the entries of config.json that say them."""
+
+    def read(self, config: Any) -> Fields:
+        """Return fields of `Architecture`; raises CheckpointError for what we cannot compute."""
+        ...
+
+    def write(self, architecture: Architecture) -> Entries:
+        """Return entries of the configuration."""
+        ...
+
+
+@dataclass(frozen=True)
+class Field:
+    """An entry that is a field."""
+
+    field: str
+    entry: str
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        return {self.field: getattr(config, self.entry)}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        return {self.entry: getattr(architecture, self.field)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An entry whose values have other names here."""
+
+    field: str
+    entry: str
+    values: Mapping[str, str]  # theirs to ours; the first of several is written
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        value = getattr(config, self.entry)
+        if value not in self.values:
+            known = ", ".join(map(repr, self.values))
+            raise CheckpointError(f"{self.entry} is {value!r}; this library computes {known}")
+        return {self.field: self.values[value]}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        wanted = getattr(architecture, self.field)
+        spelled = [theirs for theirs, ours in self.values.items() if ours == wanted]
+        return {self.entry: spelled[0]} if spelled else {}
+
+
+@dataclass(frozen=True)
+class Always:
+    """A field that every model of the family has the same."""
+
+    field: str
+    value: Any
+
+    def read(self, config: Any) -> Fields:  # noqa: ARG002
+        """See `Setting`."""
+        return {self.field: self.value}
+
+    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+        """See `Setting`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Only:
+    """An entry of which this library computes one value."""
+
+    entry: str
+    value: Any
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        found = getattr(config, self.entry, self.value)
+        if found != self.value:
+            raise CheckpointError(
+                f"{self.entry} is {found!r}; this library computes {self.value!r}"
+            )
+        return {}
+
+    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+        """See `Setting`."""
+        return {self.entry: self.value}
+
+
+@dataclass(frozen=True)
+class Off:
+    """An entry that switches on what this library does not compute."""
+
+    entry: str
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        found = getattr(config, self.entry, None)
+        if found:
+            raise CheckpointError(f"{self.entry} is {found!r}, which this library does not compute")
+        return {}
+
+    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+        """See `Setting`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """The head size: hidden size / heads where no entry says another.
+
+    is_implied: the entry is written only where it says something else, as by the family itself.
+    """
+
+    is_implied: bool = False
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        given = getattr(config, "head_dim", None)
+        return {"head_size": given or config.hidden_size // config.num_attention_heads}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        usual = architecture.hidden_size // architecture.num_attention_heads
+        if self.is_implied and architecture.head_size == usual:
+            return {}
+        return {"head_dim": architecture.head_size}
+
+
+def read_rope(parameters: Mapping[str, Any]) -> Fields:
+    """Return the rotary fields that standardised `rope_parameters` say; raises CheckpointError."""
+    kind = parameters["rope_type"]
+    fields: Fields = {
+        "rope_base": float(parameters["rope_theta"]),
+        "rotary_fraction": float(parameters.get("partial_rotary_factor", 1.0)),
+    }
+    if kind == "default":
+        return fields
+    if kind == "linear":
+        scaling = RopeScaling("linear", float(parameters["factor"]))
+    elif kind == "llama3":
+        scaling = RopeScaling(
+            "llama3",
+            factor=float(parameters["factor"]),
+            low_frequency_factor=float(parameters["low_freq_factor"]),
+            high_frequency_factor=float(parameters["high_freq_factor"]),
+            original_positions=int(parameters["original_max_position_embeddings"]),
+        )
+    else:
+        raise CheckpointError(
+            f"rope_type is {kind!r}; this library computes 'default', 'linear' and 'llama3'"
+        )
+    return {**fields, "rope_scaling": scaling}
+
+
+def write_rope(architecture: Architecture) -> dict[str, Any]:
+    """Return `rope_parameters` of an architecture, as `transformers` 5 writes them."""
+    parameters: dict[str, Any] = {"rope_theta": architecture.rope_base, "rope_type": "default"}
+    if architecture.rotary_fraction != 1.0:
+        parameters["partial_rotary_factor"] = architecture.rotary_fraction
+    scaling = architecture.rope_scaling
+    if scaling is not None:
+        parameters |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            parameters |= {
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_positions,
+            }
+    return parameters
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions, the same in every layer."""
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        return read_rope(config.rope_parameters)
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        return {"rope_parameters": write_rope(architecture)}
+
+
+@dataclass(frozen=True)
+class RopeByLayerType:
+    """Rotary positions of their own in sliding layers, never scaled there (Gemma 3)."""
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        sliding = read_rope(config.rope_parameters[SLIDING])
+        if sliding.get("rope_scaling") is not None:
+            raise CheckpointError(
+                f"rope_parameters.{SLIDING} is scaled; this library scales full layers only"
+            )
+        full = read_rope(config.rope_parameters[FULL])
+        return {**full, "sliding_rope_base": sliding["rope_base"]}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        base = architecture.sliding_rope_base or architecture.rope_base
+        return {
+            "rope_parameters": {
+                FULL: write_rope(architecture),
+                SLIDING: {"rope_theta": base, "rope_type": "default"},
+            }
+        }
+
+
+@dataclass(frozen=True)
+class WindowEverywhere:
+    """One sliding window for all layers, or none; `switch` names an entry that turns it on."""
+
+    switch: str | None = None
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        is_on = self.switch is None or getattr(config, self.switch)
+        return {"sliding_window": config.sliding_window if is_on else None}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        window = architecture.sliding_window
+        entries: Entries = {"sliding_window": window}
+        return entries | ({self.switch: window is not None} if self.switch else {})
+
+
+@dataclass(frozen=True)
+class WindowByLayer:
+    """A sliding window for the layers that `layer_types` names; `switch` as above."""
+
+    switch: str | None = None
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        unknown = set(config.layer_types) - {SLIDING, FULL}
+        if unknown:
+            raise CheckpointError(
+                f"layer_types has {sorted(unknown)}; this library computes {SLIDING!r}, {FULL!r}"
+            )
+        sliding = tuple(i for i, kind in enumerate(config.layer_types) if kind == SLIDING)
+        if not sliding or config.sliding_window is None:
+            return {}
+        everywhere = len(sliding) == config.num_hidden_layers
+        return {
+            "sliding_window": config.sliding_window,
+            "sliding_layers": None if everywhere else sliding,
+        }
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        window, layers = architecture.sliding_window, architecture.sliding_layers
+        sliding = range(architecture.num_layers) if layers is None else layers
+        kinds = [
+            SLIDING if window is not None and layer in sliding else FULL
+            for layer in range(architecture.num_layers)
+        ]
+        entries: Entries = {"sliding_window": window, "layer_types": kinds}
+        if self.switch:
+            entries[self.switch] = window is not None
+        if self.switch and SLIDING in kinds:
+            entries["max_window_layers"] = kinds.index(SLIDING)
+        return entries
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts in every layer."""
+
+    count: str
+    width: str
+    renormalize: str | None = None  # an entry, or None: always
+
+    def read(self, config: Any) -> Fields:
+        """See `Setting`."""
+        moe = MixtureOfExperts(
+            num_experts=getattr(config, self.count),
+            top_k=config.num_experts_per_tok,
+            ffn_hidden_size=getattr(config, self.width),
+            renormalize=self.renormalize is None or getattr(config, self.renormalize),
+        )
+        return {"moe": moe, "ffn_hidden_size": config.intermediate_size}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        moe = architecture.moe
+        if moe is None:
+            return {}
+        entries: Entries = {
+            "intermediate_size": architecture.ffn_hidden_size,
+            self.count: moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            self.width: moe.ffn_hidden_size,
+        }
+        return entries | ({self.renormalize: moe.renormalize} if self.renormalize else {})

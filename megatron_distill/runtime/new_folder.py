@@ -1,0 +1,98 @@
+"""A folder that appears under its name only when everything in it is on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.runtime.collectives import together
+
+_PARTIAL = ".partial"
+
+
+@contextmanager
+def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[Path]:
+    """Give all ranks a folder to write into, and rename it to `output` when the block is done.
+
+    What ranks may fail at on their own inside the block belongs into `together`. Raises
+    CheckpointError on all ranks: `output` is not empty and not to be overwritten, it cannot be
+    written, or the disk has too little space. After any failure, an interruption too, nothing is
+    left but what was there before.
+
+    Collective: world, all-gathers of a short object per rank.
+    """
+    partial = output.with_name(f"{output.name}{_PARTIAL}")
+    with together():
+        if dist.get_rank() == 0:
+            with _said_for(output):
+                _prepare(output, partial, bytes_needed=bytes_needed, overwrite=overwrite)
+    try:
+        with together():
+            if not partial.is_dir():
+                raise CheckpointError(
+                    f"rank {dist.get_rank()} does not see {partial}, which rank 0 made; name an "
+                    "output folder that all nodes share"
+                )
+        yield partial
+        with together():
+            if dist.get_rank() == 0:
+                with _said_for(output):
+                    _publish(partial, output)
+    finally:
+        # Gone after a success; a rank that was interrupted alone must not wait for the others.
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output} is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not overwrite:
+        raise CheckpointError(
+            f"{output} is not empty; name another folder, or replace it with --overwrite"
+        )
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    free = shutil.disk_usage(partial).free
+    if free < bytes_needed:
+        shutil.rmtree(partial)
+        raise CheckpointError(
+            f"no space left for {output}: it needs {bytes_needed / 1e9:.2f} GB and "
+            f"{free / 1e9:.2f} GB are free; free some or name a folder on another disk"
+        )
+
+
+def _publish(partial: Path, output: Path) -> None:
+    flush_folder(partial)
+    old = output.with_name(f"{output.name}.old{_PARTIAL}")
+    if output.exists():
+        output.rename(old)
+    partial.rename(output)
+    flush_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _said_for(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {output}: {error.strerror}; free disk space or name another folder"
+        ) from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

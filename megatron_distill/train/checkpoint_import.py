@@ -1,0 +1,166 @@
+"""Weights from a source into a sharded checkpoint, tensor by tensor, without a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.parameters import Parameter, Place, placed
+from megatron_distill.models.weights import WeightSource
+from megatron_distill.train.checkpoint_writer import RankWriter, first_failure
+
+_BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one tensor: what is read, held and written at once."""
+
+    parameter: Parameter
+    place: Place
+    dtype: torch.dtype
+    start: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of these rows."""
+        return (self.rows, *self.parameter.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def blocks_of(
+    architecture: Architecture, dtype_of: Callable[[str, Place], torch.dtype]
+) -> list[Block]:
+    """Cut all tensors into blocks, in the order of the model's computation."""
+    return [
+        block
+        for parameter, place in placed(architecture)
+        for block in _blocks(parameter, place, dtype_of(parameter.key, place))
+    ]
+
+
+def _blocks(parameter: Parameter, place: Place, dtype: torch.dtype) -> Iterator[Block]:
+    row_bytes = torch.Size(parameter.shape[1:]).numel() * dtype.itemsize
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, parameter.shape[0], rows):
+        yield Block(parameter, place, dtype, start, min(rows, parameter.shape[0] - start))
+
+
+def shares(blocks: list[Block], size: int) -> list[list[Block]]:
+    """Give each of `size` ranks consecutive blocks of about the same number of bytes."""
+    total = sum(block.nbytes for block in blocks)
+    share: list[list[Block]] = [[] for _ in range(size)]
+    before = 0
+    for block in blocks:
+        share[min(size - 1, (2 * before + block.nbytes) * size // (2 * total))].append(block)
+        before += block.nbytes
+    return share
+
+
+def write_blocks(
+    blocks: list[Block],
+    architecture: Architecture,
+    source: WeightSource,
+    folder: Path,
+    *,
+    done: Callable[[int], None],
+) -> str | None:
+    """Write this rank's share of the blocks; return None, or on every rank the same reason why not.
+
+    `done` is told the bytes of each block that has been read.
+
+    Collective: world, torch's checkpoint planning and one exchange of results.
+    """
+    mine = shares(blocks, dist.get_world_size())[dist.get_rank()]
+    try:
+        torch_checkpoint.save(
+            {},
+            storage_writer=RankWriter(folder, per_thread_copy_ahead=0),
+            planner=_StreamingPlanner(mine, architecture, source, done),
+        )
+    except CheckpointException as error:
+        return first_failure(error)
+    return None
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """Reads each block when the writer asks for it."""
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        architecture: Architecture,
+        source: WeightSource,
+        done: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._blocks = {_index(block): block for block in blocks}
+        self._architecture = architecture
+        self._source = source
+        self._done = done
+
+    def create_local_plan(self) -> SavePlan:
+        items = [self._item(index, block) for index, block in self._blocks.items()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        block = self._blocks[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        tensor = torch.empty(block.shape, dtype=block.dtype)
+        start = (block.start, *(0 for _ in block.shape[1:]))
+        self._source.read_into(tensor, block.parameter.key, block.place, start)
+        self._done(block.nbytes)
+        return tensor.view(*(1 for _ in block.place), *block.shape)
+
+    def _item(self, index: MetadataIndex, block: Block) -> WriteItem:
+        leading = block.parameter.leading_shape(self._architecture)
+        assert index.offset is not None
+        return WriteItem(
+            index=index,
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(
+                    offsets=index.offset,
+                    sizes=torch.Size([*(1 for _ in block.place), *block.shape]),
+                ),
+                properties=TensorProperties(dtype=block.dtype),
+                size=torch.Size([*leading, *block.parameter.shape]),
+            ),
+        )
+
+
+def _index(block: Block) -> MetadataIndex:
+    offset = (*block.place, block.start, *(0 for _ in block.shape[1:]))
+    return MetadataIndex(block.parameter.key, torch.Size(offset))

@@ -1,0 +1,193 @@
+"""Hugging Face folders to checkpoints of this library and back, in a world of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from megatron_distill.data.tokenizer import load_tokenizer
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.assets import (
+    ASSETS_FOLDER,
+    carried_entries,
+    choose_family,
+    copy_assets,
+    copy_tokenizer,
+    has_tokenizer,
+    write_config,
+)
+from megatron_distill.models.hugging_face.export import plan_files, write_files
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+from megatron_distill.models.parameters import Place
+from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.new_folder import new_folder
+from megatron_distill.train.checkpoint import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
+from megatron_distill.train.checkpoint_weights import CheckpointWeights
+from megatron_distill.train.checkpoint_writer import write_common
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+_SMALL_FILES_BYTES = 2**20  # configuration, index, description; the tokenizer is counted
+_HEADER_BYTES = 2048  # what stands around one stored tensor, at most
+
+
+def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrite: bool) -> None:
+    """Write a checkpoint with the weights of a Hugging Face folder, bit for bit.
+
+    `dtype` converts them; None keeps each tensor's own. Raises CheckpointError on all ranks.
+
+    Collective: world, torch's checkpoint planning and short objects.
+    """
+    wanted = _dtype(dtype)
+    with together():
+        described = describe(source)
+        weights = HuggingFaceWeights(source, described)
+        identity = load_tokenizer(source).identity if has_tokenizer(source) else ""
+
+    def dtype_of(key: str, place: Place) -> torch.dtype:
+        return wanted or weights.dtype(key, place)
+
+    blocks = blocks_of(described.architecture, dtype_of)
+    total = sum(block.nbytes for block in blocks)
+    needed = total + len(blocks) * _HEADER_BYTES + _assets_bytes(source)
+    with new_folder(output, bytes_needed=needed, overwrite=overwrite) as folder:
+        with _progress(f"import {source}", total) as done:
+            failure = write_blocks(blocks, described.architecture, weights, folder, done=done)
+        with together():
+            if failure is not None:
+                raise CheckpointError(
+                    f"writing {output} failed: {failure}; free disk space or name another folder"
+                )
+            if dist.get_rank() == 0:
+                _describe_import(folder, source, described.architecture, identity)
+
+
+def _describe_import(folder: Path, source: Path, architecture: Architecture, identity: str) -> None:
+    with _writing(folder):
+        write_common({}, folder)
+        copy_assets(source, folder / ASSETS_FOLDER)
+        Description(
+            step=0,
+            tokens=0,
+            bad_steps=0,
+            architecture=architecture.as_dict(),
+            tokenizer=identity,
+            layout="none",
+            data={},
+        ).write(folder)
+
+
+def export_checkpoint(
+    checkpoint: str,
+    output: Path,
+    *,
+    dtype: str | None,
+    max_shard_size: str,
+    family: str | None,
+    tokenizer: Path | None,
+    overwrite: bool,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint of any layout, bit for bit.
+
+    `dtype` converts; None keeps each tensor's own. `family` is chosen by the architecture where it
+    is None, `tokenizer` is a folder to take that from. Raises CheckpointError on all ranks.
+
+    Collective: world, short objects.
+    """
+    wanted, max_shard_bytes = _dtype(dtype), _bytes(max_shard_size)
+    with together():
+        folder = resolve_checkpoint(checkpoint)
+        architecture = Architecture.from_dict(Description.read(folder).architecture)
+        weights = CheckpointWeights(folder, architecture)
+        assets = assets_of(folder)
+        chosen = choose_family(architecture, assets, wanted=family)
+        files = plan_files(
+            chosen,
+            architecture,
+            dtype_of=lambda key: wanted or weights.dtype(key),
+            max_shard_bytes=max_shard_bytes,
+        )
+        from_tokenizer = tokenizer or assets
+        if tokenizer is not None and not has_tokenizer(tokenizer):
+            raise CheckpointError(f"--tokenizer {tokenizer}: holds no tokenizer files")
+    total = sum(file.nbytes for file in files)
+    needed = total + _assets_bytes(from_tokenizer)
+    with new_folder(output, bytes_needed=needed, overwrite=overwrite) as partial:
+        with _progress(f"export {chosen.model_type}", total) as done:
+            write_files(files, weights, partial, done=done)
+        with together():
+            if dist.get_rank() == 0:
+                with _writing(output):
+                    copy_assets(assets, partial)
+                    copy_tokenizer(from_tokenizer, partial)
+                    write_config(
+                        partial,
+                        chosen,
+                        architecture,
+                        carried=carried_entries(assets, chosen),
+                        dtype=_SPELLED[wanted or weights.dtype("embedding.word_embeddings.weight")],
+                    )
+
+
+def assets_of(checkpoint: Path) -> Path:
+    """Return where a checkpoint, or the run that it belongs to, keeps its Hugging Face files."""
+    own = checkpoint / ASSETS_FOLDER
+    return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"writing {output} failed: {error.strerror}; free disk space or name another folder"
+        ) from error
+
+
+def _assets_bytes(folder: Path) -> int:
+    files = folder.glob("*.json") if folder.is_dir() else ()
+    return _SMALL_FILES_BYTES + sum(path.stat().st_size for path in files)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise CheckpointError(f"--dtype {name}: not a dtype of weights; use {', '.join(DTYPES)}")
+    return DTYPES[name] if name is not None else None
+
+
+def _bytes(text: str) -> int:
+    """Return the bytes that `5GB`, `500MB` or a number means; raises CheckpointError."""
+    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
+    unit = next(unit for unit in units if text.upper().endswith(unit))
+    try:
+        size = float(text[: len(text) - len(unit)]) * units[unit]
+    except ValueError:
+        size = 0
+    if not 1 <= size < 2**63:
+        raise CheckpointError(f"--max-shard-size {text}: not a size; write 5GB, 500MB or bytes")
+    return int(size)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how far the first rank has come; the others' shares are of the same size."""
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    is_shown = dist.get_rank() == 0
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task(name, total=total / dist.get_world_size())
+        yield lambda count: progress.advance(task, count)

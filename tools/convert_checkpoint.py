@@ -1,0 +1,103 @@
+"""Hugging Face weights to checkpoints of this library, and back.
+
+    python tools/convert_checkpoint.py import --hf DIR --output CKPT
+    python tools/convert_checkpoint.py export --checkpoint CKPT --hf OUT --dtype bfloat16
+    python tools/convert_checkpoint.py verify --hf DIR --checkpoint CKPT
+    python tools/convert_checkpoint.py verify --hf DIR --against OUT
+
+A checkpoint is a run's output folder, one of its checkpoints/step_* folders, or what `import`
+wrote. Under torchrun the ranks share the work: torchrun --nproc-per-node 4 tools/convert_...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron_distill import log
+from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.world import joined_world
+
+INTERRUPTED_STATUS = 130
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = _parse()
+    log.configure(int(os.environ.get("RANK", "0")))
+    launch = Launch.from_environment()
+    try:
+        return launch.status_of(lambda: _convert(arguments, launch))
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; nothing was written\n")
+        return INTERRUPTED_STATUS
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    writing = argparse.ArgumentParser(add_help=False)
+    writing.add_argument(
+        "--dtype", help="float32, bfloat16 or float16; left out: as each tensor is stored"
+    )
+    writing.add_argument(
+        "--overwrite", action="store_true", help="replace what is in the output folder"
+    )
+
+    into = commands.add_parser(
+        "import", parents=[writing], help="a Hugging Face folder to a checkpoint"
+    )
+    into.add_argument("--hf", required=True, type=Path, metavar="DIR")
+    into.add_argument("--output", required=True, type=Path, metavar="CKPT")
+
+    out = commands.add_parser(
+        "export", parents=[writing], help="a checkpoint to a Hugging Face folder"
+    )
+    out.add_argument("--checkpoint", required=True, metavar="CKPT")
+    out.add_argument("--hf", required=True, type=Path, metavar="OUT")
+    out.add_argument("--max-shard-size", default="5GB", help="largest file, e.g. 5GB or 500MB")
+    out.add_argument("--family", help="model_type to export as; left out: the one that fits")
+    out.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer from there")
+
+    verify = commands.add_parser("verify", help="compare tensors, logits and greedy tokens")
+    verify.add_argument("--hf", required=True, type=Path, metavar="DIR")
+    other = verify.add_mutually_exclusive_group(required=True)
+    other.add_argument("--checkpoint", metavar="CKPT")
+    other.add_argument("--against", type=Path, metavar="DIR", help="another Hugging Face folder")
+    verify.add_argument("--tokens", type=int, default=64, help="length of the compared sequences")
+    verify.add_argument("--sequences", type=int, default=4, help="number of sequences")
+    return parser.parse_args()
+
+
+def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
+    with joined_world(
+        device="cpu", backend="gloo", threads=None, timeout_seconds=3600.0, launch=launch
+    ):
+        # Only now: this imports Megatron-Core, which had to be prepared first.
+        from megatron_distill.train.conversion import export_checkpoint, import_checkpoint
+
+        if arguments.command == "import":
+            import_checkpoint(
+                arguments.hf,
+                arguments.output,
+                dtype=arguments.dtype,
+                overwrite=arguments.overwrite,
+            )
+        elif arguments.command == "export":
+            export_checkpoint(
+                arguments.checkpoint,
+                arguments.hf,
+                dtype=arguments.dtype,
+                max_shard_size=arguments.max_shard_size,
+                family=arguments.family,
+                tokenizer=arguments.tokenizer,
+                overwrite=arguments.overwrite,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
