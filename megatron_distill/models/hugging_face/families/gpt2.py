@@ -29,6 +29,7 @@ class _Widths:
         """See `Setting`."""
         return {
             "num_kv_heads": config.n_head,
+            "head_size": config.n_embd // config.n_head,
             "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
         }
 
