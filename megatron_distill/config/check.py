@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megatron_distill.config.check_model import architecture_problems
+from megatron_distill.config.check_model_source import source_problems
 from megatron_distill.config.check_objective import objective_problems
 from megatron_distill.config.problems import Problem, raise_problems
 from megatron_distill.config.schema import (
@@ -44,12 +45,7 @@ def rule_problems(config: RunConfig) -> list[Problem]:
 
 def _models(config: RunConfig) -> Iterator[Problem]:
     for role, model in _roles(config):
-        if model.architecture is None and model.checkpoint is None:
-            yield Problem(
-                (f"{role}.architecture", f"{role}.checkpoint"),
-                f"{role}: neither {role}.architecture nor {role}.checkpoint is given; "
-                "give the shape, a checkpoint, or both",
-            )
+        yield from source_problems(model, role)
         if model.architecture is not None:
             yield from architecture_problems(
                 model.architecture, role, config.parallel, config.data.sequence_length
@@ -137,8 +133,12 @@ def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
     tokenizer = config.data.tokenizer
     path, size = "data.tokenizer.path", "data.tokenizer.train_vocab_size"
-    if tokenizer.path is None and tokenizer.train_vocab_size is None:
-        yield Problem((path, size), f"data.tokenizer: give either {path} or {size}")
+    from_model = any(model.hf is not None for _, model in _roles(config))
+    if tokenizer.path is None and tokenizer.train_vocab_size is None and not from_model:
+        yield Problem(
+            (path, size),
+            f"data.tokenizer: give either {path} or {size}, or a model's student.hf or teacher.hf",
+        )
     if tokenizer.path is not None and tokenizer.train_vocab_size is not None:
         yield Problem(
             (path, size),

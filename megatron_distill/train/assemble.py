@@ -21,6 +21,7 @@ from megatron_distill.runtime.device import PRECISIONS, Device
 from megatron_distill.runtime.groups import Groups, Layout, create_groups, destroy_groups
 from megatron_distill.runtime.seed import seed_everything
 from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.train.assemble_assets import keep_assets
 from megatron_distill.train.assemble_data import (
     Vocabulary,
     open_tokenizer,
@@ -31,8 +32,8 @@ from megatron_distill.train.assemble_models import (
     build_objective,
     build_student,
     build_teacher,
-    resolve_architecture,
 )
+from megatron_distill.train.assemble_origin import Origin, find_origin
 from megatron_distill.train.checkpoint import CheckpointFolder
 from megatron_distill.train.flops import GptShape, step_flops_per_token
 from megatron_distill.train.loop import LoopPlan, Parts, train
@@ -93,7 +94,11 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     seed_everything(config.seed, groups)
     resources.enter_context(run_folder(config.output, to_yaml(config)))
     tokenizer, vocabulary = open_tokenizer(config)
-    architecture = resolve_architecture(config.student, "student", config, vocabulary)
+    with together():
+        if tokenizer is not None:
+            keep_assets(config, tokenizer)
+    origin = find_origin(config.student, "student", config, vocabulary)
+    architecture = origin.architecture
     execution = Execution(
         dtype=PRECISIONS[config.train.precision],
         device=device.torch_device,
@@ -105,7 +110,7 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     teacher = build_teacher(
         config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
     )
-    state = _build_state(config, architecture, execution, groups, vocabulary)
+    state = _build_state(config, origin, execution, groups, vocabulary)
     resources.callback(state.checkpoints.close)
     newest = _checkpoint_to_resume(config, state.checkpoints)
     if newest is not None:
@@ -129,15 +134,13 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
 
 def _build_state(
     config: RunConfig,
-    architecture: Architecture,
+    origin: Origin,
     execution: Execution,
     groups: Groups,
     vocabulary: Vocabulary,
 ) -> RunState:
     """Build the student and what trains it, at step 0."""
-    chunks = build_student(
-        config, architecture, groups=groups, execution=execution, vocabulary=vocabulary
-    )
+    chunks = build_student(config, origin, groups=groups, execution=execution)
     wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
     positions = config.train.global_batch_size * config.data.sequence_length
     connect_schedule(wrapped, config.optimizer, positions=positions)
@@ -148,7 +151,7 @@ def _build_state(
         schedule=build_schedule(
             optimizer, config.optimizer, config.schedule, steps=config.train.steps
         ),
-        architecture=architecture,
+        architecture=origin.architecture,
         tokenizer_hash=vocabulary.identity,
         checkpoints=CheckpointFolder(
             Path(config.output) / "checkpoints",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_distill.data.sources import DataOptions, open_training, read_held_
 from megatron_distill.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.models.hugging_face.assets import has_tokenizer
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
@@ -45,6 +46,7 @@ def open_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, Vocabulary]:
     with together():
         if dist.get_rank() == 0:
             tokenizer = _tokenizer(config)
+            _check_models(config, tokenizer)
     said = [Vocabulary(tokenizer.vocab_size, tokenizer.identity) if tokenizer else None]
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
@@ -55,7 +57,8 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
     wanted = config.data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)
-    assert wanted.train_vocab_size is not None
+    if wanted.train_vocab_size is None:
+        return load_tokenizer(next(_model_folders(config))[1])
     folder = Path(config.output) / "tokenizer"
     if (folder / "tokenizer.json").is_file():
         _LOGGER.info("using the tokenizer that an earlier start trained: %s", folder)
@@ -77,6 +80,29 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
         ) from error
     _LOGGER.info("trained a tokenizer of %d tokens: %s", tokenizer.vocab_size, folder)
     return tokenizer
+
+
+def _model_folders(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and Hugging Face folder of each model that comes from one."""
+    for role, model in (("student", config.student), ("teacher", config.teacher)):
+        if model is not None and model.hf is not None:
+            yield f"{role}.hf", model.hf
+
+
+def _check_models(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError where a model's own tokenizer gives a token another id."""
+    ours = tokenizer.hugging_face.get_vocab()
+    for key, folder in _model_folders(config):
+        if not has_tokenizer(Path(folder)):
+            continue
+        theirs = load_tokenizer(folder).hugging_face.get_vocab()
+        for token, number in ours.items():
+            if theirs.get(token) != number:
+                other = f"the id {theirs[token]}" if token in theirs else "no id"
+                raise ConfigError(
+                    f"{key} = {folder!r}: its tokenizer gives {token!r} {other}, that of "
+                    f"data.tokenizer gives it {number}; use one tokenizer for data and models"
+                )
 
 
 def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:

@@ -17,8 +17,8 @@ from megatron_distill.train.assemble_models import (
     build_objective,
     build_student,
     build_teacher,
-    resolve_architecture,
 )
+from megatron_distill.train.assemble_origin import find_origin
 from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
@@ -37,15 +37,14 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
         raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
     with _model_groups(config) as groups:
         tokenizer, vocabulary = open_tokenizer(config)
-        architecture = resolve_architecture(config.student, "student", config, vocabulary)
+        origin = find_origin(config.student, "student", config, vocabulary)
+        architecture = origin.architecture
         execution = _execution(config, device)
         held_out = read_validation(config, tokenizer, groups=groups, device=device.torch_device)
         teacher = build_teacher(
             config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
         )
-        chunks = build_student(
-            config, architecture, groups=groups, execution=execution, vocabulary=vocabulary
-        )
+        chunks = build_student(config, origin, groups=groups, execution=execution)
         objective = build_objective(config, architecture, groups=groups)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
@@ -65,14 +64,10 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
     """
     with _model_groups(config) as groups:
         tokenizer, vocabulary = open_tokenizer(config)
-        architecture = resolve_architecture(config.student, "student", config, vocabulary)
-        (model,) = build_student(
-            config,
-            architecture,
-            groups=groups,
-            execution=_execution(config, device),
-            vocabulary=vocabulary,
-        )
+        origin = find_origin(config.student, "student", config, vocabulary)
+        architecture = origin.architecture
+        execution = _execution(config, device)
+        (model,) = build_student(config, origin, groups=groups, execution=execution)
         model.eval()
         yield NextToken(model, architecture, groups, device.torch_device), tokenizer
 

@@ -1,114 +1,30 @@
-"""From a configuration to models: architectures, initial weights, student, teacher."""
+"""From a configuration to models: student, teacher, objective."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from megatron_distill.config import (
-    PARAMETERS,
-    ArchitectureConfig,
-    ModelConfig,
-    RunConfig,
-    check_architecture,
-)
+from megatron_distill.config import PARAMETERS, RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
 from megatron_distill.models.head import align_head
 from megatron_distill.ops import LogitRule
-from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble_data import Vocabulary
-from megatron_distill.train.checkpoint import Description, load_state, resolve_checkpoint
+from megatron_distill.train.assemble_origin import Origin, find_origin
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.run_state import check_same_model, load_chunks, sharded_model
 from megatron_distill.train.teacher import OnlineTeacher
 
 _TEACHER_SEED_OFFSET = 1
 
 
-def resolve_architecture(
-    model: ModelConfig, role: str, config: RunConfig, vocabulary: Vocabulary
-) -> Architecture:
-    """Return the architecture that a section describes, or that its checkpoint was saved with.
-
-    Raises ConfigError or CheckpointError on all ranks: no architecture, a vocabulary smaller than
-    the tokenizer's, or a shape that this layout cannot hold.
-    """
-    with together():
-        architecture = (
-            _described(model.architecture, config, vocabulary)
-            if model.architecture is not None
-            else _saved(model, role)
-        )
-        if architecture.vocab_size < vocabulary.size:
-            raise ConfigError(
-                f"{role}.architecture.vocab_size is {architecture.vocab_size}, but the tokenizer "
-                f"has {vocabulary.size} tokens; set it to {vocabulary.size} or more"
-            )
-        problems = check_architecture(
-            _as_config(architecture), role, config.parallel, config.data.sequence_length
-        )
-        if problems:
-            raise ConfigError("\n".join(problems))
-    return architecture
-
-
-def _saved(model: ModelConfig, role: str) -> Architecture:
-    if model.checkpoint is None:
-        raise ConfigError(
-            f"{role} has neither an architecture nor a checkpoint; give {role}.architecture or "
-            f"{role}.checkpoint"
-        )
-    description = Description.read(resolve_checkpoint(model.checkpoint))
-    return Architecture.from_dict(description.architecture)
-
-
-def _described(
-    described: ArchitectureConfig, config: RunConfig, vocabulary: Vocabulary
-) -> Architecture:
-    fields = described.model_dump()
-    moe = fields["moe"]
-    if moe is not None:
-        moe["ffn_hidden_size"] = moe["ffn_hidden_size"] or described.ffn_hidden_size
-    heads = described.num_attention_heads
-    defaults = {
-        "num_kv_heads": heads,
-        "head_size": described.hidden_size // heads,
-        "vocab_size": vocabulary.size,
-        "max_position_embeddings": config.data.sequence_length,
-    }
-    for name, value in defaults.items():
-        if fields[name] is None:
-            fields[name] = value
-    return Architecture.from_dict(fields)
-
-
-def _as_config(architecture: Architecture) -> ArchitectureConfig:
-    return ArchitectureConfig.model_validate(architecture.as_dict())
-
-
 def build_student(
-    config: RunConfig,
-    architecture: Architecture,
-    *,
-    groups: Groups,
-    execution: Execution,
-    vocabulary: Vocabulary,
+    config: RunConfig, origin: Origin, *, groups: Groups, execution: Execution
 ) -> list[HiddenStateGPT]:
-    """Build the student's chunks with random weights or those of `student.checkpoint`."""
-    chunks = build_gpt(
-        architecture,
-        groups=groups,
-        execution=execution,
-        seed=None if config.student.checkpoint else config.seed,
-    )
-    if config.student.checkpoint:
-        _load_weights(chunks, config.student.checkpoint, architecture, groups, vocabulary)
-    return chunks
+    """Build the student's chunks with the weights of its origin, or random ones."""
+    return _build(origin, groups=groups, execution=execution, seed=config.seed)
 
 
 def build_teacher(
@@ -125,23 +41,21 @@ def build_teacher(
     """
     if config.teacher is None:
         return None
-    architecture = resolve_architecture(config.teacher, "teacher", config, vocabulary)
+    origin = find_origin(config.teacher, "teacher", config, vocabulary)
+    architecture = origin.architecture
     if architecture.vocab_size != student.vocab_size:
         raise ConfigError(
             f"the teacher's vocabulary has {architecture.vocab_size} tokens and the student's "
             f"{student.vocab_size}; distillation on logits needs one vocabulary: set "
             "student.architecture.vocab_size to the teacher's and use its tokenizer"
         )
-    path = config.teacher.checkpoint
-    (model,) = build_gpt(
-        architecture,
+    (model,) = _build(
+        origin,
         groups=groups,
         execution=execution,
-        seed=None if path else config.seed + _TEACHER_SEED_OFFSET,
+        seed=config.seed + _TEACHER_SEED_OFFSET,
         interleaved=False,
     )
-    if path:
-        _load_weights([model], path, architecture, groups, vocabulary)
     model.requires_grad_(False)
     model.eval()
     return OnlineTeacher(
@@ -197,15 +111,21 @@ def _teacher_head(
     )
 
 
-def _load_weights(
-    chunks: list[HiddenStateGPT],
-    path: str,
-    architecture: Architecture,
+def _build(
+    origin: Origin,
+    *,
     groups: Groups,
-    vocabulary: Vocabulary,
-) -> None:
-    """Fill the chunks from a checkpoint of the same architecture and tokenizer, in any layout."""
-    with together():
-        folder: Path = resolve_checkpoint(path)
-        check_same_model(Description.read(folder), architecture, vocabulary.identity, folder)
-    load_chunks(chunks, load_state(sharded_model(chunks, groups), folder))
+    execution: Execution,
+    seed: int,
+    interleaved: bool = True,
+) -> list[HiddenStateGPT]:
+    chunks = build_gpt(
+        origin.architecture,
+        groups=groups,
+        execution=execution,
+        seed=seed if origin.open_weights is None else None,
+        interleaved=interleaved,
+    )
+    if origin.open_weights is not None:
+        origin.fill(chunks, groups)
+    return chunks

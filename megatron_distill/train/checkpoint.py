@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
+from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint_writer import (
@@ -100,6 +101,12 @@ def resolve_checkpoint(path: str) -> Path:
         f"{path} holds no complete checkpoint; name a run's output folder or one of its "
         "checkpoints/step_* folders"
     )
+
+
+def assets_of(checkpoint: Path) -> Path:
+    """Return where a checkpoint, or the run that it belongs to, keeps its Hugging Face files."""
+    own = checkpoint / ASSETS_FOLDER
+    return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
 
 
 def sharding_metadata(groups: Groups) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class RankWriter(torch_checkpoint.FileSystemWriter):
     """torch's writer of one file per rank, in the calling thread, that says what the disk said."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; raises OSError."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:

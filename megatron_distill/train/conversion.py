@@ -28,7 +28,7 @@ from megatron_distill.models.hugging_face.model import HuggingFaceWeights, descr
 from megatron_distill.models.parameters import Place
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.new_folder import new_folder
-from megatron_distill.train.checkpoint import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
 from megatron_distill.train.checkpoint_writer import write_common
@@ -50,6 +50,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
     with together():
         described = describe(source)
         weights = HuggingFaceWeights(source, described)
+        weights.check()
         identity = load_tokenizer(source).identity if has_tokenizer(source) else ""
 
     def dtype_of(key: str, place: Place) -> torch.dtype:
@@ -135,12 +136,6 @@ def export_checkpoint(
                         carried=carried_entries(assets, chosen),
                         dtype=_SPELLED[wanted or weights.dtype("embedding.word_embeddings.weight")],
                     )
-
-
-def assets_of(checkpoint: Path) -> Path:
-    """Return where a checkpoint, or the run that it belongs to, keeps its Hugging Face files."""
-    own = checkpoint / ASSETS_FOLDER
-    return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
 
 
 @contextmanager

@@ -18,6 +18,8 @@ _ONE_PROCESS = (
     "parallel.expert=1",
     "parallel.sequence=false",
 )
+# What the run started from is not what it has become.
+_NO_OTHER_SOURCE = ("student.hf=null", "student.keep_layers=null", "student.num_layers=null")
 
 
 def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) -> RunConfig:
@@ -28,7 +30,11 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     Raises ConfigError if the folder is not that of a run, an override is wrong, or the layout does
     not fit `world_size`.
     """
-    own = (f"output={folder}", f"student.checkpoint={folder}")
-    config = load_config(Path(folder) / "config.yaml", [*_ONE_PROCESS, *own, *overrides])
+    own = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
+    file = Path(folder) / "config.yaml"
+    tokenizer = load_config(file, _ONE_PROCESS).data.tokenizer
+    if tokenizer.path is None and tokenizer.train_vocab_size is None:
+        own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
+    config = load_config(file, [*_ONE_PROCESS, *own, *overrides])
     check_layout(config, world_size)
     return config

@@ -14,7 +14,7 @@ from tests.unit.sample_configs import EXPERTS, TAUGHT, complaints, load_tree
 BROKEN = {
     "no shape and no checkpoint": (
         ["student={architecture: null}"],
-        "student: neither student.architecture nor student.checkpoint is given",
+        "student: neither student.hf nor student.architecture nor student.checkpoint is given",
     ),
     "virtual without pipeline": (
         ["parallel.virtual_pipeline=2"],

@@ -34,9 +34,9 @@ from tests.unit.sample_configs import MINIMAL, complaints, load_tree
             "timeout_seconds, threads",
         ),
         (
-            "student.num_layers=2",
-            "student.num_layers: unknown key; did you mean "
-            "student.architecture.num_layers or teacher.architecture.num_layers?",
+            "student.norm_epsilon=2",
+            "student.norm_epsilon: unknown key; did you mean "
+            "student.architecture.norm_epsilon or teacher.architecture.norm_epsilon?",
         ),
     ],
 )

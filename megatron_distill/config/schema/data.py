@@ -42,7 +42,7 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: a folder, or one trained on the sources; exactly one of the two."""
+    """The tokenizer: a folder, or one trained on the sources; neither: that of a model's `hf`."""
 
     path: str | None = Field(
         default=None, min_length=1, description="Hugging Face folder holding `tokenizer.json`."
@@ -68,7 +68,9 @@ class DataConfig(Section):
         description="The corpora, blended by weight.",
     )
     tokenizer: TokenizerConfig = Field(
-        examples=[{"path": "tokenizers/llama3"}], description="The tokenizer."
+        default_factory=TokenizerConfig,
+        examples=[{"path": "tokenizers/llama3"}],
+        description="The tokenizer; left out: that of `student.hf` or `teacher.hf`.",
     )
     sequence_length: int = Field(
         ge=2, examples=[4096], description="Tokens in one packed sequence."

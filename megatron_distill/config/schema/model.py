@@ -177,13 +177,31 @@ class ArchitectureConfig(Section):
 
 
 class ModelConfig(Section):
-    """A model: its shape, its initial weights, or both; at least one of them."""
+    """A model: its shape, or where it comes from; `hf` and `checkpoint` bring weights along."""
 
+    hf: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hugging Face folder with config.json and safetensors: shape and weights.",
+    )
     architecture: ArchitectureConfig | None = Field(
-        default=None, description="The shape; null: read from `checkpoint`."
+        default=None, description="The shape; null: read from `hf` or `checkpoint`."
     )
     checkpoint: str | None = Field(
         default=None,
         min_length=1,
-        description="Run folder or checkpoint folder with the initial weights; null: random.",
+        description="Run folder or checkpoint folder with the initial weights; null: random, "
+        "where `hf` gives none.",
+    )
+    keep_layers: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        examples=[[0, 1, 4, 7]],
+        description="Student only: the layers of `hf` or `checkpoint`, from 0, that the student "
+        "starts with; null: all.",
+    )
+    num_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Student only: keep this many layers, evenly spread, first and last included.",
     )

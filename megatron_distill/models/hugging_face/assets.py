@@ -124,12 +124,13 @@ def write_config(
     config = family.config(architecture, carried)
     config.dtype = dtype
     entries = config.to_diff_dict()
-    entries |= _for_older_readers(getattr(config, "rope_parameters", None)) | {"torch_dtype": dtype}
+    entries |= _older_rope(entries.get("rope_parameters")) | {"torch_dtype": dtype}
+    entries |= {older: entries[present] for older, present in family.older_entries.items()}
     text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text)
 
 
-def _for_older_readers(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+def _older_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     """Say rotary positions as `transformers` before release 5 did; later ones read both alike."""
     if rope is None:
         return {}

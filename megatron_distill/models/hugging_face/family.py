@@ -21,7 +21,8 @@ class Family:
 
     tensors: our tensors (`models.parameters`) to where their rows are. prefix: of all names but
     the head's; checkpoints of the bare model lack it. buffers: patterns of stored tensors that
-    are no weights.
+    are no weights. older_entries: names that readers before `transformers` 5 know entries by, to
+    the present names.
     """
 
     model_type: str
@@ -29,7 +30,8 @@ class Family:
     settings: tuple[Setting, ...]
     tensors: Mapping[str, Rule]
     prefix: str = "model."
-    buffers: tuple[str, ...] = field(default=())
+    buffers: tuple[str, ...] = ()
+    older_entries: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, config: Any) -> Architecture:
         """Return the architecture that a configuration of `transformers` describes.

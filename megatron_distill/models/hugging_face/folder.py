@@ -50,6 +50,20 @@ class SafetensorsFolder:
         paths = {self.folder / file for file in self._place.values()}
         return {path: path.stat().st_size for path in sorted(paths)}
 
+    def check_index(self) -> None:
+        """Raise CheckpointError where a file holds other tensors than the index says."""
+        for file in sorted(set(self._place.values())):
+            held = set(self._open(file).keys())
+            indexed = {name for name, at in self._place.items() if at == file}
+            if held == indexed:
+                continue
+            first = sorted(held ^ indexed)[0]
+            where = "the file lacks" if first in indexed else "the index does not name"
+            raise CheckpointError(
+                f"{self.folder / file} and {INDEX_FILE} disagree: {where} {first}; copy the "
+                "folder again"
+            )
+
     def _slice(self, name: str) -> Any:
         return self._open(self._place[name]).get_slice(name)
 
@@ -72,11 +86,7 @@ class SafetensorsFolder:
         """Return the file of every tensor."""
         index = self.folder / INDEX_FILE
         if index.is_file():
-            place = _read_index(index)
-            for file in sorted(set(place.values())):
-                held = set(self._open(file).keys())
-                self._check_file(file, held, {name for name, at in place.items() if at == file})
-            return place
+            return _read_index(index)
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if len(found) == 1 or WEIGHTS_FILE in found:
             file = found[0] if len(found) == 1 else WEIGHTS_FILE
@@ -87,15 +97,6 @@ class SafetensorsFolder:
                 "what is in which; copy it too"
             )
         raise CheckpointError(self._nothing())
-
-    def _check_file(self, file: str, held: set[str], indexed: set[str]) -> None:
-        if held != indexed:
-            first = sorted(held ^ indexed)[0]
-            where = "the file lacks" if first in indexed else "the index does not name"
-            raise CheckpointError(
-                f"{self.folder / file} and {INDEX_FILE} disagree: {where} {first}; copy the "
-                "folder again"
-            )
 
     def _nothing(self) -> str:
         if not self.folder.is_dir():

@@ -23,9 +23,9 @@ from megatron_distill.models.hugging_face.settings import (
 class EmbeddingScale:
     """Embeddings are multiplied by the root of their width."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        return {"embedding_scale": config.hidden_size**0.5}
+        return {"embedding_scale": theirs.hidden_size**0.5}
 
     def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
         """See `Setting`."""
@@ -36,10 +36,10 @@ class EmbeddingScale:
 class QueryScalar:
     """What the scores are divided by the root of."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        scalar = float(config.query_pre_attn_scalar)
-        is_usual = scalar == HeadSize().read(config)["head_size"]
+        scalar = float(theirs.query_pre_attn_scalar)
+        is_usual = scalar == HeadSize().read(theirs)["head_size"]
         return {"attention_scalar": None if is_usual else scalar}
 
     def write(self, architecture: Architecture) -> Entries:

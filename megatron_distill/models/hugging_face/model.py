@@ -29,14 +29,14 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """What the configuration of a Hugging Face folder says."""
 
     family: Family
     architecture: Architecture
 
 
-def describe(folder: Path) -> Description:
+def describe(folder: Path) -> ModelDescription:
     """Read config.json.
 
     Raises CheckpointError: no such file, an unknown family, or a value that is not computed here.
@@ -50,7 +50,7 @@ def describe(folder: Path) -> Description:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return Description(family, family.architecture(config))
+        return ModelDescription(family, family.architecture(config))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -99,16 +99,14 @@ def pieces_of(
 class HuggingFaceWeights:
     """The weights of a Hugging Face folder under our names; a `WeightSource`.
 
-    Every tensor of the folder is accounted for when this is made. Raises CheckpointError: a
-    missing or surplus tensor, a shape that is not the configuration's, or a damaged file.
+    Raises CheckpointError for a missing or damaged file.
     """
 
-    def __init__(self, folder: Path, description: Description) -> None:
+    def __init__(self, folder: Path, description: ModelDescription) -> None:
         self.family, self.architecture = description.family, description.architecture
         self._files = SafetensorsFolder(folder)
         self._bare = self._is_bare()
         self._parameters = {parameter.key: parameter for parameter in parameters(self.architecture)}
-        self._check()
 
     def file_sizes(self) -> dict[Path, int]:
         """The files that hold the weights, and their bytes."""
@@ -162,7 +160,13 @@ class HuggingFaceWeights:
             for named in self.pieces(parameter.key, place)
         }
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Account for every tensor of the folder, from the headers of its files.
+
+        Raises CheckpointError: a missing or surplus tensor, a shape that is not the
+        configuration's, a dtype that is not read, a file that its index does not describe.
+        """
+        self._files.check_index()
         expected, found = self._expected(), self._files.names
         folder = self._files.folder
         missing = sorted(expected.keys() - found)

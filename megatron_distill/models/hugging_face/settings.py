@@ -22,7 +22,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class Setting(Protocol):
     """Some fields of the architecture and the entries of config.json that say them."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """Return fields of `Architecture`; raises CheckpointError for what we cannot compute."""
         ...
 
@@ -38,9 +38,9 @@ class Field:
     field: str
     entry: str
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        return {self.field: getattr(config, self.entry)}
+        return {self.field: getattr(theirs, self.entry)}
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
@@ -55,9 +55,9 @@ class Choice:
     entry: str
     values: Mapping[str, str]  # theirs to ours; the first of several is written
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        value = getattr(config, self.entry)
+        value = getattr(theirs, self.entry)
         if value not in self.values:
             known = ", ".join(map(repr, self.values))
             raise CheckpointError(f"{self.entry} is {value!r}; this library computes {known}")
@@ -66,7 +66,7 @@ class Choice:
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
         wanted = getattr(architecture, self.field)
-        spelled = [theirs for theirs, ours in self.values.items() if ours == wanted]
+        spelled = [value for value, ours in self.values.items() if ours == wanted]
         return {self.entry: spelled[0]} if spelled else {}
 
 
@@ -77,7 +77,7 @@ class Always:
     field: str
     value: Any
 
-    def read(self, config: Any) -> Fields:  # noqa: ARG002
+    def read(self, theirs: Any) -> Fields:  # noqa: ARG002
         """See `Setting`."""
         return {self.field: self.value}
 
@@ -93,9 +93,9 @@ class Only:
     entry: str
     value: Any
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        found = getattr(config, self.entry, self.value)
+        found = getattr(theirs, self.entry, self.value)
         if found != self.value:
             raise CheckpointError(
                 f"{self.entry} is {found!r}; this library computes {self.value!r}"
@@ -113,9 +113,9 @@ class Off:
 
     entry: str
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        found = getattr(config, self.entry, None)
+        found = getattr(theirs, self.entry, None)
         if found:
             raise CheckpointError(f"{self.entry} is {found!r}, which this library does not compute")
         return {}
@@ -134,10 +134,10 @@ class HeadSize:
 
     is_implied: bool = False
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        given = getattr(config, "head_dim", None)
-        return {"head_size": given or config.hidden_size // config.num_attention_heads}
+        given = getattr(theirs, "head_dim", None)
+        return {"head_size": given or theirs.hidden_size // theirs.num_attention_heads}
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
@@ -194,9 +194,9 @@ def write_rope(architecture: Architecture) -> dict[str, Any]:
 class Rope:
     """Rotary positions, the same in every layer."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        return read_rope(config.rope_parameters)
+        return read_rope(theirs.rope_parameters)
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
@@ -207,14 +207,14 @@ class Rope:
 class RopeByLayerType:
     """Rotary positions of their own in sliding layers, never scaled there (Gemma 3)."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        sliding = read_rope(config.rope_parameters[SLIDING])
+        sliding = read_rope(theirs.rope_parameters[SLIDING])
         if sliding.get("rope_scaling") is not None:
             raise CheckpointError(
                 f"rope_parameters.{SLIDING} is scaled; this library scales full layers only"
             )
-        full = read_rope(config.rope_parameters[FULL])
+        full = read_rope(theirs.rope_parameters[FULL])
         return {**full, "sliding_rope_base": sliding["rope_base"]}
 
     def write(self, architecture: Architecture) -> Entries:
@@ -234,10 +234,10 @@ class WindowEverywhere:
 
     switch: str | None = None
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        is_on = self.switch is None or getattr(config, self.switch)
-        return {"sliding_window": config.sliding_window if is_on else None}
+        is_on = self.switch is None or getattr(theirs, self.switch)
+        return {"sliding_window": theirs.sliding_window if is_on else None}
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
@@ -252,19 +252,19 @@ class WindowByLayer:
 
     switch: str | None = None
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        unknown = set(config.layer_types) - {SLIDING, FULL}
+        unknown = set(theirs.layer_types) - {SLIDING, FULL}
         if unknown:
             raise CheckpointError(
                 f"layer_types has {sorted(unknown)}; this library computes {SLIDING!r}, {FULL!r}"
             )
-        sliding = tuple(i for i, kind in enumerate(config.layer_types) if kind == SLIDING)
-        if not sliding or config.sliding_window is None:
+        sliding = tuple(i for i, kind in enumerate(theirs.layer_types) if kind == SLIDING)
+        if theirs.sliding_window is None:
             return {}
-        everywhere = len(sliding) == config.num_hidden_layers
+        everywhere = len(sliding) == theirs.num_hidden_layers
         return {
-            "sliding_window": config.sliding_window,
+            "sliding_window": theirs.sliding_window,
             "sliding_layers": None if everywhere else sliding,
         }
 
@@ -292,15 +292,15 @@ class Experts:
     width: str
     renormalize: str | None = None  # an entry, or None: always
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
         moe = MixtureOfExperts(
-            num_experts=getattr(config, self.count),
-            top_k=config.num_experts_per_tok,
-            ffn_hidden_size=getattr(config, self.width),
-            renormalize=self.renormalize is None or getattr(config, self.renormalize),
+            num_experts=getattr(theirs, self.count),
+            top_k=theirs.num_experts_per_tok,
+            ffn_hidden_size=getattr(theirs, self.width),
+            renormalize=self.renormalize is None or getattr(theirs, self.renormalize),
         )
-        return {"moe": moe, "ffn_hidden_size": config.intermediate_size}
+        return {"moe": moe, "ffn_hidden_size": theirs.intermediate_size}
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""

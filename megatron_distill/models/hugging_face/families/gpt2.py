@@ -25,12 +25,12 @@ _MLP = "decoder.layers.mlp."
 class _Widths:
     """One key and value per query, heads that share the width, a feed-forward of four widths."""
 
-    def read(self, config: Any) -> Fields:
+    def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
         return {
-            "num_kv_heads": config.n_head,
-            "head_size": config.n_embd // config.n_head,
-            "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
+            "num_kv_heads": theirs.n_head,
+            "head_size": theirs.n_embd // theirs.n_head,
+            "ffn_hidden_size": theirs.n_inner or 4 * theirs.n_embd,
         }
 
     def write(self, architecture: Architecture) -> Entries:

@@ -35,4 +35,5 @@ FAMILY = Family(
         **like.FEED_FORWARD_NORM,
         **like.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     },
+    older_entries={"num_experts": "num_local_experts"},
 )
