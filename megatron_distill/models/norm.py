@@ -11,8 +11,8 @@ from torch import Tensor
 class ZeroCenteredRMSNorm(torch.nn.Module):
     """y = x / rms(x) * (1 + w), computed in fp32 and then rounded to the type of x.
 
-    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4, with the gain
-    stored as its distance from one, so that weight decay pulls it to one (Gemma).
+    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4; the gain stored as
+    its distance from one is Gemma's.
     """
 
     def __init__(

@@ -24,7 +24,12 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble_data import Vocabulary
 from megatron_distill.train.checkpoint import Description, load_state, resolve_checkpoint
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.run_state import check_same_model, load_chunks, sharded_model
+from megatron_distill.train.run_state import (
+    check_same_model,
+    load_chunks,
+    saved_architecture,
+    sharded_model,
+)
 from megatron_distill.train.teacher import OnlineTeacher
 
 _TEACHER_SEED_OFFSET = 1
@@ -63,8 +68,8 @@ def _saved(model: ModelConfig, role: str) -> Architecture:
             f"{role} has neither an architecture nor a checkpoint; give {role}.architecture or "
             f"{role}.checkpoint"
         )
-    description = Description.read(resolve_checkpoint(model.checkpoint))
-    return Architecture.from_dict(description.architecture)
+    folder = resolve_checkpoint(model.checkpoint)
+    return saved_architecture(Description.read(folder), folder)
 
 
 def _described(
