@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -11,8 +12,8 @@ from megatron_distill.runtime.groups import Layout
 class StageLayers(PipelineParallelLayerLayout):
     """Upstream's table of stages, for models with and without virtual stages in one process.
 
-    Upstream asks the process whether there are virtual stages, and insists on the number of one if
-    so. A teacher has none beside a student that does, and none means the first.
+    Upstream's own counts ask the process whether there are virtual stages, which a teacher has none
+    of beside a student that does. Here no virtual stage is the first one.
     """
 
     def get_num_layers_to_build(
@@ -22,7 +23,7 @@ class StageLayers(PipelineParallelLayerLayout):
         pp_rank: int | None = None,
     ) -> int:
         """Return how many layers a stage holds."""
-        return int(super().get_num_layers_to_build(layer_type, vp_stage or 0, pp_rank))
+        return int(self.layout[_rank(pp_rank)][vp_stage or 0].count(layer_type))
 
     def get_layer_offset(
         self,
@@ -31,7 +32,18 @@ class StageLayers(PipelineParallelLayerLayout):
         pp_rank: int | None = None,
     ) -> int:
         """Return how many layers all stages before hold."""
-        return int(super().get_layer_offset(layer_type, vp_stage or 0, pp_rank))
+        before = (vp_stage or 0) * self.pipeline_model_parallel_size + _rank(pp_rank)
+        return sum(
+            stages[virtual].count(layer_type)
+            for rank, stages in enumerate(self.layout)
+            for virtual in range(self.virtual_pipeline_model_parallel_size)
+            if virtual * self.pipeline_model_parallel_size + rank < before
+        )
+
+
+def _rank(pp_rank: int | None) -> int:
+    """Return the pipeline rank that is meant; upstream passes none where it means this one."""
+    return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
 
 
 def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
