@@ -88,6 +88,13 @@ class Architecture:
         """Whether a norm's weight is stored as its distance from one."""
         return self.norm == "zero_centered_rmsnorm"
 
+    @property
+    def num_sliding_layers(self) -> int:
+        """Layers with the sliding window."""
+        if self.sliding_window is None:
+            return 0
+        return self.num_layers if self.sliding_layers is None else len(set(self.sliding_layers))
+
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks: a multiple of the padding unit."""
         unit = self.vocab_divisible_by * tensor_size

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # fp32 scores of one block; a handful of tensors of this size exist together.
 BLOCK_BYTES = 64 * 2**20
@@ -92,6 +93,7 @@ class _SoftcappedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (out_gradient,) = gradients
         query, key, value, mask = ctx.saved_tensors

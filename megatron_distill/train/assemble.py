@@ -251,4 +251,6 @@ def _shape(architecture: Architecture) -> GptShape:
         mlp_matrices=3 if architecture.is_gated else 2,
         num_experts=moe.num_experts if moe else 0,
         experts_per_token=moe.top_k if moe else 1,
+        sliding_window=architecture.sliding_window,
+        sliding_layers=architecture.num_sliding_layers,
     )
