@@ -242,9 +242,7 @@ def _gpt(
 ) -> GPTModel:
     shape = architecture(body, case)
     config = transformer_config(shape, groups.layout, execution(case, device))
-    layers = layer_specs(
-        shape, config, device=device, vp_stage=None, pp_rank=groups.pipeline.rank()
-    )
+    layers = layer_specs(shape, config, device=device, vp_stage=None, groups=groups)
     if not peer.torch_attention:
         for layer in layers.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = DotProductAttention

@@ -15,6 +15,9 @@ def architecture_problems(
     name = f"{role}.architecture"
     yield from _heads(architecture, name)
     yield from _positions(architecture, name, sequence_length)
+    yield from _rotations(architecture, name)
+    yield from _windows(architecture, name)
+    yield from _extras(architecture, name)
     yield from _tensor(architecture, name, parallel.tensor)
     chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
     yield from _layers(architecture, name, parallel.pipeline, chunks)
@@ -35,7 +38,7 @@ def _heads(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
             f"{name}.hidden_size = {shape.hidden_size}: not a multiple of {heads} = "
             f"{shape.num_attention_heads}; change one of the two or give {name}.head_size",
         )
-    elif shape.positions == "rope" and shape.head_width % 2:
+    elif shape.positions == "rope" and shape.rotary_fraction == 1 and shape.head_width % 2:
         yield Problem(
             (f"{name}.head_size", f"{name}.hidden_size", heads, f"{name}.positions"),
             f"{name}.head_size = {shape.head_width}: rotary positions need an even head size",
@@ -49,6 +52,90 @@ def _positions(shape: ArchitectureConfig, name: str, length: int) -> Iterator[Pr
             ("data.sequence_length", f"{name}.max_position_embeddings"),
             f"data.sequence_length = {length}: more than {name}.max_position_embeddings = "
             f"{limit}; shorten the sequences or use a model with more positions",
+        )
+
+
+def _rotations(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if shape.positions == "learned":
+        for key, value, default in (
+            ("rope_scaling", shape.rope_scaling and shape.rope_scaling.kind, None),
+            ("rotary_fraction", shape.rotary_fraction, 1.0),
+            ("sliding_rope_base", shape.sliding_rope_base, None),
+        ):
+            if value != default:
+                yield Problem(
+                    (f"{name}.{key}", f"{name}.positions"),
+                    f"{name}.{key} = {value}: {name}.positions = learned turns nothing; "
+                    f"set positions=rope or leave {key} out",
+                )
+        return
+    turned = int(shape.head_width * shape.rotary_fraction)
+    if shape.rotary_fraction < 1 and (turned % 2 or turned == 0):
+        yield Problem(
+            (f"{name}.rotary_fraction", f"{name}.head_size"),
+            f"{name}.rotary_fraction = {shape.rotary_fraction}: turns {turned} of the "
+            f"{shape.head_width} dimensions of a head, which must be an even number above 0",
+        )
+    scaling = shape.rope_scaling
+    if scaling is None or scaling.kind != "llama3":
+        return
+    if scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield Problem(
+            (
+                f"{name}.rope_scaling.high_frequency_factor",
+                f"{name}.rope_scaling.low_frequency_factor",
+            ),
+            f"{name}.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}: must "
+            f"be more than low_frequency_factor = {scaling.low_frequency_factor}",
+        )
+
+
+def _windows(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if shape.sliding_window is None:
+        for key, value in (
+            ("sliding_layers", shape.sliding_layers),
+            ("sliding_rope_base", shape.sliding_rope_base),
+        ):
+            if value is not None and not (key == "sliding_rope_base" and _is_learned(shape)):
+                said = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    (f"{name}.{key}", f"{name}.sliding_window"),
+                    f"{name}.{key} = {said}: no layer slides without {name}.sliding_window; "
+                    f"give it or leave {key} out",
+                )
+        return
+    outside = [layer for layer in shape.sliding_layers or () if not 0 <= layer < shape.num_layers]
+    if outside:
+        yield Problem(
+            (f"{name}.sliding_layers", f"{name}.num_layers"),
+            f"{name}.sliding_layers = {list(shape.sliding_layers or ())}: there is no layer "
+            f"{outside[0]}; {name}.num_layers = {shape.num_layers} are numbered from 0 to "
+            f"{shape.num_layers - 1}",
+        )
+
+
+def _is_learned(shape: ArchitectureConfig) -> bool:
+    return shape.positions == "learned"
+
+
+def _extras(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if _is_learned(shape) and shape.embedding_scale != 1:
+        yield Problem(
+            (f"{name}.embedding_scale", f"{name}.positions"),
+            f"{name}.embedding_scale = {shape.embedding_scale}: would scale the positions of "
+            f"{name}.positions = learned too; set positions=rope or leave embedding_scale out",
+        )
+    if shape.attention_softcap is not None and shape.attention_dropout:
+        yield Problem(
+            (f"{name}.attention_dropout", f"{name}.attention_softcap"),
+            f"{name}.attention_dropout = {shape.attention_dropout}: soft-capped attention "
+            "(attention_softcap) has no dropout; set attention_dropout=0",
+        )
+    if shape.post_norms and shape.moe is not None:
+        yield Problem(
+            (f"{name}.post_norms", f"{name}.moe"),
+            f"{name}.post_norms = true: experts ({name}.moe) have no norm behind them; set "
+            "post_norms=false or moe=null",
         )
 
 
@@ -72,7 +159,7 @@ def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Probl
 
 
 def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) -> Iterator[Problem]:
-    if shape.num_layers % (pipeline * chunks) == 0:
+    if shape.num_layers >= pipeline * chunks:
         return
     keys = ["parallel.pipeline", f"{name}.num_layers"]
     words = f"parallel.pipeline = {pipeline}"
@@ -81,8 +168,8 @@ def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) ->
         words += f" times parallel.virtual_pipeline = {chunks}"
     yield Problem(
         tuple(keys),
-        f"{words}: does not divide {name}.num_layers = {shape.num_layers}; use "
-        f"{_divisors(shape.num_layers)} stages in all or another depth",
+        f"{words}: more stages than {name}.num_layers = {shape.num_layers}; each stage needs a "
+        "layer, so use fewer stages or another depth",
     )
 
 
@@ -94,6 +181,12 @@ def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> 
             (f"{name}.moe.top_k", f"{name}.moe.num_experts"),
             f"{name}.moe.top_k = {shape.moe.top_k}: more than {name}.moe.num_experts = "
             f"{shape.moe.num_experts}",
+        )
+    if shape.moe.top_k == 1 and shape.moe.renormalize:
+        yield Problem(
+            (f"{name}.moe.top_k", f"{name}.moe.renormalize"),
+            f"{name}.moe.top_k = 1: with renormalize = true the one expert's weight is 1 whatever "
+            "the router says, which then learns nothing; set renormalize=false or top_k=2",
         )
     if shape.moe.num_experts % parallel.expert:
         yield Problem(

@@ -90,7 +90,7 @@ class Key:
     def requirement(self) -> str:
         """What a value must be, to finish the sentence 'must be ...'."""
         if self.entry is not None:
-            words = f"a {self.type_name}"
+            words = f"a {self.type_name.removesuffix(' or null')}"
         elif self.section is not None:
             words = f"a section with keys such as {', '.join(list(self.section.model_fields)[:3])}"
         elif get_origin(self.plain) is Literal:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from megatron_distill.models.stages import stage_layers
 from megatron_distill.runtime.groups import Layout
 
 
@@ -77,6 +78,23 @@ class Architecture:
     logit_softcap: float | None = None
     moe: MixtureOfExperts | None = None
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward has a gate, and so three matrices instead of two."""
+        return _ACTIVATIONS[self.activation].is_gated
+
+    @property
+    def is_zero_centered(self) -> bool:
+        """Whether a norm's weight is stored as its distance from one."""
+        return self.norm == "zero_centered_rmsnorm"
+
+    @property
+    def num_sliding_layers(self) -> int:
+        """Layers with the sliding window."""
+        if self.sliding_window is None:
+            return 0
+        return self.num_layers if self.sliding_layers is None else len(set(self.sliding_layers))
+
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks: a multiple of the padding unit."""
         unit = self.vocab_divisible_by * tensor_size
@@ -108,10 +126,28 @@ class Execution:
     recompute: str = "none"  # "none", "selective" (attention) or "full" (every layer)
 
 
-_ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
-    "swiglu": (F.silu, True),
-    "geglu": (F.gelu, True),
-    "gelu": (F.gelu, False),
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU by its tanh approximation (arXiv 1606.08415, section 2)."""
+    return F.gelu(x, approximate="tanh")
+
+
+@dataclass(frozen=True)
+class _Activation:
+    function: Callable[[torch.Tensor], torch.Tensor]
+    is_gated: bool
+
+
+_ACTIVATIONS = {
+    "swiglu": _Activation(F.silu, is_gated=True),
+    "geglu": _Activation(F.gelu, is_gated=True),
+    "geglu_tanh": _Activation(_gelu_tanh, is_gated=True),
+    "gelu": _Activation(F.gelu, is_gated=False),
+    "gelu_tanh": _Activation(_gelu_tanh, is_gated=False),
+}
+_NORMS = {
+    "rmsnorm": "RMSNorm",
+    "layernorm": "LayerNorm",
+    "zero_centered_rmsnorm": "RMSNorm",
 }
 
 
@@ -125,7 +161,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate an architecture, a layout and an execution into Megatron-Core's configuration."""
     on_cuda = execution.device.type == "cuda"
-    activation, gated = _ACTIVATIONS[architecture.activation]
+    activation = _ACTIVATIONS[architecture.activation]
     # Upstream frees what it has sent once the send is queued, which streams make safe and gloo not.
     overlap_p2p = on_cuda and layout.virtual_pipeline is not None
     # A dense teacher beside a student of experts knows nothing of expert ranks.
@@ -137,10 +173,14 @@ def transformer_config(
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_kv_heads,
         kv_channels=architecture.head_size,
-        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[architecture.norm],
+        softmax_scale=(
+            None if architecture.attention_scalar is None else architecture.attention_scalar**-0.5
+        ),
+        normalization=_NORMS[architecture.norm],
+        layernorm_zero_centered_gamma=architecture.is_zero_centered,
         layernorm_epsilon=architecture.norm_epsilon,
-        activation_func=activation,
-        gated_linear_unit=gated,
+        activation_func=activation.function,
+        gated_linear_unit=activation.is_gated,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
@@ -156,6 +196,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        pipeline_model_parallel_layout=stage_layers(architecture.num_layers, layout),
         context_parallel_size=layout.context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1 if expert > 1 else layout.tensor,
@@ -166,7 +207,8 @@ def transformer_config(
         # In a batch, two messages between the same two stages are matched the wrong way round.
         batch_p2p_comm=False,
         # Fusions are compiled or CUDA kernels; on the host the plain functions are the definition.
-        bias_activation_fusion=on_cuda and gated,
+        # Upstream's fused GELUs are the tanh approximation, whatever the activation says.
+        bias_activation_fusion=on_cuda and architecture.activation == "swiglu",
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -196,6 +238,8 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
+        # Before the choice: the chosen ones' shares of all experts. After it: shares of the chosen.
+        "moe_router_pre_softmax": not moe.renormalize,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_aux_loss_coeff": moe.aux_loss_coefficient,
         # Per sequence: the only form that micro-batches and data-parallel ranks cannot change.

@@ -8,6 +8,7 @@ heads of this tensor-parallel rank, d head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +21,26 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_distill.models.layer_kinds import limited
+from megatron_distill.models.softcapped_attention import softcapped_attention
 from megatron_distill.runtime.batch import Batch, zigzag_index
 
 
-def attention_mask(batch: Batch, *, context_size: int) -> Tensor | None:
+def attention_mask(
+    batch: Batch, *, context_size: int, windows: Sequence[int | None] = (None,)
+) -> Tensor | None:
     """Return who may attend to whom in a micro-batch, or None where plain causality says it all.
 
-    Returns bool [b, 1, s, S], true where the query may see the key: same document, not later. Keys
-    stand in the order in which `TorchAttention` gathers them over the context-parallel ranks.
+    Returns bool [b, planes, s, S], true where the query may see the key: same document, not later,
+    and fewer than `window` positions back. There is a plane for each of `windows`; where causality
+    alone says what None sees, for each of the others (`LayerKinds.mask_of` reads both). Keys stand
+    in the order in which `TorchAttention` gathers them over the context-parallel ranks.
     """
-    if context_size == 1 and not batch.isolate_documents:
-        return None
     sequence_length = batch.document_ids_bS.shape[1]
+    if context_size == 1 and not batch.isolate_documents:
+        windows = limited(windows)
+        if all(window >= sequence_length for window in windows):
+            return None
     query_index_s = batch.sequence_index_s
     key_index_S = torch.cat(
         [
@@ -39,10 +48,16 @@ def attention_mask(batch: Batch, *, context_size: int) -> Tensor | None:
             for rank in range(context_size)
         ]
     )
-    earlier_sS = key_index_S[None, :] <= query_index_s[:, None]
+    back_sS = query_index_s[:, None] - key_index_S[None, :]
+    near_psS = torch.stack(
+        [
+            (back_sS >= 0) if window is None else (back_sS >= 0) & (back_sS < window)
+            for window in windows
+        ]
+    )
     documents = batch.document_ids_bS
     same_bsS = documents[:, query_index_s, None] == documents[:, None, key_index_S]
-    return (same_bsS & earlier_sS).unsqueeze(1)
+    return same_bsS.unsqueeze(1) & near_psS
 
 
 def attends_in_groups(device: str, dtype: torch.dtype, *, is_masked: bool) -> bool:
@@ -56,6 +71,8 @@ def attends_in_groups(device: str, dtype: torch.dtype, *, is_masked: bool) -> bo
 
 class TorchAttention(MegatronModule):
     """Exact attention of local queries over all keys, in the place of Megatron's core attention.
+
+    `softcap` bounds the scores, which torch's attention cannot do; see `softcapped_attention`.
 
     Collective: context-parallel group, one all-gather of keys and one of values in forward, a
     reduce-scatter of each in backward; 2 * g * d elements per token and direction.
@@ -71,6 +88,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,  # noqa: ARG002
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(config=config)
         assert pg_collection is not None
@@ -80,6 +98,8 @@ class TorchAttention(MegatronModule):
             1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softcap = softcap
+        assert softcap is None or not self.dropout
 
     def forward(
         self,
@@ -93,8 +113,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Attend.
 
-        query [s, b, n, d], key and value [s, b, g, d]; attention_mask as `attention_mask` returns
-        it. Returns [s, b, n * d].
+        query [s, b, n, d], key and value [s, b, g, d]; attention_mask [b, 1, s, S] is a plane of
+        what `attention_mask` returns. Returns [s, b, n * d].
         """
         assert attention_bias is None
         assert packed_seq_params is None
@@ -110,6 +130,10 @@ class TorchAttention(MegatronModule):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.softcap is not None:
+            return softcapped_attention(
+                query, key, value, mask, scale=self.softmax_scale, softcap=self.softcap
+            )
         queries_per_key = query.shape[1] // key.shape[1]
         is_masked = mask is not None
         if not attends_in_groups(query.device.type, query.dtype, is_masked=is_masked):

@@ -14,11 +14,14 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
 from megatron_distill.models.attention import attention_mask
 from megatron_distill.models.initialise import initialise
+from megatron_distill.models.layer_kinds import LayerKinds
+from megatron_distill.models.rotary import rotary_angles
 from megatron_distill.models.specs import layer_specs
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
@@ -30,21 +33,47 @@ class HiddenStateGPT(GPTModel):
 
     Rotary angles are read from `position_ids`, so that they restart with each document and follow
     a context-parallel shard wherever its tokens stand. Upstream is told of no position embedding
-    in that case (`rotary_base_of_positions` given), because its own angles know neither.
+    in that case, because its own angles know neither.
     """
 
-    def __init__(self, *, rotary_base_of_positions: float | None, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.rotary_base_of_positions = rotary_base_of_positions
+    def __init__(self, *, architecture: Architecture, **arguments: Any) -> None:
+        learned = architecture.positions == "learned"
+        super().__init__(
+            vocab_size=architecture.padded_vocab_size(
+                arguments["config"].tensor_model_parallel_size
+            ),
+            max_sequence_length=architecture.max_position_embeddings,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="learned_absolute" if learned else "none",
+            parallel_output=True,
+            **arguments,
+        )
+        kinds = LayerKinds.of(architecture)
+        self.windows = kinds.windows
+        self.rotations = kinds.rotations
+        self.rotary_size = int(architecture.head_size * architecture.rotary_fraction)
+        # Rounded to the weights' type first, as the families that scale so were trained.
+        scale = torch.tensor(architecture.embedding_scale, dtype=self.config.params_dtype)
+        self.embedding_scale = float(scale)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
-        outputs = super()._preprocess(input_ids, position_ids, **arguments)
-        if self.rotary_base_of_positions is None:
-            return outputs
-        rotary_sb1d = rotary_angles(
-            position_ids, head_size=self.config.kv_channels, base=self.rotary_base_of_positions
-        )
-        return (outputs[0], rotary_sb1d, *outputs[2:])
+        embedded, rotary, *others = super()._preprocess(input_ids, position_ids, **arguments)
+        if self.embedding_scale != 1.0 and embedded is not None:
+            embedded = embedded * self.embedding_scale
+        if self.rotations:
+            rotary = torch.cat(
+                [
+                    rotary_angles(
+                        position_ids,
+                        rotary_size=self.rotary_size,
+                        base=rotation.base,
+                        scaling=rotation.scaling,
+                    )
+                    for rotation in self.rotations
+                ],
+                dim=2,
+            )
+        return (embedded, rotary, *others)
 
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
         return hidden_states
@@ -57,17 +86,6 @@ class HiddenStateGPT(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
-
-
-def rotary_angles(position_ids_bs: Tensor, *, head_size: int, base: float) -> Tensor:
-    """Return the rotation angles of each position, fp32 [s, b, 1, head_size].
-
-    Source: RoFormer, arXiv 2104.09864, equation 15; the two halves of a head rotate together.
-    """
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=position_ids_bs.device)
-    frequencies = base ** (-exponents / head_size)
-    angles_bsr = position_ids_bs[..., None].float() * frequencies
-    return torch.cat((angles_bsr, angles_bsr), dim=-1).transpose(0, 1).unsqueeze(2)
 
 
 def build_gpt(
@@ -90,27 +108,21 @@ def build_gpt(
     config = transformer_config(architecture, layout, execution)
     # Interleaved schedules hand one stage index to each chunk; a single chunk has none.
     stages: list[int | None] = list(range(layout.virtual_pipeline or 0)) or [None]
-    learned = architecture.positions == "learned"
     chunks = []
     for stage in stages:
         first, last = _is_ends(groups, stage=stage, stages=len(stages))
         chunk = HiddenStateGPT(
+            architecture=architecture,
             config=config,
             transformer_layer_spec=layer_specs(
                 architecture,
                 config,
                 device=execution.device,
                 vp_stage=stage,
-                pp_rank=groups.pipeline.rank(),
+                groups=groups,
             ),
-            vocab_size=architecture.padded_vocab_size(layout.tensor),
-            max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
             post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="learned_absolute" if learned else "none",
-            rotary_base_of_positions=None if learned else architecture.rope_base,
             pg_collection=groups.megatron,
             vp_stage=stage,
         )
@@ -159,10 +171,11 @@ def run_model(model: torch.nn.Module, batch: Batch, *, context_size: int) -> Ten
     Returns the chunk's output [s, b, h], the sequence split over tensor ranks under sequence
     parallelism.
     """
+    windows = get_attr_wrapped_model(model, "windows")
     return model(
         input_ids=batch.tokens_bs,
         position_ids=batch.position_ids_bs,
-        attention_mask=attention_mask(batch, context_size=context_size),
+        attention_mask=attention_mask(batch, context_size=context_size, windows=windows),
     )
 
 

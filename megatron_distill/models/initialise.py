@@ -71,7 +71,7 @@ def _global_tensor(name: str, shape: list[int], architecture: Architecture, *, s
     if key.endswith("bias"):
         return torch.zeros(shape)
     if "norm" in key:
-        return torch.ones(shape)
+        return torch.zeros(shape) if architecture.is_zero_centered else torch.ones(shape)
     std = architecture.init_std
     if key.endswith(_RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2.0 * architecture.num_layers)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_distill.models.architecture import Architecture
 
 Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _feed_forward(architecture: Architecture) -> Iterator[Parameter]:
         experts = architecture.moe.num_experts
         yield Parameter(f"{prefix}router.weight", (experts, width), per_layer=True)
         prefix, inner = f"{prefix}experts.experts.", architecture.moe.ffn_hidden_size
-    first = inner * (2 if architecture.activation in GATED_ACTIVATIONS else 1)
+    first = inner * (2 if architecture.is_gated else 1)
     for name, shape in (("linear_fc1", (first, width)), ("linear_fc2", (width, inner))):
         yield Parameter(f"{prefix}{name}.weight", shape, per_layer=True, per_expert=per_expert)
         if architecture.linear_bias:

@@ -6,6 +6,7 @@ and context parallelism must work on every backend.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -21,8 +22,11 @@ from megatron.core.transformer.transformer_block import (
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.norm import TorchNorm
 from megatron_distill.models.router import SequenceBalancedRouter
+from megatron_distill.models.sublayers import KindAttention, mlp_with_post_norm
+from megatron_distill.runtime.groups import Groups
 
 
 def transformer_engine_runs(device: torch.device) -> bool:
@@ -36,25 +40,34 @@ def layer_specs(
     *,
     device: torch.device,
     vp_stage: int | None,
-    pp_rank: int,
+    groups: Groups,
 ) -> TransformerBlockSubmodules:
     """Return the layers and the final norm that one pipeline stage builds."""
     layer = (
         _transformer_engine_layer(architecture)
         if transformer_engine_runs(device)
-        else _torch_layer(architecture)
+        else _torch_layer(architecture, config)
     )
-    layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    norm = _norm(device)
+    post_norm = norm if architecture.post_norms else None
+    attention = layer.submodules.self_attention
+    attention.module = KindAttention
+    attention.params |= {"kinds": LayerKinds.of(architecture), "post_norm": post_norm}
+    attention.submodules.core_attention = partial(
+        TorchAttention, softcap=architecture.attention_softcap
+    )
     if architecture.moe:
         layer.submodules.mlp.submodules.router = SequenceBalancedRouter
-    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * count,
-        layer_norm=_final_norm(device),
-    )
+    if post_norm is not None:
+        assert not architecture.moe
+        layer.submodules.mlp = mlp_with_post_norm(
+            layer.submodules.mlp.submodules, post_norm, tensor_group=groups.tensor
+        )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline.rank())
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _final_norm(device: torch.device) -> type:
+def _norm(device: torch.device) -> type:
     if not transformer_engine_runs(device):
         return TorchNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -62,12 +75,12 @@ def _final_norm(device: torch.device) -> type:
     return TENorm
 
 
-def _torch_layer(architecture: Architecture) -> ModuleSpec:
+def _torch_layer(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=architecture.moe.num_experts if architecture.moe else None,
         moe_grouped_gemm=False,
         qk_layernorm=architecture.qk_norm,
-        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[architecture.norm],
+        normalization=config.normalization,
     )
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm

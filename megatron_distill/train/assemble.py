@@ -251,7 +251,9 @@ def _shape(architecture: Architecture) -> GptShape:
         num_kv_heads=architecture.num_kv_heads,
         head_size=architecture.head_size,
         vocab_size=architecture.vocab_size,
-        mlp_matrices=2 if architecture.activation == "gelu" else 3,
+        mlp_matrices=3 if architecture.is_gated else 2,
         num_experts=moe.num_experts if moe else 0,
         experts_per_token=moe.top_k if moe else 1,
+        sliding_window=architecture.sliding_window,
+        sliding_layers=architecture.num_sliding_layers,
     )

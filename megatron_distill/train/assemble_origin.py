@@ -24,7 +24,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble_data import Vocabulary
 from megatron_distill.train.checkpoint import Description, resolve_checkpoint
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
-from megatron_distill.train.run_state import check_same_model
+from megatron_distill.train.run_state import check_same_model, saved_architecture
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _from_checkpoint(model: ModelConfig, config: RunConfig, vocabulary: Vocabula
     assert model.checkpoint is not None
     folder = resolve_checkpoint(model.checkpoint)
     description = Description.read(folder)
-    saved = Architecture.from_dict(description.architecture)
+    saved = saved_architecture(description, folder)
     wanted = saved
     if model.architecture is not None:
         wanted = _described(model.architecture, config, vocabulary)

@@ -32,6 +32,7 @@ from megatron_distill.train.checkpoint import Description, assets_of, resolve_ch
 from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
 from megatron_distill.train.checkpoint_writer import write_common
+from megatron_distill.train.run_state import saved_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
@@ -106,7 +107,7 @@ def export_checkpoint(
     wanted, max_shard_bytes = _dtype(dtype), _bytes(max_shard_size)
     with together():
         folder = resolve_checkpoint(checkpoint)
-        architecture = Architecture.from_dict(Description.read(folder).architecture)
+        architecture = saved_architecture(Description.read(folder), folder)
         weights = CheckpointWeights(folder, architecture)
         assets = assets_of(folder)
         chosen = choose_family(architecture, assets, wanted=family)

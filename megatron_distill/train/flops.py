@@ -2,7 +2,7 @@
 
 One multiply-add counts as two operations. Only matrix products count, and only those that the
 model needs: recomputation and padding do not (PaLM, arXiv 2204.02311, appendix B). Attention is
-causal: a token attends to (S + 1) / 2 positions on average.
+causal: a token attends to (S + 1) / 2 positions on average, and to fewer under a sliding window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class GptShape:
     """The numbers of a GPT that its matrix products depend on.
 
     `ffn_hidden_size` is that of one expert in a mixture of experts; `num_experts` is 0 in a dense
-    model. A gated MLP (SwiGLU, GeGLU) has three matrices, an ungated one two.
+    model. A gated MLP (SwiGLU, GeGLU) has three matrices, an ungated one two. `sliding_layers` is
+    the number of layers in which a token sees the last `sliding_window` positions, itself included.
     """
 
     num_layers: int
@@ -38,6 +39,8 @@ class GptShape:
     mlp_matrices: Literal[2, 3]
     num_experts: int = 0
     experts_per_token: int = 1
+    sliding_window: int | None = None
+    sliding_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ def forward_flops_per_token(
 ) -> float:
     """Return the FLOPs of one token's forward pass, output head included.
 
-    `attended_positions` is the mean number of positions that a token attends to; None means the
-    causal mean of a whole sequence, (sequence_length + 1) / 2.
+    `attended_positions` is the mean number of positions that a token attends to in each layer; None
+    means the causal mean of a whole sequence, (sequence_length + 1) / 2 in layers without a window.
     """
     if attended_positions is None:
-        attended_positions = (sequence_length + 1) / 2
+        attended_positions = _attended_positions(shape, sequence_length)
     hidden = shape.hidden_size
     query_width = shape.num_attention_heads * shape.head_size
     kv_width = shape.num_kv_heads * shape.head_size
@@ -78,6 +81,16 @@ def forward_flops_per_token(
     router = 2 * hidden * shape.num_experts
     head = 2 * hidden * shape.vocab_size
     return shape.num_layers * (projections + attention + mlp + router) + head
+
+
+def _attended_positions(shape: GptShape, length: int) -> float:
+    """Return the mean over layers and the tokens of a sequence."""
+    whole = (length + 1) / 2
+    window = length if shape.sliding_window is None else min(shape.sliding_window, length)
+    # The first `window` tokens see all up to themselves, the others `window`.
+    windowed = window * (2 * length - window + 1) / (2 * length)
+    sliding = shape.sliding_layers / shape.num_layers
+    return (1 - sliding) * whole + sliding * windowed
 
 
 def step_flops_per_token(

@@ -140,7 +140,8 @@ def check_same_model(
     description: Description, architecture: Architecture, tokenizer_hash: str, folder: Path
 ) -> None:
     """Raise CheckpointError when a checkpoint is of another architecture or tokenizer."""
-    saved, ours = _parameters(description.architecture), _parameters(architecture.as_dict())
+    saved = _parameters(saved_architecture(description, folder).as_dict())
+    ours = _parameters(architecture.as_dict())
     differences = [
         f"{key} is {saved.get(key)!r} there and {ours.get(key)!r} here"
         for key in {**ours, **saved}
@@ -156,6 +157,20 @@ def check_same_model(
             f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, this run "
             f"has {tokenizer_hash[:12]}); set data.tokenizer.path to that one"
         )
+
+
+def saved_architecture(description: Description, folder: Path) -> Architecture:
+    """Return the architecture of a checkpoint; what older releases had no name for is the default.
+
+    Raises CheckpointError for names of another release.
+    """
+    try:
+        return Architecture.from_dict(description.architecture)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{folder}: the architecture in its description is of another release ({error}); "
+            "use the release that wrote it"
+        ) from error
 
 
 def _parameters(architecture: Mapping[str, object]) -> dict[str, object]:

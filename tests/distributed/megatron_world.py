@@ -43,9 +43,6 @@ def megatron_groups(**layout: Any) -> Iterator[Groups]:
 def small_architecture(**changes: Any) -> Architecture:
     """Return a GPT of a few thousand weights."""
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.models.architecture import Architecture, MixtureOfExperts
+    from megatron_distill.models.architecture import Architecture
 
-    values = {**SMALL, **changes}
-    if isinstance(values.get("moe"), dict):
-        values["moe"] = MixtureOfExperts(**values["moe"])
-    return Architecture(**values)
+    return Architecture.from_dict({**SMALL, **changes})

@@ -191,16 +191,42 @@ CAPPED = (
     "teacher.architecture.logit_softcap=5.0",
     "teacher.architecture.logit_scale=1.5",
 )
+# Five layers on two or four stages; the teacher's three on two, whatever the student's are.
+UNEVEN = (f"{ARCHITECTURE}num_layers=5", "teacher.architecture.num_layers=3")
+GEMMA = (
+    f"{ARCHITECTURE}norm=zero_centered_rmsnorm",
+    f"{ARCHITECTURE}activation=geglu_tanh",
+    f"{ARCHITECTURE}post_norms=true",
+    f"{ARCHITECTURE}embedding_scale=5.657",
+    f"{ARCHITECTURE}tied_embeddings=true",
+    f"{ARCHITECTURE}sliding_window=6",
+    f"{ARCHITECTURE}sliding_layers=[0, 1, 3]",
+    f"{ARCHITECTURE}sliding_rope_base=1000.0",
+    "teacher.architecture.attention_softcap=1.5",
+    "teacher.architecture.sliding_window=10",
+)
 FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "tied TP2": (2, TIED, (TENSOR,)),
     "tied PP2": (2, TIED, (PIPELINE,)),
     "tied PP2+virtual": (2, TIED, (PIPELINE, VIRTUAL)),
     "normed heads TP2+sequence": (2, NORMED, (TENSOR, SEQUENCE)),
     "capped logits TP2": (2, CAPPED, (TENSOR,)),
+    "uneven PP2": (2, UNEVEN, (PIPELINE,)),
+    "uneven PP2+virtual": (2, UNEVEN, (PIPELINE, VIRTUAL)),
+    "uneven PP4": (4, (*UNEVEN, "teacher.architecture.num_layers=4"), ("parallel.pipeline=4",)),
+    "Gemma-like CP2": (2, GEMMA, (CONTEXT,)),
+    "Gemma-like TP2+sequence": (2, GEMMA, (TENSOR, SEQUENCE)),
+    "Gemma-like PP2+virtual, recompute": (2, GEMMA, (PIPELINE, VIRTUAL, "train.recompute=full")),
 }
 
 
-QUICK_FAMILIES = ("tied TP2", "tied PP2", "capped logits TP2")
+QUICK_FAMILIES = (
+    "tied TP2",
+    "tied PP2",
+    "capped logits TP2",
+    "uneven PP2+virtual",
+    "Gemma-like PP2+virtual, recompute",
+)
 
 
 @pytest.mark.parametrize("family", quick_and_slow(FAMILIES, QUICK_FAMILIES))

@@ -44,6 +44,7 @@ CONTEXT = "parallel.context=2"
 EXPERT = "parallel.expert=2"
 DROPOUT = tuple(f"student.architecture.{kind}_dropout=0.1" for kind in ("attention", "hidden"))
 WHOLE = "optimizer.distributed=false"
+UNEVEN = ("student.architecture.num_layers=5", "teacher.architecture.num_layers=3")
 
 SAME: dict[str, tuple[str, int, Sequence[str]]] = {
     "one rank": ("dense", 1, ()),
@@ -109,6 +110,9 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
     "from a whole optimizer in bf16": (
         "dense", (2, (WHOLE, "train.precision=bf16")), (2, ("train.precision=bf16",)),
     ),
+    "uneven PP2+virtual to DP2": (
+        "dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN),
+    ),
     "experts EP2 to one rank": ("moe", (2, (EXPERT,)), (1, ())),
     "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
     "DP2 to one rank in bf16": (
@@ -122,6 +126,7 @@ QUICK_OTHER = (
     "TP2 to CP2",
     "DP2xTP2 to PP2+virtual",
     "to a whole optimizer",
+    "uneven PP2+virtual to DP2",
     "experts EP2 to one rank",
 )
 

@@ -54,14 +54,75 @@ BROKEN = {
         ],
         "parallel.tensor = 2: does not divide student.architecture.moe.ffn_hidden_size = 33",
     ),
-    "student layers over stages": (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "student.architecture.num_layers=6"],
-        "parallel.pipeline = 2 times parallel.virtual_pipeline = 2: does not divide "
-        "student.architecture.num_layers = 6",
+    "more stages than student layers": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "student.architecture.num_layers=3"],
+        "parallel.pipeline = 2 times parallel.virtual_pipeline = 2: more stages than "
+        "student.architecture.num_layers = 3; each stage needs a layer",
     ),
-    "teacher layers over stages": (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "teacher.architecture.num_layers=5"],
-        "parallel.pipeline = 2: does not divide teacher.architecture.num_layers = 5; use 1 or 5",
+    "more stages than teacher layers": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "teacher.architecture.num_layers=1"],
+        "parallel.pipeline = 2: more stages than teacher.architecture.num_layers = 1",
+    ),
+    "odd turned part": (
+        ["student.architecture={head_size: 16, rotary_fraction: 0.2}"],
+        "student.architecture.rotary_fraction = 0.2: turns 3 of the 16 dimensions of a head",
+    ),
+    "nothing turned": (
+        ["student.architecture={head_size: 16, rotary_fraction: 0.01}"],
+        "student.architecture.rotary_fraction = 0.01: turns 0 of the 16 dimensions of a head",
+    ),
+    "scaling without rotation": (
+        ["student.architecture={positions: learned, rope_scaling: {kind: linear, factor: 2}}"],
+        "student.architecture.rope_scaling = linear: student.architecture.positions = learned "
+        "turns nothing; set positions=rope",
+    ),
+    "fraction without rotation": (
+        ["student.architecture={positions: learned, rotary_fraction: 0.5}"],
+        "student.architecture.rotary_fraction = 0.5: student.architecture.positions = learned",
+    ),
+    "sliding base without rotation": (
+        ["student.architecture={positions: learned, sliding_rope_base: 500, sliding_window: 8}"],
+        "student.architecture.sliding_rope_base = 500.0: student.architecture.positions = learned",
+    ),
+    "factors of the scaling": (
+        [
+            "student.architecture.rope_scaling={kind: llama3, factor: 2, "
+            "low_frequency_factor: 4, high_frequency_factor: 4}"
+        ],
+        "student.architecture.rope_scaling.high_frequency_factor = 4.0: must be more than "
+        "low_frequency_factor = 4.0",
+    ),
+    "sliding layers without a window": (
+        ["student.architecture.sliding_layers=[0, 2]"],
+        "student.architecture.sliding_layers = [0, 2]: no layer slides without "
+        "student.architecture.sliding_window",
+    ),
+    "sliding base without a window": (
+        ["teacher.architecture.sliding_rope_base=500"],
+        "teacher.architecture.sliding_rope_base = 500.0: no layer slides without "
+        "teacher.architecture.sliding_window",
+    ),
+    "sliding layers that are not there": (
+        ["student.architecture={sliding_window: 8, sliding_layers: [0, 4]}"],
+        "student.architecture.sliding_layers = [0, 4]: there is no layer 4; "
+        "student.architecture.num_layers = 4 are numbered from 0 to 3",
+    ),
+    "scaled positions": (
+        ["student.architecture={positions: learned, embedding_scale: 8}"],
+        "student.architecture.embedding_scale = 8.0: would scale the positions of "
+        "student.architecture.positions = learned too",
+    ),
+    "dropout under a soft cap": (
+        ["student.architecture={attention_softcap: 50, attention_dropout: 0.1}"],
+        "student.architecture.attention_dropout = 0.1: soft-capped attention",
+    ),
+    "post norms and experts": (
+        [EXPERTS, "student.architecture.post_norms=true"],
+        "student.architecture.post_norms = true: experts (student.architecture.moe)",
+    ),
+    "one expert of weight one": (
+        ["student.architecture.moe={num_experts: 4, top_k: 1}"],
+        "student.architecture.moe.top_k = 1: with renormalize = true",
     ),
     "more experts used than there are": (
         ["student.architecture.moe={num_experts: 2, top_k: 3}"],
@@ -86,6 +147,11 @@ KEPT = [
     ["teacher.architecture.max_position_embeddings=64"],
     ["parallel={pipeline: 2, virtual_pipeline: 2}", "teacher.architecture.num_layers=2"],
     [EXPERTS, "parallel={expert: 2, tensor: 2, sequence: true}"],
+    ["parallel={pipeline: 2, virtual_pipeline: 2}", "student.architecture.num_layers=5"],
+    ["student.architecture={head_size: 15, rotary_fraction: 0.4}"],
+    ["student.architecture={sliding_window: 8, sliding_layers: [3], sliding_rope_base: 500}"],
+    ["student.architecture={attention_softcap: 50, post_norms: true, embedding_scale: 8}"],
+    ["student.architecture.moe={num_experts: 4, top_k: 1, renormalize: false}"],
 ]
 
 
@@ -103,7 +169,7 @@ def test_a_rule_that_is_just_kept_says_nothing(tmp_path, overrides):
 
 def test_a_shape_from_a_checkpoint_is_checked_by_the_same_rules():
     shape = ArchitectureConfig(
-        **ARCHITECTURE | {"num_layers": 6}, max_position_embeddings=64, vocab_size=100
+        **ARCHITECTURE | {"num_layers": 3}, max_position_embeddings=64, vocab_size=100
     )
     layout = ParallelConfig(tensor=4, pipeline=2, virtual_pipeline=2)
     assert check_architecture(shape, "student", ParallelConfig(), 64) == []

@@ -85,7 +85,7 @@ def test_a_key_that_is_not_text_is_named(tmp_path):
         ),
         (
             "teacher=big",
-            "teacher = 'big': must be a section with keys such as architecture, "
+            "teacher = 'big': must be a section with keys such as hf, architecture, "
             "checkpoint, or null",
         ),
         (

@@ -1,6 +1,8 @@
 """Failure regimes: a matrix left out or counted twice, multiply and add counted once, the wrong
 attention, every expert counted as active, the teacher's backward pass, another device's peak."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,6 +48,15 @@ def test_a_dense_model_costs_what_a_hand_count_says() -> None:
     expected = 2 * (2 * (weights + 72) + 8 * 50)
     assert expected == 4160
     assert forward_flops_per_token(STUDENT, sequence_length=5) == expected
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(1, 5), (2, 9), (4, 14), (5, 15), (9, 15)])
+def test_a_window_costs_the_pairs_that_it_leaves(window: int, pairs: int) -> None:
+    # Of 5 tokens, token i sees min(i + 1, window) positions; 24 products of 12 and 12 each.
+    sliding = dataclasses.replace(STUDENT, sliding_window=window, sliding_layers=1)
+    without = forward_flops_per_token(STUDENT, sequence_length=5)
+    found = forward_flops_per_token(sliding, sequence_length=5)
+    assert without - found == pytest.approx(2 * 24 * (15 - pairs) / 5)
 
 
 class PlainGpt(torch.nn.Module):

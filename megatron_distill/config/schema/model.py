@@ -111,6 +111,7 @@ class ArchitectureConfig(Section):
     )
     sliding_layers: tuple[int, ...] | None = Field(
         default=None,
+        strict=False,
         examples=[[0, 2, 4]],
         description="Layers with the window, from 0; null: all, where there is a window.",
     )

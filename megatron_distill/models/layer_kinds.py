@@ -1,0 +1,100 @@
+"""What a layer's attention sees and how it turns, where the layers of one model differ.
+
+What depends on the micro-batch and on the kind of a layer, a mask or the rotary angles, is made
+once for each distinct kind and handed to all layers as planes of one tensor; each layer takes the
+plane of its own kind. Planes are ordinary tensors, so recomputation and pipelines know nothing of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from megatron_distill.models.architecture import Architecture, RopeScaling
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer's heads turn with the position."""
+
+    base: float
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes one layer's attention from another's."""
+
+    window: int | None  # keys that a query sees, itself included; None: all
+    rotation: Rotation | None  # None: positions are learned
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The kinds of a whole model's layers, whatever part of them a pipeline stage holds."""
+
+    layers: tuple[LayerKind, ...]
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> LayerKinds:
+        """Return the kinds of an architecture's layers."""
+        return cls(tuple(_kind(architecture, layer) for layer in range(architecture.num_layers)))
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows, in the order in which the layers come to them."""
+        return tuple(dict.fromkeys(kind.window for kind in self.layers))
+
+    @cached_property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The distinct rotations, in the order in which the layers come to them."""
+        found = dict.fromkeys(kind.rotation for kind in self.layers)
+        return tuple(rotation for rotation in found if rotation is not None)
+
+    def mask_of(self, layer: int, masks_bpsS: Tensor | None) -> Tensor | None:
+        """Return the mask [b, 1, s, S] of a layer (from 0), or None where causality says it all.
+
+        masks has a plane for each window of `masked_windows`, which is all of them or those that
+        are no mere causality.
+        """
+        if masks_bpsS is None:
+            return None
+        masked: tuple[int | None, ...] = self.windows
+        if masks_bpsS.shape[1] < len(masked):
+            masked = limited(masked)
+        assert masks_bpsS.shape[1] == len(masked), (masks_bpsS.shape, masked)
+        window = self.layers[layer].window
+        if window not in masked:
+            return None
+        plane = masked.index(window)
+        return masks_bpsS[:, plane : plane + 1]
+
+    def angles_of(self, layer: int, angles_sbpr: Tensor | None) -> Tensor | None:
+        """Return the rotary angles [s, b, 1, r] of a layer (from 0), None for learned positions."""
+        rotation = self.layers[layer].rotation
+        if angles_sbpr is None or rotation is None:
+            return None
+        plane = self.rotations.index(rotation)
+        return angles_sbpr[:, :, plane : plane + 1]
+
+
+def limited(windows: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the windows that hide something from a long sequence."""
+    return tuple(window for window in windows if window is not None)
+
+
+def _kind(architecture: Architecture, layer: int) -> LayerKind:
+    sliding = architecture.sliding_window is not None and (
+        architecture.sliding_layers is None or layer in architecture.sliding_layers
+    )
+    rotation = Rotation(architecture.rope_base, architecture.rope_scaling)
+    if sliding and architecture.sliding_rope_base is not None:
+        rotation = Rotation(architecture.sliding_rope_base, None)
+    return LayerKind(
+        window=architecture.sliding_window if sliding else None,
+        rotation=rotation if architecture.positions == "rope" else None,
+    )

@@ -1,0 +1,242 @@
+"""Hidden states and every gradient of models of many kinds of layers, in every layout.
+
+Regimes: a layer that takes another's mask or angles, because a stage counts its layers from one; a
+post norm whose gradient is one tensor rank's share; a window cut at the wrong end of a context
+shard; planes lost in recomputation; a stage of an uneven pipeline that builds or names other
+layers than its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.runtime.batch import Batch
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+from tests.distributed.test_models import LENGTH, packed_batch
+
+if TYPE_CHECKING:
+    from megatron_distill.models.gpt import HiddenStateGPT
+    from megatron_distill.runtime.groups import Groups
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "norm": "zero_centered_rmsnorm",
+        "activation": "geglu_tanh",
+        "post_norms": True,
+        "embedding_scale": 32**0.5,
+        "sliding_window": 6,
+        "sliding_layers": (0, 2),
+        "attention_scalar": 7.0,
+        "attention_softcap": 1.5,
+    },
+    "gemma3": {
+        "norm": "zero_centered_rmsnorm",
+        "activation": "geglu_tanh",
+        "post_norms": True,
+        "embedding_scale": 32**0.5,
+        "qk_norm": True,
+        "sliding_window": 6,
+        "sliding_layers": (0, 1, 3),
+        "sliding_rope_base": 1e3,
+        "rope_base": 1e5,
+        "rope_scaling": {"kind": "linear", "factor": 8.0},
+    },
+    "biased": {
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "qkv_bias": True,
+        "linear_bias": True,
+        "rotary_fraction": 0.5,
+    },
+    "uneven": {"num_layers": 5, "sliding_window": 6, "sliding_layers": (1, 4)},
+}
+Parts = dict[tuple[str, tuple[int, ...]], Tensor]
+
+
+def micro_batches(rank: int, size: int) -> list[Batch]:
+    """The two sequences of `packed_batch`, one after another, as a context rank sees them."""
+    whole = packed_batch(isolate=True)
+    rows = [
+        replace(
+            whole,
+            tokens_bs=whole.tokens_bs[row : row + 1],
+            labels_bs=whole.labels_bs[row : row + 1],
+            ce_mask_bs=whole.ce_mask_bs[row : row + 1],
+            kd_mask_bs=whole.kd_mask_bs[row : row + 1],
+            position_ids_bs=whole.position_ids_bs[row : row + 1],
+            document_ids_bS=whole.document_ids_bS[row : row + 1],
+            sample_ids_b=whole.sample_ids_b[row : row + 1],
+        )
+        for row in range(2)
+    ]
+    return [row.context_shard(rank, size) for row in rows]
+
+
+def _trained(
+    rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any], recompute: str
+) -> tuple[list[tuple[Tensor, Tensor]], Parts, Parts]:
+    """Hidden states with their positions, weights, and gradients by their place in the model."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt, run_model
+        from megatron_distill.train.schedule import run_schedule
+
+        execution = Execution(torch.float32, torch.device("cpu"), recompute)
+        architecture = small_architecture(init_std=0.2, vocab_size=208, **changes)
+        chunks = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            output = run_model(chunk, batch, context_size=groups.context.size())
+            return output, partial(_weighted, batch=batch, groups=groups, seen=seen)
+
+        run_schedule(
+            forward,
+            chunks,
+            micro_batches(groups.context.rank(), groups.context.size()),
+            groups=groups,
+            micro_batch_size=1,
+            sequence_length=LENGTH,
+        )
+        weights = _parts(chunks, groups)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.data = _summed(name, parameter, groups)
+        return seen, weights, _parts(chunks, groups)
+
+
+def _weighted(
+    output: Tensor, *, batch: Batch, groups: Groups, seen: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A loss that each position and feature enters with a weight of its own."""
+    from megatron_distill.models.gpt import hidden_for_head
+
+    hidden = hidden_for_head(output, groups=groups)
+    seen.append((hidden.detach(), batch.sequence_index_s))
+    generator = torch.Generator().manual_seed(int(batch.sample_ids_b[0]))
+    weight = torch.randn(LENGTH, hidden.shape[1], generator=generator)[batch.sequence_index_s]
+    loss = (hidden * weight).sum() / groups.tensor.size()  # each tensor rank gives its share
+    return loss, torch.ones((), dtype=torch.int), {}
+
+
+def _summed(name: str, parameter: torch.nn.Parameter, groups: Groups) -> Tensor:
+    """The gradient over the context ranks, and over the tensor ranks where upstream adds it up."""
+    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    dist.all_reduce(gradient, group=groups.context)
+    is_partial = getattr(parameter, "sequence_parallel", False)
+    if is_partial or "q_layernorm" in name or "k_layernorm" in name:
+        dist.all_reduce(gradient, group=groups.tensor)
+    return gradient.clone()
+
+
+def _parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
+    """What the chunks' parameters hold, by key and place in the global tensor."""
+    from megatron_distill.models.initialise import sharded_tensors
+
+    found: Parts = {}
+    for part in sharded_tensors(chunks, groups):
+        assert part.data is not None
+        data = part.data.detach().clone()
+        found[part.key, part.global_offset] = data[None] if part.prepend_axis_num else data
+    return found
+
+
+def _whole(shards: Sequence[Parts]) -> dict[str, Tensor]:
+    """Every tensor of the model, put together from the parts of all ranks."""
+    found: dict[str, Tensor] = {}
+    for parts in shards:
+        for (key, offset), data in parts.items():
+            size = [start + length for start, length in zip(offset, data.shape, strict=True)]
+            old = found.get(key, data.new_empty([0] * data.dim()))
+            grown = data.new_full(
+                [max(pair) for pair in zip(size, old.shape, strict=True)], float("nan")
+            )
+            grown[tuple(map(slice, old.shape))] = old
+            grown[tuple(slice(start, stop) for start, stop in zip(offset, size, strict=True))] = (
+                data
+            )
+            found[key] = grown
+    return found
+
+
+def _in_order(shards: Sequence[tuple[list[tuple[Tensor, Tensor]], Parts, Parts]]) -> Tensor:
+    """The hidden states [micro-batches, S, H] of the whole sequences."""
+    states = [shard[0] for shard in shards if shard[0]]
+    found = []
+    for number in range(2):
+        whole = torch.full((LENGTH, states[0][0][0].shape[1]), float("nan"))
+        for state in states:
+            hidden, index = state[number]
+            whole[index] = hidden
+        found.append(whole)
+    return torch.stack(found)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "TP2": (2, {"tensor": 2}, "none"),
+    "TP2+sequence": (2, {"tensor": 2, "sequence": True}, "none"),
+    "PP2": (2, {"pipeline": 2}, "none"),
+    "PP2+virtual": (2, {"pipeline": 2, "virtual_pipeline": 2}, "none"),
+    "CP2": (2, {"context": 2}, "none"),
+    "TP2+sequence x PP2, recompute": (
+        4, {"tensor": 2, "sequence": True, "pipeline": 2}, "full",
+    ),
+    "recompute layers": (1, {}, "full"),
+    "recompute attention": (1, {}, "selective"),
+}  # fmt: skip
+CASES = [
+    *[(name, layout) for name in ("gemma2", "gemma3") for layout in LAYOUTS],
+    ("biased", "TP2"),
+    ("biased", "TP2+sequence"),
+    ("uneven", "PP2"),
+    ("uneven", "PP2+virtual"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    """What one process computes, for each architecture."""
+    return {
+        name: pool.run(1, _trained, {}, changes, "none") for name, changes in ARCHITECTURES.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_states_and_gradients_are_those_of_one_process(
+    pool: Pool, alone: dict[str, Any], name: str, layout: str
+) -> None:
+    expected = alone[name]
+    world, groups, recompute = LAYOUTS[layout]
+    shards = pool.run(world, _trained, groups, ARCHITECTURES[name], recompute)
+    torch.testing.assert_close(_in_order(shards), _in_order(expected), atol=3e-5, rtol=0)
+    weights, first = (_whole([shard[1] for shard in found]) for found in (shards, expected))
+    assert weights.keys() == first.keys()
+    assert all(torch.equal(weight, first[key]) for key, weight in weights.items())
+    gradients, whole = (_whole([shard[2] for shard in found]) for found in (shards, expected))
+    for key, gradient in whole.items():
+        bound = 3e-5 * float(gradient.abs().max())
+        torch.testing.assert_close(
+            gradients[key], gradient, atol=bound, rtol=0, msg=lambda m, n=key: f"{n}: {m}"
+        )
+
+
+def test_post_norms_have_names_and_gradients_of_their_own(alone: dict[str, Any]) -> None:
+    (_, weights, gradients), *_ = alone["gemma2"]
+    for sublayer in ("self_attention", "mlp"):
+        key = f"decoder.layers.{sublayer}.post_norm.weight"
+        places = [place for place in weights if place[0] == key]
+        assert len(places) == 4
+        for place in places:
+            assert weights[place].count_nonzero() == 0
+            assert gradients[place].abs().max() > 0.01
