@@ -92,8 +92,14 @@ def _torch_layer(architecture: Architecture, config: TransformerConfig) -> Modul
 
 
 def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=architecture.moe.num_experts if architecture.moe else None,
         moe_grouped_gemm=False,
         qk_layernorm=architecture.qk_norm,
     )
+    if architecture.moe:
+        # Before experts the norm is a module of its own; checkpoints call it what they do elsewhere.
+        layer.submodules.sharded_state_dict_keys_map = {
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+        }
+    return layer

@@ -39,51 +39,79 @@ class NextToken:
                 "parallelism; set parallel.context=1"
             )
 
-    @torch.no_grad()
     def __call__(self, tokens_bs: Tensor) -> Tensor:
         """Return the logits [b, vocabulary] in fp32 that follow `tokens_bs` (int64).
 
-        Collective: those of one forward pass; tensor group, one all-gather of the last token's
-        logits; pipeline group, one broadcast of them.
+        Collective: as `logits_after`.
         """
-        length = tokens_bs.shape[1]
-        batch = _whole_document(self._padded(tokens_bs)).to(self.device)
-        outputs = run_schedule(
-            _forward,
-            [self.model],
-            [batch],
+        last = tokens_bs.shape[1] - 1
+        return logits_after(
+            self.model,
+            tokens_bs,
+            positions=slice(last, last + 1),
+            architecture=self.architecture,
             groups=self.groups,
-            micro_batch_size=batch.tokens_bs.shape[0],
-            sequence_length=batch.tokens_bs.shape[1],
-            forward_only=True,
-            collect_outputs=True,
-        )
-        logits_bV = torch.empty(
-            (tokens_bs.shape[0], self.architecture.vocab_size),
-            dtype=torch.float32,
             device=self.device,
-        )
-        if self.groups.is_last_stage:
-            logits_bV = self._logits(outputs[0], last=length - 1, rows=tokens_bs.shape[0])
-        if self.groups.pipeline.size() > 1:
-            last_stage = self.groups.pipeline.size() - 1
-            dist.broadcast(logits_bV, group=self.groups.pipeline, group_src=last_stage)
-        return logits_bV
+        )[:, 0]
 
-    def _padded(self, tokens_bs: Tensor) -> Tensor:
-        """Lengthen the rows to what sequence parallelism can split; what is added comes after."""
-        size = self.groups.layout.tensor if self.groups.layout.sequence else 1
-        return torch.nn.functional.pad(tokens_bs, (0, -tokens_bs.shape[1] % size))
 
-    def _logits(self, hidden_sbh: Tensor, *, last: int, rows: int) -> Tensor:
-        hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups)
-        hidden_bH = hidden_NH.unflatten(0, (rows, -1))[:, last]
-        logits_bV = (hidden_bH.float() @ self.model.head_weight().float().T).contiguous()
-        shards = [torch.empty_like(logits_bV) for _ in range(self.groups.tensor.size())]
-        dist.all_gather(shards, logits_bV, group=self.groups.tensor)
-        whole_bG = torch.cat(shards, dim=-1)[:, : self.architecture.vocab_size]
-        rule = LogitRule(self.architecture.logit_softcap, self.architecture.logit_scale)
-        return rule.apply_(whole_bG.contiguous())
+@torch.no_grad()
+def logits_after(
+    model: HiddenStateGPT,
+    tokens_bs: Tensor,
+    *,
+    positions: slice,
+    architecture: Architecture,
+    groups: Groups,
+    device: torch.device,
+) -> Tensor:
+    """Return the logits [b, positions, vocabulary] in fp32 behind some positions, on every rank.
+
+    For looking at a model, not for training it: the logits are whole here.
+
+    Collective: those of one forward pass; tensor group, one all-gather of the logits; pipeline
+    group, one broadcast of them.
+    """
+    batch = _whole_document(_padded(tokens_bs, groups)).to(device)
+    outputs = run_schedule(
+        _forward,
+        [model],
+        [batch],
+        groups=groups,
+        micro_batch_size=batch.tokens_bs.shape[0],
+        sequence_length=batch.tokens_bs.shape[1],
+        forward_only=True,
+        collect_outputs=True,
+    )
+    wanted = len(range(*positions.indices(tokens_bs.shape[1])))
+    logits_bpG = torch.empty(
+        (tokens_bs.shape[0], wanted, architecture.vocab_size), dtype=torch.float32, device=device
+    )
+    if groups.is_last_stage:
+        hidden_NH = hidden_for_head(outputs[0], groups=groups)
+        hidden_bpH = hidden_NH.unflatten(0, (tokens_bs.shape[0], -1))[:, positions]
+        logits_bpG = _whole_logits(model, hidden_bpH[:, :wanted], architecture, groups)
+    if groups.pipeline.size() > 1:
+        last_stage = groups.pipeline.size() - 1
+        dist.broadcast(logits_bpG, group=groups.pipeline, group_src=last_stage)
+    return logits_bpG
+
+
+def _padded(tokens_bs: Tensor, groups: Groups) -> Tensor:
+    """Lengthen the rows to what sequence parallelism can split; what is added comes after."""
+    size = groups.layout.tensor if groups.layout.sequence else 1
+    return torch.nn.functional.pad(tokens_bs, (0, -tokens_bs.shape[1] % size))
+
+
+def _whole_logits(
+    model: HiddenStateGPT, hidden_bpH: Tensor, architecture: Architecture, groups: Groups
+) -> Tensor:
+    logits_bpV = (hidden_bpH.float() @ model.head_weight().float().T).contiguous()
+    shards = [torch.empty_like(logits_bpV) for _ in range(groups.tensor.size())]
+    dist.all_gather(shards, logits_bpV, group=groups.tensor)
+    whole_bpG = torch.cat(shards, dim=-1)[..., : architecture.vocab_size]
+    rule = LogitRule(architecture.logit_softcap, architecture.logit_scale)
+    return rule.apply_(whole_bpG.contiguous())
 
 
 def _whole_document(tokens_bs: Tensor) -> Batch:

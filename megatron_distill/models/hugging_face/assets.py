@@ -15,7 +15,7 @@ from typing import Any
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.families import families
-from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.family import SPECIAL_TOKENS, Family
 
 ASSETS_FOLDER = "hugging_face"
 CONFIG_FILE = "config.json"
@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 _GENERATION_FILE = "generation_config.json"
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Said anew by the family, or true of the original's files alone.
 _NOT_CARRIED = frozenset(
     {
@@ -85,7 +84,7 @@ def carried_entries(assets: Path, family: Family) -> dict[str, Any]:
         return {}
     original: dict[str, Any] = json.loads(path.read_text())
     if original.get("model_type") != family.model_type:
-        return {key: original[key] for key in _SPECIAL_TOKENS if key in original}
+        return {key: original[key] for key in SPECIAL_TOKENS if key in original}
     return {key: value for key, value in original.items() if key not in _NOT_CARRIED}
 
 

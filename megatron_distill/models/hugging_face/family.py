@@ -13,6 +13,7 @@ from megatron_distill.models.hugging_face.settings import Setting
 
 # Training chooses these; no two models differ by them.
 _NOT_FUNCTION = {"vocab_divisible_by", "attention_dropout", "hidden_dropout", "init_std"}
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Family:
         """
         from transformers import AutoConfig
 
-        entries = dict(carried)
+        # The families' own defaults are the tokens of their first models.
+        entries: dict[str, Any] = {**dict.fromkeys(SPECIAL_TOKENS), **carried}
         for setting in self.settings:
             entries |= setting.write(architecture)
         try:

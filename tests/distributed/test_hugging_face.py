@@ -1,0 +1,182 @@
+"""Hugging Face folders into our models, through checkpoints, and out again, in every layout.
+
+Regimes: a rank that takes another's rows or columns; queries, keys or values of another group; a
+transposed matrix read as it lies; an expert or a layer counted from its own stage; padded rows that
+leave with the vocabulary; a value rounded on its way.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.hugging_face_models import (
+    MODELS,
+    WITH_EXPERTS,
+    reference,
+    save_model,
+    stored_tensors,
+    tokens,
+)
+from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP1": (1, {}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP2": (2, {"expert": 2}),
+    "TP2xEP2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
+    "PP2xEP2": (4, {"pipeline": 2, "expert": 2}),
+}
+
+
+def all_cases() -> list[Any]:
+    """Every model in every layout; the layouts of four ranks are run always, the others slowly."""
+    cases = []
+    for name in MODELS:
+        experts = name in WITH_EXPERTS
+        for layout, (ranks, settings) in (LAYOUTS | (EXPERT_LAYOUTS if experts else {})).items():
+            if experts and settings.get("tensor", 1) > 1:
+                settings = {**settings, "sequence": True}  # which experts need under TP
+            often = "PP2xEP2" if experts else "TP2xPP2"
+            marks = [] if layout == often else [pytest.mark.slow]
+            cases.append(pytest.param(name, ranks, settings, marks=marks, id=f"{name}-{layout}"))
+    return cases
+
+
+def through_a_layout(
+    rank: int,
+    world: int,
+    folder: Path,
+    out: Path,
+    settings: dict[str, Any],
+    tokens_bs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Read a folder in a layout, save a checkpoint from there, export it; return the logits."""
+    with megatron_groups(**settings) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER, copy_assets
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.weights import fill
+        from megatron_distill.train.checkpoint import CheckpointFolder, Description
+        from megatron_distill.train.conversion import export_checkpoint
+        from megatron_distill.train.next_token import logits_after
+        from megatron_distill.train.run_state import sharded_model
+
+        described = describe(folder)
+        weights = HuggingFaceWeights(folder, described)
+        weights.check()
+        execution = Execution(dtype, torch.device("cpu"))
+        shape = described.architecture
+        chunks = build_gpt(shape, groups=groups, execution=execution, seed=None)
+        fill(chunks, weights, groups=groups)
+        logits = torch.empty(0)
+        if len(chunks) == 1:
+            chunks[0].eval()
+            logits = logits_after(
+                chunks[0], tokens_bs, positions=slice(None), architecture=shape, groups=groups,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+        if rank == 0:
+            copy_assets(folder, out / "run" / ASSETS_FOLDER)
+        checkpoints = CheckpointFolder(out / "run" / "checkpoints", keep=1, asynchronous=False)
+        checkpoints.prepare()
+        checkpoints.save(
+            sharded_model(chunks, groups),
+            Description(
+                step=1, tokens=0, bad_steps=0, architecture=shape.as_dict(), tokenizer="",
+                layout="", data={},
+            ),
+        )  # fmt: skip
+        export_checkpoint(
+            str(out / "run"), out / "exported", dtype=None, max_shard_size="40KB",
+            family=described.family.model_type, tokenizer=None, overwrite=False,
+        )  # fmt: skip
+        return logits
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    ours, theirs = stored_tensors(first), stored_tensors(second)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype, name
+        assert value.equal(theirs[name]), name
+
+
+@pytest.mark.parametrize(("name", "ranks", "settings"), all_cases())
+def test_a_model_computes_the_same_here_and_leaves_as_it_came(
+    pool: Pool, tmp_path: Path, name: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    folder = save_model(tmp_path / "hf", name)
+    logits, *others = pool.run(ranks, through_a_layout, folder, tmp_path, settings, tokens())
+    model = reference(folder)
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    scale = float(expected.abs().max())
+    assert scale > 3, "logits so small would hide a mistake"
+    torch.testing.assert_close(logits, expected, atol=1e-5 * scale, rtol=0)
+    assert all(other.equal(logits) for other in others)
+    assert_same_tensors(folder, tmp_path / "exported")
+    exported = reference(tmp_path / "exported")
+    prompt = tokens()[:, :8]
+    said = [m.generate(prompt, max_new_tokens=8, do_sample=False) for m in (model, exported)]
+    assert said[0].equal(said[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_pass_bit_by_bit(
+    pool: Pool, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = save_model(tmp_path / "hf", "gemma2", dtype=dtype)
+    settings = {"tensor": 2, "pipeline": 2}
+    pool.run(4, through_a_layout, folder, tmp_path, settings, tokens(), dtype)
+    assert_same_tensors(folder, tmp_path / "exported")
+
+
+def test_virtual_stages_take_and_give_the_same_weights(pool: Pool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hf", "gpt2", n_layer=5)
+    settings = {"pipeline": 2, "virtual_pipeline": 2}
+    pool.run(2, through_a_layout, folder, tmp_path, settings, tokens())
+    assert_same_tensors(folder, tmp_path / "exported")
+
+
+def convert(rank: int, world: int, folder: Path, out: Path) -> None:
+    """Import and export without any model, the ranks sharing the work."""
+    with megatron_groups():
+        from megatron_distill.train.conversion import export_checkpoint, import_checkpoint
+
+        import_checkpoint(folder, out / "checkpoint", dtype=None, overwrite=False)
+        export_checkpoint(
+            str(out / "checkpoint"), out / "exported", dtype=None, max_shard_size="40KB",
+            family=None, tokenizer=None, overwrite=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tool_s_import_and_export_are_inverse(pool: Pool, tmp_path: Path, name: str) -> None:
+    folder = save_model(tmp_path / "hf", name)
+    pool.run(3, convert, folder, tmp_path)
+    assert_same_tensors(folder, tmp_path / "exported")
+    index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "exported").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert len(files) > 1
+    given, said = (
+        reference(folder).config.to_dict(),
+        reference(tmp_path / "exported").config.to_dict(),
+    )
+    ignored = {"_name_or_path", "n_inner", "partial_rotary_factor"}
+    assert {k: v for k, v in said.items() if k not in ignored} == {
+        k: v for k, v in given.items() if k not in ignored
+    }
