@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from megatron_distill import log
+from megatron_distill.errors import CheckpointError
 from megatron_distill.runtime.launch import Launch
 from megatron_distill.runtime.world import joined_world
 
@@ -80,14 +81,16 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
         # Only now: this imports Megatron-Core, which had to be prepared first.
         from megatron_distill.train.conversion import export_checkpoint, import_checkpoint
 
-        if arguments.command == "import":
+        if arguments.command == "verify":
+            _verify(arguments)
+        elif arguments.command == "import":
             import_checkpoint(
                 arguments.hf,
                 arguments.output,
                 dtype=arguments.dtype,
                 overwrite=arguments.overwrite,
             )
-        elif arguments.command == "export":
+        else:
             export_checkpoint(
                 arguments.checkpoint,
                 arguments.hf,
@@ -97,6 +100,26 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
                 tokenizer=arguments.tokenizer,
                 overwrite=arguments.overwrite,
             )
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from megatron_distill.train.verification import (
+        Probe,
+        compare_folders,
+        compare_with_checkpoint,
+        said_lines,
+    )
+
+    probe = Probe(sequences=arguments.sequences, length=arguments.tokens)
+    if arguments.checkpoint is not None:
+        comparison = compare_with_checkpoint(arguments.hf, arguments.checkpoint, probe)
+    else:
+        comparison = compare_folders(arguments.hf, arguments.against, probe)
+    for line in said_lines(comparison):
+        print(line)
+    if not comparison.is_same:
+        other = arguments.checkpoint or arguments.against
+        raise CheckpointError(f"{arguments.hf} and {other} are not the same model")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
         qk_layernorm=architecture.qk_norm,
     )
     if architecture.moe:
-        # Before experts the norm is a module of its own; checkpoints call it what they do elsewhere.
+        # In front of experts the norm is a module of its own, with one name in all checkpoints.
         layer.submodules.sharded_state_dict_keys_map = {
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
         }

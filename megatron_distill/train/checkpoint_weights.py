@@ -48,8 +48,8 @@ class CheckpointWeights:
         self._stored = {key: self._find(metadata, key) for key in self._parameters}
         self._check_shapes()
 
-    def dtype(self, key: str) -> torch.dtype:
-        """The dtype in which a tensor is stored."""
+    def dtype(self, key: str, place: Place = ()) -> torch.dtype:  # noqa: ARG002
+        """The dtype in which a tensor is stored, the same at every place."""
         return self._stored[key].properties.dtype
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:

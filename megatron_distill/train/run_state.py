@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.differences import architecture_differences
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
@@ -30,17 +31,6 @@ from megatron_distill.train.checkpoint import (
 from megatron_distill.train.optimizer_state import load_optimizer, shards_of, without_layout
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import evaluating
-
-# Padding, regularisation and what was drawn once: another run may choose them anew.
-_NOT_PARAMETERS = frozenset(
-    {
-        "vocab_divisible_by",
-        "attention_dropout",
-        "hidden_dropout",
-        "init_std",
-        "moe.aux_loss_coefficient",
-    }
-)
 
 
 @dataclass
@@ -140,19 +130,14 @@ def check_same_model(
     description: Description, architecture: Architecture, tokenizer_hash: str, folder: Path
 ) -> None:
     """Raise CheckpointError when a checkpoint is of another architecture or tokenizer."""
-    saved = _parameters(saved_architecture(description, folder).as_dict())
-    ours = _parameters(architecture.as_dict())
-    differences = [
-        f"{key} is {saved.get(key)!r} there and {ours.get(key)!r} here"
-        for key in {**ours, **saved}
-        if saved.get(key) != ours.get(key)
-    ]
+    differences = architecture_differences(saved_architecture(description, folder), architecture)
     if differences:
         raise CheckpointError(
             f"{folder} is a checkpoint of another model: {'; '.join(differences)}; change the "
             "architecture, or `output` to start a run of its own"
         )
-    if description.tokenizer != tokenizer_hash:
+    # Weights may have been imported without a tokenizer.
+    if description.tokenizer and description.tokenizer != tokenizer_hash:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, this run "
             f"has {tokenizer_hash[:12]}); set data.tokenizer.path to that one"
@@ -171,17 +156,6 @@ def saved_architecture(description: Description, folder: Path) -> Architecture:
             f"{folder}: the architecture in its description is of another release ({error}); "
             "use the release that wrote it"
         ) from error
-
-
-def _parameters(architecture: Mapping[str, object]) -> dict[str, object]:
-    """Flatten an architecture to dotted names, less what leaves its parameters as they are."""
-    flat: dict[str, object] = {}
-    for key, value in architecture.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
-        else:
-            flat[key] = value
-    return {key: value for key, value in flat.items() if key not in _NOT_PARAMETERS}
 
 
 def _layout_name(groups: Groups) -> str:

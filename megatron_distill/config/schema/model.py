@@ -197,6 +197,7 @@ class ModelConfig(Section):
     keep_layers: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
+        strict=False,
         examples=[[0, 1, 4, 7]],
         description="Student only: the layers of `hf` or `checkpoint`, from 0, that the student "
         "starts with; null: all.",

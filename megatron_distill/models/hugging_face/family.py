@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.differences import architecture_differences
 from megatron_distill.models.hugging_face.rules import Rule
 from megatron_distill.models.hugging_face.settings import Setting
 
-# Training chooses these; no two models differ by them.
-_NOT_FUNCTION = {"vocab_divisible_by", "attention_dropout", "hidden_dropout", "init_std"}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -60,29 +59,11 @@ class Family:
             config = AutoConfig.for_model(self.model_type, **entries)
         except (ValueError, TypeError) as error:  # what its own validation refuses
             raise CheckpointError(f"{self.model_type}: {_first_line(error)}") from error
-        differences = architecture_differences(architecture, self.architecture(config))
+        differences = architecture_differences(self.architecture(config), architecture)
         if differences:
             raise CheckpointError(f"{self.model_type}: {'; '.join(differences)}")
         config.architectures = [self.model_class]
         return config
-
-
-def architecture_differences(wanted: Architecture, found: Architecture) -> list[str]:
-    """Say in which fields two architectures compute different things."""
-    ours, theirs = _function(wanted), _function(found)
-    return [
-        f"{key} is {ours[key]!r}, the family has {theirs[key]!r}"
-        for key in ours
-        if ours[key] != theirs[key]
-    ]
-
-
-def _function(architecture: Architecture) -> dict[str, object]:
-    values = architecture.as_dict()
-    moe = values.pop("moe")
-    if isinstance(moe, dict):
-        moe.pop("aux_loss_coefficient")
-    return {key: value for key, value in values.items() if key not in _NOT_FUNCTION} | {"moe": moe}
 
 
 def _first_line(error: Exception) -> str:
