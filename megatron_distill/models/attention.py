@@ -48,10 +48,12 @@ def attention_mask(
             for rank in range(context_size)
         ]
     )
-    back_sS = query_index_s[:, None] - key_index_S[None, :]
+    earlier_sS = key_index_S[None, :] <= query_index_s[:, None]
     near_psS = torch.stack(
         [
-            (back_sS >= 0) if window is None else (back_sS >= 0) & (back_sS < window)
+            earlier_sS
+            if window is None
+            else earlier_sS & (key_index_S[None, :] > query_index_s[:, None] - window)
             for window in windows
         ]
     )

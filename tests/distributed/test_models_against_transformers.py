@@ -100,3 +100,38 @@ def test_logits_loss_and_gradients_are_those_of_transformers(pool: Pool, family:
         torch.testing.assert_close(
             gradient, theirs, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def _in_bf16(rank: int, world: int) -> tuple[float, Tensor, Tensor]:
+    """The embedding's factor, and a norm's output and weight gradient, of a Gemma-like model."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+
+        shape = small_architecture(**FAMILIES["Gemma 3"].changes)
+        execution = Execution(torch.bfloat16, torch.device("cpu"))
+        (model,) = build_gpt(shape, groups=groups, execution=execution, seed=11)
+        spread(model)
+        norm = model.decoder.final_layernorm
+        normed = norm(some_states())
+        normed.sum().backward()
+        return model.embedding_scale, normed.detach(), torch.stack((norm.weight, norm.weight.grad))
+
+
+def some_states() -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return (3 * torch.randn(5, 2, SMALL["hidden_size"], generator=generator)).bfloat16()
+
+
+def test_gemma_rounds_where_its_own_code_does(pool: Pool) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    ((scale, normed, (weight, gradient)),) = pool.run(1, _in_bf16)
+    assert scale == float(torch.tensor(SMALL["hidden_size"] ** 0.5).bfloat16())
+    reference = Gemma3RMSNorm(SMALL["hidden_size"], eps=1e-5).bfloat16()
+    reference.weight.data.copy_(weight)
+    expected = reference(some_states())
+    expected.sum().backward()
+    assert torch.equal(normed, expected)
+    assert reference.weight.grad is not None
+    torch.testing.assert_close(gradient, reference.weight.grad, atol=0, rtol=2**-7)

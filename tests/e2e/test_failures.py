@@ -51,8 +51,8 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (f"{ARCHITECTURE}num_kv_heads = 1", "parallel.tensor = 2"),
     ),
     "layers": (
-        (PIPELINE, f"{ARCHITECTURE}num_layers=3"),
-        (f"{ARCHITECTURE}num_layers = 3", "parallel.pipeline = 2"),
+        (PIPELINE, f"{ARCHITECTURE}num_layers=1"),
+        (f"{ARCHITECTURE}num_layers = 1", "parallel.pipeline = 2"),
     ),
     "layers of the teacher": (
         (PIPELINE, f"{TEACHER}num_layers=1"),

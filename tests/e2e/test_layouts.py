@@ -205,6 +205,9 @@ GEMMA = (
     "teacher.architecture.attention_softcap=1.5",
     "teacher.architecture.sliding_window=10",
 )
+SWITCH = (
+    f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 1, ffn_hidden_size: 24, renormalize: false}}",
+)
 FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "tied TP2": (2, TIED, (TENSOR,)),
     "tied PP2": (2, TIED, (PIPELINE,)),
@@ -214,6 +217,7 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "uneven PP2": (2, UNEVEN, (PIPELINE,)),
     "uneven PP2+virtual": (2, UNEVEN, (PIPELINE, VIRTUAL)),
     "uneven PP4": (4, (*UNEVEN, "teacher.architecture.num_layers=4"), ("parallel.pipeline=4",)),
+    "one expert each EP2": (2, SWITCH, (EXPERT,)),
     "Gemma-like CP2": (2, GEMMA, (CONTEXT,)),
     "Gemma-like TP2+sequence": (2, GEMMA, (TENSOR, SEQUENCE)),
     "Gemma-like PP2+virtual, recompute": (2, GEMMA, (PIPELINE, VIRTUAL, "train.recompute=full")),
