@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import Parameter, Place, placed
 from megatron_distill.models.weights import WeightSource
@@ -57,14 +58,12 @@ class Block:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def blocks_of(
-    architecture: Architecture, dtype_of: Callable[[str, Place], torch.dtype]
-) -> list[Block]:
+def blocks_of(architecture: Architecture, dtype_of: Callable[[str], torch.dtype]) -> list[Block]:
     """Cut all tensors into blocks, in the order of the model's computation."""
     return [
         block
         for parameter, place in placed(architecture)
-        for block in _blocks(parameter, place, dtype_of(parameter.key, place))
+        for block in _blocks(parameter, place, dtype_of(parameter.key))
     ]
 
 
@@ -96,7 +95,8 @@ def write_blocks(
 ) -> str | None:
     """Write this rank's share of the blocks; return None, or on every rank the same reason why not.
 
-    `done` is told the bytes of each block that has been read.
+    `done` is told the bytes of each block that has been read. Where reading failed on one rank, or
+    it was interrupted, every rank raises CheckpointError or KeyboardInterrupt.
 
     Collective: world, torch's checkpoint planning and one exchange of results.
     """
@@ -108,8 +108,18 @@ def write_blocks(
             planner=_StreamingPlanner(mine, architecture, source, done),
         )
     except CheckpointException as error:
+        _raise_what_is_not_writing(error)
         return first_failure(error)
     return None
+
+
+def _raise_what_is_not_writing(error: CheckpointException) -> None:
+    """Raise again what torch wraps as if writing had failed."""
+    causes = [cause for _, (cause, _) in sorted(error.failures.items())]
+    for kind in (KeyboardInterrupt, CheckpointError):
+        for cause in causes:
+            if isinstance(cause, kind):
+                raise kind(*cause.args) from error
 
 
 class _StreamingPlanner(DefaultSavePlanner):

@@ -23,7 +23,25 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.validation import one_line
 from megatron_distill.models.parameters import Place, parameters
+
+METADATA_FILE = ".metadata"
+# What reading a damaged pickle, or torch's archive around one, raises.
+UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class CheckpointWeights:
@@ -37,19 +55,13 @@ class CheckpointWeights:
         self.folder = folder
         self.architecture = architecture
         self._reader = FileSystemReader(str(folder))
-        try:
-            metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder} is no sharded checkpoint or is damaged: {error}; use another one"
-            ) from error
-        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        metadata = self._read_metadata()
         self._parameters = {parameter.key: parameter for parameter in parameters(architecture)}
         self._stored = {key: self._find(metadata, key) for key in self._parameters}
         self._check_shapes()
 
-    def dtype(self, key: str, place: Place = ()) -> torch.dtype:  # noqa: ARG002
-        """The dtype in which a tensor is stored, the same at every place."""
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype in which a tensor is stored, the same in every layer."""
         return self._stored[key].properties.dtype
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
@@ -70,8 +82,23 @@ class CheckpointWeights:
         planner = _Window(destination.view(wanted.sizes) if place else destination)
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
-        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-            raise self._damaged(f"{key}: {error}") from error
+        except UNPICKLING_ERRORS as error:
+            raise self._damaged(f"{key}: {one_line(error)}") from error
+
+    def _read_metadata(self) -> Metadata:
+        path = self.folder / METADATA_FILE
+        try:
+            metadata = self._reader.read_metadata()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds {type(metadata).__name__}")
+            self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing, without which no checkpoint can be read; use another one"
+            ) from None
+        except UNPICKLING_ERRORS as error:
+            raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
+        return metadata
 
     def _find(self, metadata: Metadata, key: str) -> TensorStorageMetadata:
         stored = metadata.state_dict_metadata.get(key)
