@@ -51,10 +51,10 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
         # Twice: a signal that came while another rank was waited for is raised in the first.
         try:
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
+                _clear(partial, output)
         finally:
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
+                _clear(partial, output)
 
 
 def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool) -> None:
@@ -95,7 +95,12 @@ def _publish(partial: Path, output: Path) -> None:
         if old.exists() and not output.exists():
             old.rename(output)
     flush_folder(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear(partial: Path, output: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    if output.exists():
+        shutil.rmtree(_aside(output), ignore_errors=True)
 
 
 def _aside(output: Path) -> Path:
