@@ -26,15 +26,14 @@ from megatron_distill.runtime.world import joined_world
 def main() -> int:
     """Run the command and return its exit status."""
     arguments = _parse()
-    rank = int(os.environ.get("RANK", "0"))
-    log.configure(rank)
+    log.configure(int(os.environ.get("RANK", "0")))
+    launch = Launch.from_environment()
     interruption = Interruption()
     try:
         with interruption:
-            launch = Launch.from_environment()
             return launch.status_of(lambda: _convert(arguments, launch))
     except KeyboardInterrupt:
-        if rank == 0:
+        if launch.rank == 0:
             sys.stderr.write("stopped; nothing was written\n")
         return interruption.status
 

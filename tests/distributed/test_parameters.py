@@ -1,0 +1,201 @@
+"""The tensors that conversion knows of, against Megatron-Core's own descriptions of built models.
+
+Regimes: a tensor that one side lacks; an axis of layers or experts counted elsewhere; a shape of
+one rank taken for the whole; parameters that Transformer Engine names and places otherwise.
+
+Transformer Engine needs CUDA to be installed. In its place stand torch's modules with its parameter
+names, in the layer specification that Megatron-Core itself makes for Transformer Engine. That shows
+that the names of that specification are those of our checkpoints, and that weights reach them. That
+Transformer Engine's modules have these names and describe themselves so is taken from the source of
+Megatron-Core, and their arithmetic is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.hugging_face_models import save_model
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied_embeddings": True},
+    "like GPT-2": {
+        "norm": "layernorm", "activation": "gelu", "positions": "learned", "qkv_bias": True,
+        "linear_bias": True, "num_kv_heads": 4, "tied_embeddings": True,
+    },
+    "biased queries": {"qkv_bias": True},
+    "qk norms": {"qk_norm": True, "head_size": 12},
+    "post norms": {"norm": "zero_centered_rmsnorm", "post_norms": True, "activation": "geglu"},
+    "experts": {"moe": MOE, "qk_norm": True},
+}  # fmt: skip
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, {"pipeline": 2}),
+]
+Description = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def described(
+    rank: int, world: int, shape: dict[str, Any], layout: dict[str, Any]
+) -> tuple[set[Description], set[Description]]:
+    """Key, leading axes and shape: of this rank's tensors, and of all that conversion knows."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.models.initialise import sharded_tensors
+        from megatron_distill.models.parameters import parameters
+
+        architecture = small_architecture(**shape)
+        execution = Execution(torch.float32, torch.device("cpu"))
+        chunks = build_gpt(architecture, groups=groups, execution=execution, seed=None)
+        held = {
+            (part.key, part.global_shape[:axes], part.global_shape[axes:])
+            for part in sharded_tensors(chunks, groups)
+            for axes in [part.prepend_axis_num]
+        }
+        padded = architecture.padded_vocab_size(groups.layout.tensor)
+        known = {
+            (
+                parameter.key,
+                parameter.leading_shape(architecture),
+                (padded, *parameter.shape[1:]) if parameter.is_vocabulary else parameter.shape,
+            )
+            for parameter in parameters(architecture)
+        }
+        return held, known
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=["TP1", "TP2", "PP2"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_conversion_knows_every_tensor_of_a_model(
+    pool: Pool, name: str, ranks: int, layout: dict[str, Any]
+) -> None:
+    found = pool.run(ranks, described, SHAPES[name], layout)
+    assert set().union(*(held for held, _ in found)) == found[0][1]
+
+
+def transformer_engine_provider() -> type:
+    """Return what Megatron-Core asks for Transformer Engine's modules, answering with torch's."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_distill.models.norm import TorchNorm
+
+    class LayerNormColumnLinear(ColumnParallelLinear):
+        """A norm and a linear layer in one, with the parameter names of Transformer Engine's."""
+
+        def __init__(
+            self, input_size: int, output_size: int, *, config: Any, **arguments: Any
+        ) -> None:
+            super().__init__(input_size, output_size, config=config, **arguments)
+            self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size))
+            if config.normalization == "LayerNorm":
+                self.layer_norm_bias = torch.nn.Parameter(torch.empty(input_size))
+
+    feed_forward = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    answers = {
+        "linear": ColumnParallelLinear,
+        "column_parallel_linear": ColumnParallelLinear,
+        "row_parallel_linear": RowParallelLinear,
+        "fuse_layernorm_and_linear": True,
+        "column_parallel_layer_norm_linear": LayerNormColumnLinear,
+        "layer_norm": TorchNorm,
+        "core_attention": None,  # ours takes its place
+        "activation_func": None,
+        "grouped_mlp_modules": (SequentialMLP, feed_forward),
+    }
+    methods = {
+        name: lambda self, *_, answer=answer, **__: answer for name, answer in answers.items()
+    }
+    return type("Provider", (), methods)
+
+
+@contextmanager
+def transformer_engine_layers() -> Iterator[None]:
+    """Let models be built from Megatron-Core's specification for Transformer Engine."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_distill.models import specs
+    from megatron_distill.models.norm import TorchNorm
+
+    provider = transformer_engine_provider()
+    with ExitStack() as stack:
+        for patched in (
+            patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True),
+            patch.object(specs, "transformer_engine_runs", lambda device: True),
+            patch.object(transformer_engine, "TENorm", TorchNorm),
+        ):
+            stack.enter_context(patched)
+        yield
+
+
+def filled(
+    rank: int, world: int, folder: Path, layout: dict[str, Any]
+) -> tuple[list[str], dict[Any, Tensor], dict[Any, Tensor]]:
+    """Weights by sharded key and place: in torch's modules, and in Transformer Engine's."""
+    with megatron_groups(**layout) as groups, ExitStack() as stack:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.initialise import sharded_tensors
+        from megatron_distill.models.weights import fill
+
+        description = describe(folder)
+        weights = HuggingFaceWeights(folder, description)
+        execution = Execution(torch.float32, torch.device("cpu"))
+        names: list[str] = []
+        sides: list[dict[Any, Tensor]] = []
+        for layers in (None, transformer_engine_layers):
+            if layers is not None:
+                stack.enter_context(layers())
+            chunks = build_gpt(
+                description.architecture, groups=groups, execution=execution, seed=None
+            )
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.fill_(torch.nan)
+            fill(chunks, weights, groups=groups)
+            names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+            sides.append(
+                {
+                    (part.key, part.global_shape, part.global_offset): part.data
+                    for part in sharded_tensors(chunks, groups)
+                }
+            )
+            for chunk in chunks:
+                for parameter_name, parameter in chunk.named_parameters():
+                    assert not parameter.isnan().any(), f"nothing reached {parameter_name}"
+        return names, *sides  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2", "gpt2", "qwen3", "gemma2", "qwen3_moe"])
+def test_weights_reach_the_names_of_transformer_engine(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    folder = save_model(tmp_path, name, tie_word_embeddings=False)
+    found = pool.run(2, filled, folder, {"tensor": 2, "sequence": True})
+    for names, torch_side, engine_side in found:
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+        expected = (
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+            if name == "qwen3_moe"
+            else "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+        )
+        assert expected in names
+        assert torch_side.keys() == engine_side.keys()
+        for place, value in torch_side.items():
+            assert value.equal(engine_side[place]), place
