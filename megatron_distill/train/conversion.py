@@ -25,7 +25,6 @@ from megatron_distill.models.hugging_face.assets import (
 )
 from megatron_distill.models.hugging_face.export import plan_files, write_files
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-from megatron_distill.models.parameters import Place
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.new_folder import new_folder
 from megatron_distill.train.checkpoint import Description, assets_of, resolve_checkpoint
@@ -53,11 +52,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
         weights = HuggingFaceWeights(source, described)
         weights.check()
         identity = load_tokenizer(source).identity if has_tokenizer(source) else ""
-
-    def dtype_of(key: str, place: Place) -> torch.dtype:
-        return wanted or weights.dtype(key, place)
-
-    blocks = blocks_of(described.architecture, dtype_of)
+    blocks = blocks_of(described.architecture, weights, dtype=wanted)
     total = sum(block.nbytes for block in blocks)
     needed = total + len(blocks) * _HEADER_BYTES + _assets_bytes(source)
     with new_folder(output, bytes_needed=needed, overwrite=overwrite) as folder:

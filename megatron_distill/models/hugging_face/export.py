@@ -19,7 +19,7 @@ from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
 from megatron_distill.models.hugging_face.rules import Piece
 from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
 from megatron_distill.models.parameters import Parameter, Place, placed
-from megatron_distill.models.weights import WeightSource
+from megatron_distill.models.weights import WeightSource, WindowReader
 from megatron_distill.runtime.collectives import together
 
 
@@ -99,8 +99,9 @@ def write_files(
     rank, size = dist.get_rank(), dist.get_world_size()
     with together():
         try:
+            windows = WindowReader(source)
             for file in files[rank::size]:
-                _write_file(file, source, folder / file.name, done=done)
+                _write_file(file, windows, folder / file.name, done=done)
             if rank == 0 and len(files) > 1:
                 (folder / INDEX_FILE).write_text(_index(files))
         except OSError as error:
@@ -111,13 +112,13 @@ def write_files(
 
 
 def _write_file(
-    file: PlannedFile, source: WeightSource, path: Path, *, done: Callable[[int], None]
+    file: PlannedFile, windows: WindowReader, path: Path, *, done: Callable[[int], None]
 ) -> None:
     with SafetensorsWriter(path, file.entries) as writer:
         for unit in file.units:
-            ours = torch.empty(unit.parameter.shape, dtype=unit.dtype)
-            start = (0,) * ours.dim()
-            source.read_into(ours, unit.parameter.key, unit.place, start)
+            shape = unit.parameter.shape
+            start = (0,) * len(shape)
+            ours = windows.read(unit.parameter.key, unit.place, start, shape, unit.dtype)
             for named in unit.pieces:
                 writer.write(named.name, theirs(ours, named.piece))
             done(unit.nbytes)
