@@ -31,6 +31,7 @@ class MappedChunks:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._last: tuple[MetadataIndex, Tensor] | None = None
         reader = FileSystemReader(str(folder))
         try:
             self.metadata: Metadata = reader.read_metadata()
@@ -41,6 +42,11 @@ class MappedChunks:
 
     def chunk(self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a stored chunk; raises CheckpointError."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self._map(index, shape, dtype))
+        return self._last[1]
+
+    def _map(self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         place = self.metadata.storage_data[index]
         path = self.folder / place.relative_path
         try:
