@@ -19,21 +19,28 @@ from pathlib import Path
 from megatron_distill import log
 from megatron_distill.errors import CheckpointError
 from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.termination import Interruption
 from megatron_distill.runtime.world import joined_world
-
-INTERRUPTED_STATUS = 130
 
 
 def main() -> int:
     """Run the command and return its exit status."""
     arguments = _parse()
-    log.configure(int(os.environ.get("RANK", "0")))
-    launch = Launch.from_environment()
+    rank = int(os.environ.get("RANK", "0"))
+    log.configure(rank)
+    interruption = Interruption()
     try:
-        return launch.status_of(lambda: _convert(arguments, launch))
+        return _run(arguments, interruption)
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; nothing was written\n")
-        return INTERRUPTED_STATUS
+        if rank == 0:
+            sys.stderr.write("stopped; nothing was written\n")
+        return interruption.status
+
+
+def _run(arguments: argparse.Namespace, interruption: Interruption) -> int:
+    with interruption:
+        launch = Launch.from_environment()
+        return launch.status_of(lambda: _convert(arguments, launch))
 
 
 def _parse() -> argparse.Namespace:

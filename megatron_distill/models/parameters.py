@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_distill.models.architecture import Architecture
 
@@ -42,13 +43,19 @@ def placed(architecture: Architecture) -> Iterator[tuple[Parameter, Place]]:
         yield parameter, ()
     for layer in range(architecture.num_layers):
         for parameter in layers:
-            if parameter.per_expert:
-                for expert in range(parameter.leading_shape(architecture)[1]):
-                    yield parameter, (layer, expert)
-            else:
-                yield parameter, (layer,)
+            for inner in _indices(parameter.leading_shape(architecture)[1:]):
+                yield parameter, (layer, *inner)
     for parameter in everything[first_layer + len(layers) :]:
         yield parameter, ()
+
+
+def places(parameter: Parameter, architecture: Architecture) -> Iterator[Place]:
+    """Yield every layer and expert that has a tensor of this name."""
+    return _indices(parameter.leading_shape(architecture))
+
+
+def _indices(sizes: Sequence[int]) -> Iterator[Place]:
+    return product(*map(range, sizes))
 
 
 def parameters(architecture: Architecture) -> tuple[Parameter, ...]:

@@ -27,9 +27,11 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
 
     Collective: world, all-gathers of a short object per rank.
     """
+    output = output.resolve()  # a link stays, and what it points at is replaced
     partial = output.with_name(f"{output.name}{_PARTIAL}")
+    is_first = dist.get_rank() == 0
     with together():
-        if dist.get_rank() == 0:
+        if is_first:
             with _said_for(output):
                 _prepare(output, partial, bytes_needed=bytes_needed, overwrite=overwrite)
     try:
@@ -41,24 +43,37 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
                 )
         yield partial
         with together():
-            if dist.get_rank() == 0:
+            if is_first:
                 with _said_for(output):
                     _publish(partial, output)
     finally:
         # Gone after a success; a rank that was interrupted alone must not wait for the others.
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        # Twice: a signal that came while another rank was waited for is raised in the first.
+        try:
+            if is_first:
+                _clear(partial, output)
+        finally:
+            if is_first:
+                _clear(partial, output)
 
 
 def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool) -> None:
+    old = _aside(output)
+    if old.exists() and not output.exists():
+        old.rename(output)  # an earlier start was killed between two renames
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output} is a file; name a folder")
     if output.is_dir() and any(output.iterdir()) and not overwrite:
         raise CheckpointError(
             f"{output} is not empty; name another folder, or replace it with --overwrite"
         )
-    if partial.exists():
-        shutil.rmtree(partial)
+    if output.is_mount():
+        raise CheckpointError(
+            f"{output} is a mount point, which cannot be replaced; name a folder inside it"
+        )
+    for leftover in (partial, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free
     if free < bytes_needed:
@@ -71,12 +86,26 @@ def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool)
 
 def _publish(partial: Path, output: Path) -> None:
     flush_folder(partial)
-    old = output.with_name(f"{output.name}.old{_PARTIAL}")
-    if output.exists():
-        output.rename(old)
-    partial.rename(output)
+    old = _aside(output)
+    try:
+        if output.exists():
+            output.rename(old)
+        partial.rename(output)
+    finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
     flush_folder(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear(partial: Path, output: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    if output.exists():
+        shutil.rmtree(_aside(output), ignore_errors=True)
+
+
+def _aside(output: Path) -> Path:
+    """Return where the earlier content waits for the new one to take its name."""
+    return output.with_name(f"{output.name}.old{_PARTIAL}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to finish the step, save and leave."""
+"""SIGTERM and SIGINT: a request to finish the step, save and leave, or an end with tidying up."""
 
 from __future__ import annotations
 
@@ -52,3 +52,31 @@ class TerminationRequest:
     def received(self) -> bool:
         """Whether this rank was asked to stop."""
         return self.signal_number is not None
+
+
+class Interruption(TerminationRequest):
+    """Raises KeyboardInterrupt at the first termination signal, and is deaf to those after it.
+
+    What is half done is then removed undisturbed, while Ctrl-C reaches a worker more than once.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.received:
+            super().__exit__(kind, value, traceback)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            return
+        super()._remember(number, frame)
+        raise KeyboardInterrupt
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that ended so, as shells count."""
+        assert self.signal_number is not None
+        return 128 + self.signal_number

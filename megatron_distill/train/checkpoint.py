@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_distill.errors import CheckpointError
@@ -39,6 +40,7 @@ from megatron_distill.train.checkpoint_writer import (
 _LOGGER = get_logger(__name__)
 _FINISHED = re.compile(r"step_(\d{7,})")
 _PARTIAL = ".partial"
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 DESCRIPTION_FILE = "description.json"
 
 
@@ -67,14 +69,17 @@ class Description:
         """Read the description of a complete checkpoint; raises CheckpointError."""
         path = folder / DESCRIPTION_FILE
         try:
-            return cls(**json.loads(path.read_text()))
+            found = cls(**json.loads(path.read_text()))
+            if not isinstance(found.architecture, dict):
+                raise TypeError("its architecture is no object")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; name a run's output "
                 "folder or one of its checkpoints/step_* folders"
             ) from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from None
+        return found
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -97,10 +102,25 @@ def resolve_checkpoint(path: str) -> Path:
             return complete[-1]
     if (given / DESCRIPTION_FILE).is_file():
         return given
+    _refuse_pickle(given)
     raise CheckpointError(
         f"{path} holds no complete checkpoint; name a run's output folder or one of its "
         "checkpoints/step_* folders"
     )
+
+
+def _refuse_pickle(given: Path) -> None:
+    """Raise CheckpointError for what other programs, old Megatron-LM among them, saved whole."""
+    globs = (f"{folder}*{suffix}" for folder in ("", "*/", "*/*/") for suffix in _PICKLES)
+    found = (path for glob in globs for path in sorted(given.glob(glob)))
+    # A checkpoint that a killed run left behind has one of our own.
+    strange = (path for path in found if path.name != COMMON_STATE_FNAME)
+    pickle = given if given.suffix in _PICKLES else next(strange, None)
+    if pickle is not None and pickle.is_file():
+        raise CheckpointError(
+            f"{pickle} is a pickle, which can run code when it is read, and is refused; convert "
+            "the model to safetensors where it was made, and import that"
+        )
 
 
 def assets_of(checkpoint: Path) -> Path:

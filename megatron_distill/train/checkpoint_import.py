@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import Parameter, Place, placed
 from megatron_distill.models.weights import WeightSource, WindowReader
@@ -62,8 +63,8 @@ class Block:
 class CutSource(WeightSource, Protocol):
     """A source that knows how its tensors are best cut."""
 
-    def dtype(self, key: str, place: Place) -> torch.dtype:
-        """Return the dtype of a tensor."""
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor, the same at every place."""
         ...
 
     def cuts(self, key: str, place: Place) -> Sequence[int]:
@@ -81,7 +82,7 @@ def blocks_of(
     return [
         Block(parameter, place, wanted, start, stop - start)
         for parameter, place in placed(architecture)
-        for wanted in (dtype or source.dtype(parameter.key, place),)
+        for wanted in (dtype or source.dtype(parameter.key),)
         for start, stop in _rows(parameter, source.cuts(parameter.key, place), wanted)
     ]
 
@@ -117,7 +118,8 @@ def write_blocks(
 ) -> str | None:
     """Write this rank's share of the blocks; return None, or on every rank the same reason why not.
 
-    `done` is told the bytes of each block that has been read.
+    `done` is told the bytes of each block that has been read. Where reading failed on one rank, or
+    it was interrupted, every rank raises CheckpointError or KeyboardInterrupt.
 
     Collective: world, torch's checkpoint planning and one exchange of results.
     """
@@ -129,8 +131,18 @@ def write_blocks(
             planner=_StreamingPlanner(mine, architecture, source, done),
         )
     except CheckpointException as error:
+        _raise_what_is_not_writing(error)
         return first_failure(error)
     return None
+
+
+def _raise_what_is_not_writing(error: CheckpointException) -> None:
+    """Raise again what torch wraps as if writing had failed."""
+    causes = [cause for _, (cause, _) in sorted(error.failures.items())]
+    for kind in (KeyboardInterrupt, CheckpointError):
+        for cause in causes:
+            if isinstance(cause, kind):
+                raise kind(*cause.args) from error
 
 
 class _StreamingPlanner(DefaultSavePlanner):

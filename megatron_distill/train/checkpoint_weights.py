@@ -31,8 +31,8 @@ class CheckpointWeights:
         self._stored = {key: self._find(key) for key in self._parameters}
         self._check_shapes()
 
-    def dtype(self, key: str, place: Place = ()) -> torch.dtype:  # noqa: ARG002
-        """The dtype in which a tensor is stored, the same at every place."""
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype in which a tensor is stored, the same in every layer."""
         return self._stored[key].properties.dtype
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:

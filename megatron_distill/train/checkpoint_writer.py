@@ -105,12 +105,12 @@ class RankWriter(torch_checkpoint.FileSystemWriter):
     """torch's writer of one file per rank, in the calling thread, that says what the disk said."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; raises OSError."""
+        """Write this rank's file; raises OSError, or KeyboardInterrupt."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
             # torch's archive notices only that its file is shorter than it should be.
-            if isinstance(error.__context__, OSError):
+            if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
 

@@ -16,6 +16,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.assets import (
     ASSETS_FOLDER,
+    TOKENIZER_FILES,
     carried_entries,
     choose_family,
     copy_assets,
@@ -47,6 +48,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
     Collective: world, torch's checkpoint planning and short objects.
     """
     wanted = _dtype(dtype)
+    _check_apart(source, output)
     with together():
         described = describe(source)
         weights = HuggingFaceWeights(source, described)
@@ -64,22 +66,22 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
                     f"writing {output} failed: {failure}; free disk space or name another folder"
                 )
             if dist.get_rank() == 0:
-                _describe_import(folder, source, described.architecture, identity)
+                with _writing(output):
+                    _describe_import(folder, source, described.architecture, identity)
 
 
 def _describe_import(folder: Path, source: Path, architecture: Architecture, identity: str) -> None:
-    with _writing(folder):
-        write_common({}, folder)
-        copy_assets(source, folder / ASSETS_FOLDER)
-        Description(
-            step=0,
-            tokens=0,
-            bad_steps=0,
-            architecture=architecture.as_dict(),
-            tokenizer=identity,
-            layout="none",
-            data={},
-        ).write(folder)
+    write_common({}, folder)
+    copy_assets(source, folder / ASSETS_FOLDER)
+    Description(
+        step=0,
+        tokens=0,
+        bad_steps=0,
+        architecture=architecture.as_dict(),
+        tokenizer=identity,
+        layout="none",
+        data={},
+    ).write(folder)
 
 
 def export_checkpoint(
@@ -102,6 +104,7 @@ def export_checkpoint(
     wanted, max_shard_bytes = _dtype(dtype), _bytes(max_shard_size)
     with together():
         folder = resolve_checkpoint(checkpoint)
+        _check_apart(folder, output)
         architecture = saved_architecture(Description.read(folder), folder)
         weights = CheckpointWeights(folder, architecture)
         assets = assets_of(folder)
@@ -134,6 +137,15 @@ def export_checkpoint(
                     )
 
 
+def _check_apart(source: Path, output: Path) -> None:
+    """Raise CheckpointError where the output's replacement would remove what is read."""
+    read, replaced = source.resolve(), output.resolve()
+    if replaced == read or replaced in read.parents:
+        raise CheckpointError(
+            f"{output} is or holds {source}, which is read; name another folder to write"
+        )
+
+
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
     try:
@@ -145,8 +157,8 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def _assets_bytes(folder: Path) -> int:
-    files = folder.glob("*.json") if folder.is_dir() else ()
-    return _SMALL_FILES_BYTES + sum(path.stat().st_size for path in files)
+    files = (folder / name for name in TOKENIZER_FILES)
+    return _SMALL_FILES_BYTES + sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -17,7 +17,24 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from typing_extensions import Buffer
 
 from megatron_distill.errors import CheckpointError
+from megatron_distill.models.hugging_face.validation import one_line
 
+_METADATA_FILE = ".metadata"
+# What reading a damaged pickle, or torch's archive around one, raises.
+_UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _DATA = "/data/0"  # the entry of torch's archive that holds a tensor's bytes, uncompressed
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry; lengths of its name and extra field
 
@@ -32,13 +49,7 @@ class MappedChunks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._last: tuple[MetadataIndex, Tensor] | None = None
-        reader = FileSystemReader(str(folder))
-        try:
-            self.metadata: Metadata = reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder} is no sharded checkpoint or is damaged: {error}; use another one"
-            ) from error
+        self.metadata = _read_metadata(folder)
 
     def chunk(self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a stored chunk; raises CheckpointError."""
@@ -56,10 +67,14 @@ class MappedChunks:
                 start = place.offset + _data_start(archive, size=shape.numel() * dtype.itemsize)
                 archive.seek(0)
                 stored = torch.load(archive, map_location="meta", weights_only=True)
-        except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
+        except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing, truncated or damaged at {index.fqn}: {error}; use another "
-                "checkpoint"
+                f"{path} is missing, which holds {index.fqn}; the checkpoint is damaged, use "
+                "another one"
+            ) from None
+        except (zipfile.BadZipFile, *_UNPICKLING_ERRORS) as error:
+            raise CheckpointError(
+                f"{path} is damaged at {index.fqn} ({one_line(error)}); use another checkpoint"
             ) from error
         is_as_said = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
         if not is_as_said or stored.storage_offset():
@@ -71,6 +86,21 @@ class MappedChunks:
         count = shape.numel() * dtype.itemsize
         mapped = np.memmap(path, np.uint8, "c", offset=start, shape=(count,))
         return torch.from_numpy(mapped).view(dtype).view(shape)
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / _METADATA_FILE
+    try:
+        metadata = FileSystemReader(str(folder)).read_metadata()
+        if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+            raise TypeError(f"it holds {type(metadata).__name__}")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing, without which no checkpoint can be read; use another one"
+        ) from None
+    except _UNPICKLING_ERRORS as error:
+        raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
+    return metadata
 
 
 def _data_start(archive: IO[bytes], *, size: int) -> int:

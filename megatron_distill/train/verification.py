@@ -61,6 +61,21 @@ class Probe:
     sequences: int
     length: int
 
+    def check(self, architecture: Architecture) -> None:
+        """Raise ConfigError for what cannot be looked at, or not by this process."""
+        if dist.get_world_size() > 1:
+            raise ConfigError(
+                "verify compares whole models and runs in one process; leave torchrun out"
+            )
+        for option, value in (("--sequences", self.sequences), ("--tokens", self.length)):
+            if value < 1:
+                raise ConfigError(f"{option} {value}: compare at least 1")
+        if self.length > architecture.max_position_embeddings:
+            raise ConfigError(
+                f"--tokens {self.length}: the model has {architecture.max_position_embeddings} "
+                "positions; compare at most these"
+            )
+
     def tokens(self, vocab_size: int) -> Tensor:
         """Return int64 [sequences, length]."""
         generator = torch.Generator().manual_seed(_SEED)
@@ -70,14 +85,11 @@ class Probe:
 def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comparison:
     """Compare a Hugging Face folder, as `transformers` runs it, with a checkpoint of ours, in fp32.
 
-    Raises ConfigError in a world of more than one rank, CheckpointError where a side cannot be
-    read or the architectures differ.
+    Raises ConfigError in a world of more than one rank or for a probe that the model cannot
+    compute, CheckpointError where a side cannot be read or the architectures differ.
     """
-    if dist.get_world_size() > 1:
-        raise ConfigError(
-            "verify compares whole models and runs in one process; leave torchrun out"
-        )
     described = describe(folder)
+    probe.check(described.architecture)
     theirs = HuggingFaceWeights(folder, described)
     theirs.check()
     path = resolve_checkpoint(checkpoint)
@@ -91,7 +103,7 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
         start = (0,) * len(parameter.shape)
         pair = []
         for source in (theirs, ours):
-            pair.append(torch.empty(parameter.shape, dtype=source.dtype(parameter.key, place)))
+            pair.append(torch.empty(parameter.shape, dtype=source.dtype(parameter.key)))
             source.read_into(pair[-1], parameter.key, place, start)
         tensors += 1
         if not _same_bits(*pair):
@@ -124,7 +136,10 @@ def _our_logits(source: WeightSource, architecture: Architecture, tokens_bs: Ten
 
 
 def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
-    """Compare two Hugging Face folders as `transformers` runs them, in fp32."""
+    """Compare two Hugging Face folders as `transformers` runs them, in fp32; raises as above."""
+    described = [describe(path) for path in (first, second)]
+    for description in described:
+        probe.check(description.architecture)
     sides = [SafetensorsFolder(path) for path in (first, second)]
     for side in sides:
         side.check_index()
@@ -137,7 +152,7 @@ def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
         pair = [side.read(name, slice(None)) for side in sides]
         if not _same_bits(*pair):
             different[name] = _distance(*pair)
-    vocabularies = [describe(path).architecture.vocab_size for path in (first, second)]
+    vocabularies = [description.architecture.vocab_size for description in described]
     if len(set(vocabularies)) > 1:
         raise CheckpointError(
             f"{first} has a vocabulary of {vocabularies[0]} tokens, {second} of {vocabularies[1]}"

@@ -104,9 +104,13 @@ class Started:
 
 @contextmanager
 def torchrun(
-    folder: Path, arguments: Sequence[str], *, launcher: Sequence[str] = TORCHRUN
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    launcher: Sequence[str] = TORCHRUN,
+    script: Path = SCRIPT,
 ) -> Iterator[Started]:
-    """Start the entry script on two ranks; whatever happens, nothing of it is left at the end."""
+    """Start a script on two ranks; whatever happens, nothing of it is left at the end."""
     recorder = folder / "recorder.py"
     recorder.write_text(_RECORDER)
     for place in folder.glob("status*"):
@@ -115,7 +119,7 @@ def torchrun(
     command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", str(recorder), str(folder)]
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*command, str(SCRIPT), *arguments],
+            [*command, str(script), *arguments],
             env=environment(),
             stdout=stream,
             stderr=subprocess.STDOUT,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -22,25 +21,6 @@ from tests.e2e.runs import Inputs, checkpoints, configure, failure_here, run, st
 TENSOR = "parallel.tensor=2"
 SAVE = "checkpoint.save=true"
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a memory file system of a given size, where this process may."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("mounting a file system is not permitted here")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(

@@ -79,13 +79,24 @@ def carried_entries(assets: Path, family: Family) -> dict[str, Any]:
 
     Of another family's original only the special tokens are meant alike.
     """
-    path = assets / CONFIG_FILE
-    if not path.is_file():
-        return {}
-    original: dict[str, Any] = json.loads(path.read_text())
+    original = _original(assets)
     if original.get("model_type") != family.model_type:
         return {key: original[key] for key in SPECIAL_TOKENS if key in original}
     return {key: value for key, value in original.items() if key not in _NOT_CARRIED}
+
+
+def _original(assets: Path) -> dict[str, Any]:
+    """Return the entries of the original's config.json; raises CheckpointError."""
+    path = assets / CONFIG_FILE
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); restore or remove it") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} is damaged: no JSON object; restore or remove it")
+    return entries
 
 
 def choose_family(architecture: Architecture, assets: Path, *, wanted: str | None) -> Family:
@@ -96,8 +107,7 @@ def choose_family(architecture: Architecture, assets: Path, *, wanted: str | Non
     known = families()
     if wanted is not None and wanted not in known:
         raise CheckpointError(f"--family {wanted}: not known; known are {', '.join(known)}")
-    original = assets / CONFIG_FILE
-    said = json.loads(original.read_text()).get("model_type") if original.is_file() else None
+    said = _original(assets).get("model_type")
     candidates = [known[wanted]] if wanted else list(known.values())
     candidates.sort(key=lambda family: family.model_type != said)
     reasons = []

@@ -11,6 +11,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.differences import architecture_differences
 from megatron_distill.models.hugging_face.rules import Rule
 from megatron_distill.models.hugging_face.settings import Setting
+from megatron_distill.models.hugging_face.validation import check_values, config_errors, one_line
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -41,7 +42,9 @@ class Family:
         fields: dict[str, Any] = {}
         for setting in self.settings:
             fields |= setting.read(config)
-        return Architecture(**fields)
+        architecture = Architecture(**fields)
+        check_values(architecture)
+        return architecture
 
     def config(self, architecture: Architecture, carried: Mapping[str, Any]) -> Any:
         """Return the configuration of `transformers` that describes an architecture.
@@ -57,15 +60,13 @@ class Family:
             entries |= setting.write(architecture)
         try:
             config = AutoConfig.for_model(self.model_type, **entries)
-        except (ValueError, TypeError) as error:  # what its own validation refuses
-            raise CheckpointError(f"{self.model_type}: {_first_line(error)}") from error
-        differences = architecture_differences(self.architecture(config), architecture)
+            said = self.architecture(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.model_type}: {error}") from error
+        except config_errors() as error:
+            raise CheckpointError(f"{self.model_type}: {one_line(error)}") from error
+        differences = architecture_differences(said, architecture)
         if differences:
             raise CheckpointError(f"{self.model_type}: {'; '.join(differences)}")
         config.architectures = [self.model_class]
         return config
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -113,7 +113,7 @@ class SafetensorsFolder:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         place = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); copy it again") from error
     named = isinstance(place, Mapping) and all(isinstance(file, str) for file in place.values())
     if not named or any(Path(file).name != file for file in place.values()):

@@ -20,7 +20,8 @@ from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.folder import SafetensorsFolder
 from megatron_distill.models.hugging_face.rules import Piece, Run
-from megatron_distill.models.parameters import Parameter, Place, parameters, placed
+from megatron_distill.models.hugging_face.validation import config_errors, one_line
+from megatron_distill.models.parameters import Parameter, Place, parameters, placed, places
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5
@@ -46,7 +47,10 @@ def describe(folder: Path) -> ModelDescription:
     entries = _entries(path)
     family = family_named(entries.get("model_type"), where=str(path))
     if entries.get("quantization_config"):
-        raise CheckpointError(f"{path}: the weights are quantised; use the model's full weights")
+        raise CheckpointError(
+            f"{path}: quantization_config is given, so the weights are quantised; use the model's "
+            "full weights"
+        )
     from transformers import AutoConfig
 
     try:
@@ -54,8 +58,8 @@ def describe(folder: Path) -> ModelDescription:
         return ModelDescription(family, family.architecture(config))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+    except config_errors() as error:
+        raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -108,6 +112,7 @@ class HuggingFaceWeights:
         self._files = SafetensorsFolder(folder)
         self._bare = self._is_bare()
         self._parameters = {parameter.key: parameter for parameter in parameters(self.architecture)}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def file_sizes(self) -> dict[Path, int]:
         """The files that hold the weights, and their bytes."""
@@ -117,10 +122,16 @@ class HuggingFaceWeights:
         """Return the Hugging Face tensors that make one of ours."""
         return pieces_of(self.family, self.architecture, self._parameters[key], place)
 
-    def dtype(self, key: str, place: Place) -> torch.dtype:
-        """Return the dtype of one of our tensors: the widest of those that make it."""
-        spelled = [self._files.dtype(self._stored(p.name)) for p in self.pieces(key, place)]
-        return reduce(torch.promote_types, [_DTYPES[name] for name in spelled])
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of one of our tensors: the widest that makes it, in any layer."""
+        if key not in self._dtypes:
+            spelled = {
+                self._files.dtype(self._stored(named.name))
+                for place in places(self._parameters[key], self.architecture)
+                for named in self.pieces(key, place)
+            }
+            self._dtypes[key] = reduce(torch.promote_types, (_DTYPES[name] for name in spelled))
+        return self._dtypes[key]
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
         """Copy a window of one of our tensors into `destination`, whose shape is the window's.
@@ -232,10 +243,10 @@ class HuggingFaceWeights:
             self._files.read(self._stored(stored), slice(None))
             for stored in (embedding.name, head.name)
         )
-        if first.shape != second.shape or not first.equal(second):
+        if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.equal(second):
             raise CheckpointError(
-                f"{self._files.folder}: {name} differs from {embedding.name}, though config.json "
-                "says that they are one (tie_word_embeddings); set it to false or remove the head"
+                f"{self._files.folder}: {name} differs from {embedding.name}; by config.json "
+                "they are one (tie_word_embeddings = true); set it to false or remove the head"
             )
         _LOGGER.info("%s: %s is the embedding a second time", self._files.folder, name)
         return True

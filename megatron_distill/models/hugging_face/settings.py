@@ -147,12 +147,20 @@ class HeadSize:
         return {"head_dim": architecture.head_size}
 
 
-def read_rope(parameters: Mapping[str, Any]) -> Fields:
-    """Return the rotary fields that standardised `rope_parameters` say; raises CheckpointError."""
+def read_rope(parameters: Mapping[str, Any], *, may_be_partial: bool = False) -> Fields:
+    """Return the rotary fields that standardised `rope_parameters` say; raises CheckpointError.
+
+    Most families turn whole heads, whatever `partial_rotary_factor` says.
+    """
     kind = parameters["rope_type"]
+    fraction = float(parameters.get("partial_rotary_factor", 1.0))
+    if fraction != 1.0 and not may_be_partial:
+        raise CheckpointError(
+            f"partial_rotary_factor is {fraction}; this family turns whole heads, remove it"
+        )
     fields: Fields = {
         "rope_base": float(parameters["rope_theta"]),
-        "rotary_fraction": float(parameters.get("partial_rotary_factor", 1.0)),
+        "rotary_fraction": fraction,
     }
     if kind == "default":
         return fields
@@ -173,10 +181,10 @@ def read_rope(parameters: Mapping[str, Any]) -> Fields:
     return {**fields, "rope_scaling": scaling}
 
 
-def write_rope(architecture: Architecture) -> dict[str, Any]:
+def write_rope(architecture: Architecture, *, may_be_partial: bool = False) -> dict[str, Any]:
     """Return `rope_parameters` of an architecture, as `transformers` 5 writes them."""
     parameters: dict[str, Any] = {"rope_theta": architecture.rope_base, "rope_type": "default"}
-    if architecture.rotary_fraction != 1.0:
+    if architecture.rotary_fraction != 1.0 and may_be_partial:
         parameters["partial_rotary_factor"] = architecture.rotary_fraction
     scaling = architecture.rope_scaling
     if scaling is not None:
@@ -192,15 +200,18 @@ def write_rope(architecture: Architecture) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions, the same in every layer."""
+    """Rotary positions, the same in every layer; `may_be_partial`: of a part of each head."""
+
+    may_be_partial: bool = False
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
-        return read_rope(theirs.rope_parameters)
+        return read_rope(theirs.rope_parameters, may_be_partial=self.may_be_partial)
 
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
-        return {"rope_parameters": write_rope(architecture)}
+        rope = write_rope(architecture, may_be_partial=self.may_be_partial)
+        return {"rope_parameters": rope}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.rules import FusedQKV, Rule, Same
@@ -16,6 +17,7 @@ from megatron_distill.models.hugging_face.settings import (
     Only,
 )
 
+_LOGGER = get_logger(__name__)
 _LAYER = "transformer.h.{layer}."
 _ATTENTION = "decoder.layers.self_attention."
 _MLP = "decoder.layers.mlp."
@@ -36,6 +38,25 @@ class _Widths:
     def write(self, architecture: Architecture) -> Entries:
         """See `Setting`."""
         return {"n_inner": architecture.ffn_hidden_size}
+
+
+@dataclass(frozen=True)
+class _HiddenDropout:
+    """One rate behind embeddings and sublayers; where there are two, the sublayers' is taken."""
+
+    def read(self, theirs: Any) -> Fields:
+        """See `Setting`."""
+        if theirs.embd_pdrop != theirs.resid_pdrop:
+            _LOGGER.warning(
+                "embd_pdrop %s: embeddings get the rate of resid_pdrop, %s, when this is trained",
+                theirs.embd_pdrop,
+                theirs.resid_pdrop,
+            )
+        return {"hidden_dropout": theirs.resid_pdrop}
+
+    def write(self, architecture: Architecture) -> Entries:
+        """See `Setting`."""
+        return dict.fromkeys(("embd_pdrop", "resid_pdrop"), architecture.hidden_dropout)
 
 
 def _both(ours: str, theirs: str) -> dict[str, Rule]:
@@ -64,7 +85,7 @@ FAMILY = Family(
         Field("tied_embeddings", "tie_word_embeddings"),
         Field("init_std", "initializer_range"),
         Field("attention_dropout", "attn_pdrop"),
-        Field("hidden_dropout", "resid_pdrop"),
+        _HiddenDropout(),
         Choice(
             "activation",
             "activation_function",

@@ -2,7 +2,13 @@
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.settings import Experts, HeadSize, Rope, WindowEverywhere
+from megatron_distill.models.hugging_face.settings import (
+    Experts,
+    HeadSize,
+    Off,
+    Rope,
+    WindowEverywhere,
+)
 
 FAMILY = Family(
     model_type="mixtral",
@@ -15,6 +21,7 @@ FAMILY = Family(
         Rope(),
         WindowEverywhere(),
         Experts("num_local_experts", "intermediate_size"),
+        Off("router_jitter_noise"),
     ),
     tensors={
         **like.ENDS,

@@ -19,7 +19,7 @@ FAMILY = Family(
         like.RMS_NORM,
         like.SWIGLU,
         HeadSize(is_implied=True),
-        Rope(),
+        Rope(may_be_partial=True),
         WindowEverywhere(),
         Field("hidden_dropout", "resid_pdrop"),
     ),

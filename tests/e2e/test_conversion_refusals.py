@@ -1,0 +1,277 @@
+"""What a user of the conversion can get wrong ends both ranks with one message, and writes nothing.
+
+Regimes: a traceback; a rank that waits for one that has gone; a folder that is half-written, or
+gone although nothing took its place; a pickle that is opened; a checkpoint of another shape.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.hugging_face_models import save_model, stored_tensors
+from tests.distributed.pool import Pool
+from tests.e2e.converting import contents, convert
+from tests.e2e.failing import message
+
+
+@pytest.fixture(scope="module")
+def made(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as `transformers` writes it in hf/, and its checkpoint in checkpoint/."""
+    root = tmp_path_factory.mktemp("made")
+    save_model(root / "hf", "llama2")
+    endings = convert(pool, "import", "--hf", root / "hf", "--output", root / "checkpoint")
+    assert [ending.status for ending in endings] == [0, 0], endings
+    return root
+
+
+@pytest.fixture
+def checkpoint(made: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(made / "checkpoint", tmp_path / "checkpoint"))
+
+
+def refused(pool: Pool, folder: Path, *words: object, **how: int) -> str:
+    """Convert what must be refused; return the message, having looked that nothing was written."""
+    before = sorted(folder.rglob("*")), contents(folder)
+    said = message(convert(pool, *words, **how))  # type: ignore[arg-type]
+    assert (sorted(folder.rglob("*")), contents(folder)) == before
+    return said
+
+
+def exported(pool: Pool, checkpoint: Path, *words: object) -> str:
+    output = checkpoint.parent / "out"
+    return refused(
+        pool, checkpoint.parent, "export", "--checkpoint", checkpoint, "--hf", output, *words
+    )
+
+
+def describe_as(**architecture: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "description.json"
+        description = json.loads(path.read_text())
+        description["architecture"] |= architecture
+        path.write_text(json.dumps(description))
+
+    return change
+
+
+def cut(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def fill(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+METADATA, SHARD, DESCRIPTION = ".metadata", "__1_0.distcp", "description.json"
+WORDS = "embedding.word_embeddings.weight"
+# what happens to a checkpoint -> what the message must hold
+DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no metadata": (lambda f: (f / METADATA).unlink(), (METADATA, "is missing")),
+    "empty metadata": (cut(METADATA, 0), (METADATA, "damaged")),
+    "cut metadata": (cut(METADATA, 999), (METADATA, "damaged")),
+    "garbage for metadata": (fill(METADATA, b"\x80\x05garbage"), (METADATA, "damaged")),
+    "text for metadata": (fill(METADATA, b"not a pickle"), (METADATA, "damaged")),
+    "another object": (fill(METADATA, pickle.dumps({"a": 1})), (METADATA, "damaged")),
+    "an object that only looks alike": (
+        fill(METADATA, pickle.dumps(Namespace(storage_meta=None, storage_data={}))),
+        (METADATA, "it holds Namespace"),
+    ),
+    "a shard gone": (lambda f: (f / SHARD).unlink(), ("is damaged", SHARD)),
+    "a cut shard": (cut(SHARD, 5000), ("is damaged",)),
+    "an empty shard": (cut(SHARD, 0), ("is damaged",)),
+    "no description": (lambda f: (f / DESCRIPTION).unlink(), ("no complete checkpoint",)),
+    "cut description": (cut(DESCRIPTION, 30), (DESCRIPTION, "damaged")),
+    "bytes for a description": (fill(DESCRIPTION, b"\xff\xfe"), (DESCRIPTION, "damaged")),
+    "another width": (describe_as(hidden_size=40), (WORDS, "[203, 32]", "[203, 40]")),
+    "another vocabulary": (describe_as(vocab_size=204), (WORDS, "[203, 32]", "[204, 32]")),
+    "another depth": (describe_as(num_layers=4), ("[3, 32]", "[4, 32]")),
+    "biases": (describe_as(qkv_bias=True), ("has no tensor", "linear_qkv.bias")),
+    "experts": (
+        describe_as(moe={"num_experts": 2, "top_k": 1, "ffn_hidden_size": 48}),
+        ("has no tensor", "router"),
+    ),
+    "another release": (describe_as(wings=2), ("another release", "wings")),
+    "no architecture": (
+        lambda f: (f / DESCRIPTION).write_text(
+            json.dumps(json.loads((f / DESCRIPTION).read_text()) | {"architecture": 3})
+        ),
+        (DESCRIPTION, "damaged"),
+    ),
+    "the original's configuration": (
+        fill("hugging_face/config.json", b"{"), ("hugging_face/config.json", "damaged")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) -> None:
+    damage, parts = DAMAGED[case]
+    damage(checkpoint)
+    said = exported(pool, checkpoint)
+    assert str(checkpoint) in said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "iter_0000010/mp_rank_00/model_optim_rng.pt", "mp_rank_00/model_optim_rng.pt",
+        "mp_rank_00_000/model_rng.pt", "model.pt", "pytorch_model.bin",
+    ],
+)  # fmt: skip
+def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) -> None:
+    path = tmp_path / "checkpoint" / place
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    folder = tmp_path / "checkpoint"
+    said = exported(pool, folder)
+    assert f"{path} is a pickle" in said
+    assert "refused" in said
+    output = tmp_path / "out"
+    named = refused(pool, tmp_path, "export", "--checkpoint", path, "--hf", output)
+    assert named == said
+
+
+WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "float64": (("--dtype", "float64"), ("--dtype float64", "bfloat16")),
+    "int8": (("--dtype", "int8"), ("--dtype int8", "float32")),
+    "a size of words": (("--max-shard-size", "large"), ("--max-shard-size large", "5GB")),
+    "no size": (("--max-shard-size", ""), ("--max-shard-size", "5GB")),
+    "nothing": (("--max-shard-size", "0"), ("--max-shard-size 0",)),
+    "negative": (("--max-shard-size=-5GB",), ("--max-shard-size -5GB",)),
+    "endless": (("--max-shard-size", "infGB"), ("--max-shard-size infGB",)),
+    "unknown family": (("--family", "bloom"), ("--family bloom", "gpt2, llama")),
+    "another family": (("--family", "gpt2"), ("gpt2: ", "norm is 'layernorm' there")),
+    "no window": (("--family", "gemma2"), ("gemma2: ", "post_norms is True there")),
+    "no tokenizer": (("--tokenizer", "/proc"), ("--tokenizer /proc", "no tokenizer files")),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WORDS)
+def test_a_wrong_request_is_named(pool: Pool, made: Path, tmp_path: Path, case: str) -> None:
+    words, parts = WRONG_WORDS[case]
+    checkpoint = made / "checkpoint"
+    output = tmp_path / "out"
+    said = refused(
+        pool, tmp_path, "export", "--checkpoint", checkpoint, "--hf", output, *words
+    )  # fmt: skip
+    for part in parts:
+        assert part in said
+
+
+def test_an_import_of_a_wrong_type_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
+    words = ("import", "--hf", made / "hf", "--output", tmp_path / "out", "--dtype", "float8")
+    assert "--dtype float8" in refused(pool, tmp_path, *words)
+
+
+@pytest.fixture(params=["import", "export"])
+def words(request: pytest.FixtureRequest, made: Path) -> tuple[object, ...]:
+    """The command up to its output, either way."""
+    if request.param == "import":
+        return ("import", "--hf", made / "hf", "--output")
+    return ("export", "--checkpoint", made / "checkpoint", "--hf")
+
+
+def test_an_output_is_replaced_only_if_asked(
+    pool: Pool, made: Path, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    output = tmp_path / "out"
+    (output / "inner").mkdir(parents=True)
+    (output / "inner" / "notes").write_text("mine")
+    said = refused(pool, tmp_path, *words, output)
+    assert f"{output} is not empty" in said
+    assert "--overwrite" in said
+    link = tmp_path / "link"
+    link.symlink_to(output)
+    endings = convert(pool, *words, link, "--overwrite")
+    assert [ending.status for ending in endings] == [0, 0]
+    assert link.is_symlink()
+    assert not (output / "inner").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+    if words[0] == "export":
+        expected, found = stored_tensors(made / "hf"), stored_tensors(output)
+        assert all(found[name].equal(value) for name, value in expected.items())
+
+
+def test_an_output_that_cannot_be_a_folder(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    file = tmp_path / "file"
+    assert f"{file} is a file" in refused(pool, tmp_path, *words, file, "--overwrite")
+    below = refused(pool, tmp_path, *words, file / "out")
+    assert f"cannot write {file}/out: Not a directory" in below
+    assert "name another folder" in below
+    for output in ("/proc/out", "/"):
+        assert "folder" in refused(pool, tmp_path, *words, output, "--overwrite")
+
+
+def test_a_source_is_not_replaced_by_what_is_read_from_it(
+    pool: Pool, made: Path, words: tuple[object, ...]
+) -> None:
+    for output in (words[2], made):
+        said = refused(pool, made, *words, output, "--overwrite")
+        assert f"{output} is or holds {words[2]}, which is read" in said
+
+
+def test_too_little_space_is_found_before_anything_is_written(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    said = refused(pool, tmp_path, *words, tmp_path / "out", free=100_000)
+    assert f"no space left for {tmp_path}/out" in said
+    assert "0.00 GB are free" in said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fills_up_on_one_rank_ends_both(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...], failing: int
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes").write_text("mine")
+    cap = ("--max-shard-size", "60KB") if words[0] == "export" else ()
+    before = contents(tmp_path)
+    endings = convert(pool, *words, output, "--overwrite", *cap, limits={failing: 20_000})
+    said = message(endings)
+    assert f"writing {output} failed" in said
+    assert "File too large" in said
+    assert f"rank {failing}" in said
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
+    pool: Pool, made: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
+    said = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
+    assert f"{folder}/model.safetensors is truncated or damaged" in said
+    assert "writing" not in said
+
+
+def test_what_a_killed_start_left_behind_is_cleared_away(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    output, partial, aside = (tmp_path / name for name in ("out", "out.partial", "out.old.partial"))
+    for folder in (partial, aside):  # killed between the two renames
+        folder.mkdir()
+        (folder / "notes").write_text("mine")
+    said = message(convert(pool, *words, output))
+    assert f"{output} is not empty" in said
+    assert [path.name for path in output.iterdir()] == ["notes"], "it has its name again"
+    aside.mkdir()  # killed while the old content was removed
+    (aside / "notes").write_text("mine")
+    endings = convert(pool, *words, output, "--overwrite")
+    assert [ending.status for ending in endings] == [0, 0], endings
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (output / "notes").exists()

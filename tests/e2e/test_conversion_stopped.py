@@ -1,0 +1,178 @@
+"""A conversion that is interrupted, killed, or runs out of disk leaves what was there before.
+
+Regimes: a signal in the middle of a file, to one process and to torchrun; a second signal while the
+first is being obeyed; SIGKILL; a real disk that is full sooner than it said; one that is read-only.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.hugging_face_models import save_model, stored_tensors
+from tests.distributed.pool import Pool
+from tests.e2e.converting import TOOL, contents, convert
+from tests.e2e.failing import message
+from tests.e2e.processes import SIGNALLING_TORCHRUN, TORCHRUN, torchrun
+from tests.e2e.runs import environment
+
+Sources = dict[str, tuple[str, ...]]
+
+
+def commands(pool: Pool, root: Path, **changes: int) -> Sources:
+    """Make a model and its checkpoint; return the commands that convert them, up to the output."""
+    save_model(root / "hf", "llama2", **changes)
+    endings = convert(pool, "import", "--hf", root / "hf", "--output", root / "checkpoint")
+    assert [ending.status for ending in endings] == [0, 0], endings
+    return {
+        "import": ("import", "--hf", str(root / "hf"), "--output"),
+        "export": ("export", "--checkpoint", str(root / "checkpoint"), "--hf"),
+    }
+
+
+@pytest.fixture(scope="module")
+def small(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """Half a megabyte."""
+    return commands(pool, tmp_path_factory.mktemp("small"), hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def large(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """So many bytes that writing them takes longer than noticing that it began."""
+    root = tmp_path_factory.mktemp("large")
+    return commands(pool, root, vocab_size=300_000, hidden_size=256)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_real_disk_that_fills_up_while_converting(
+    pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str, world: int
+) -> None:
+    disk = small_disk("400k")
+    output = disk / "out"
+    output.mkdir()
+    (output / "notes").write_text("mine")
+    before = contents(disk)
+    words = (*small[command], output, "--overwrite")
+    said = message(convert(pool, *words, world=world, free=1 << 40))
+    assert f"writing {output} failed" in said
+    assert "No space left on device" in said
+    assert contents(disk) == before
+    assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_parent_that_cannot_be_written(
+    pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str
+) -> None:
+    disk = small_disk("9m")
+    assert "is a mount point" in message(convert(pool, *small[command], disk))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    said = message(convert(pool, *small[command], disk / "out"))
+    assert f"cannot write {disk}/out: Read-only file system" in said
+
+
+def is_writing(output: Path) -> bool:
+    partial = output.with_name(f"{output.name}.partial")
+    files = [*partial.glob("*.distcp"), *partial.glob("*.safetensors")]
+    return any(file.stat().st_size > 2**20 for file in files if file.exists())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_an_interrupted_conversion_leaves_what_was_there(
+    large: Sources, tmp_path: Path, command: str, number: signal.Signals
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes").write_text("mine")
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *large[command], str(output), "--overwrite"],
+        env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not is_writing(output):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    process.send_signal(number)
+    time.sleep(0.01)
+    if process.poll() is None:
+        process.send_signal(number)  # as by an impatient user, or by torchrun too
+    written, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said + written
+    assert "stopped; nothing was written" in said
+    assert contents(tmp_path) == {"out/notes": b"mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, SIGNALLING_TORCHRUN], ids=["torchrun", "wrapper"])
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_two_interrupted_ranks_leave_what_was_there(
+    large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
+) -> None:
+    output = tmp_path / "folder" / "out"
+    output.mkdir(parents=True)
+    (output / "notes").write_text("mine")
+    words = [*large[command], str(output), "--overwrite"]
+    with torchrun(tmp_path, words, launcher=launcher, script=TOOL) as started:
+        started.wait_until(lambda: is_writing(output))
+        started.look()
+        began = time.monotonic()
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait() != 0
+        started.wait_for_all()
+        assert time.monotonic() - began < 20
+    said = started.log.read_text()
+    assert "stopped; nothing was written" in said, said
+    assert started.statuses()[0] in ("130", "143"), said
+    assert contents(output.parent) == {"out/notes": b"mine"}
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
+    large: Sources, tmp_path: Path, command: str
+) -> None:
+    output = tmp_path / "folder" / "out"
+    output.mkdir(parents=True)
+    (output / "notes").write_text("mine")
+    words = [*large[command], str(output), "--overwrite"]
+    with torchrun(tmp_path, words, script=TOOL) as started:
+        started.wait_until(lambda: is_writing(output))
+        started.look()
+        started.end()
+        started.wait_for_all()
+    assert sorted(path.name for path in output.parent.iterdir()) == ["out", "out.partial"]
+    assert contents(output) == {"notes": b"mine"}
+    finished = subprocess.run(
+        [sys.executable, str(TOOL), *words],
+        env=environment(), check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    assert not (output / "notes").exists()
+    if command == "export":
+        expected, found = stored_tensors(Path(large["import"][2])), stored_tensors(output)
+        assert expected.keys() == found.keys()
+        assert all(found[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_torchrun_ends_both_ranks_with_one_message(large: Sources, tmp_path: Path) -> None:
+    words = [*large["export"], str(tmp_path / "out"), "--dtype", "float64"]
+    with torchrun(tmp_path, words, script=TOOL) as started:
+        assert started.wait() == 1
+        started.wait_for_all()
+    said = started.log.read_text()
+    assert started.statuses() == ["1", "1"], said
+    assert said.count("--dtype float64: not a dtype of weights") == 1, said
+    assert f'File "{TOOL}"' not in said, "a traceback of a rank"
