@@ -1,6 +1,7 @@
 """Text from a trained student: launch/generate.py --run FOLDER --prompt TEXT.
 
-Runs in one process as it is, or under torchrun in the layout that `parallel` names.
+Runs in one process as it is, or under torchrun in the layout that `parallel` names. With --hf the
+text is written by `transformers` from an exported folder.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True, help="output folder of the student's run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", help="output folder of the student's run")
+    source.add_argument("--hf", type=Path, help="Hugging Face folder, in place of a run")
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="most tokens to write")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
@@ -56,6 +59,8 @@ def _parse() -> argparse.Namespace:
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> str:
     """Return prompt and continuation on the first rank; every rank takes part."""
+    if arguments.hf is not None:
+        return _write_by_transformers(arguments, launch)
     with launch.together("configuration"):
         config = load_trained_run(
             arguments.run,
@@ -74,13 +79,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
             prompt, eos_id = said[0]
             if not prompt:
                 raise ConfigError("--prompt is empty: give at least one character")
-            sampling = Sampling(
-                max_new_tokens=arguments.tokens,
-                temperature=arguments.temperature,
-                top_p=arguments.top_p,
-                seed=arguments.seed,
-                eos_id=eos_id,
-            )
+            sampling = _sampling(arguments, eos_id=eos_id)
             (written,) = generate(
                 next_token,
                 torch.tensor([prompt]),
@@ -88,6 +87,24 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
                 max_context=config.data.sequence_length,
             )
             return tokenizer.decode([*prompt, *written]) if tokenizer is not None else ""
+
+
+def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> str:
+    from megatron_distill.evaluation.hugging_face_text import write_text
+
+    if arguments.overrides or launch.size > 1:
+        raise ConfigError("--hf runs in one process and takes no key=value; leave both out")
+    return write_text(arguments.hf, arguments.prompt, _sampling(arguments, eos_id=None))
+
+
+def _sampling(arguments: argparse.Namespace, *, eos_id: int | None) -> Sampling:
+    return Sampling(
+        max_new_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        eos_id=eos_id,
+    )
 
 
 if __name__ == "__main__":

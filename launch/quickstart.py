@@ -65,8 +65,13 @@ class Flow:
         return self.place / "student_alone_with_teacher.json"
 
     @property
+    def exported(self) -> Path:
+        """The distilled student as a Hugging Face folder."""
+        return self.place / "student_hf"
+
+    @property
     def sample_file(self) -> Path:
-        """Text by the distilled student."""
+        """Text by the distilled student, as `transformers` writes it."""
         return self.place / "sample.txt"
 
 
@@ -173,6 +178,8 @@ def remove(flow: Flow) -> None:
         run.summary_file.unlink(missing_ok=True)
     flow.agreement_file.unlink(missing_ok=True)
     flow.sample_file.unlink(missing_ok=True)
+    if flow.exported.is_dir():
+        shutil.rmtree(flow.exported)
 
 
 def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
@@ -188,14 +195,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
     summaries = [summarize(teacher), _beside_teacher(flow, alone), summarize(distilled)]
     losses = [_held_out_loss(summary, flow) for summary in summaries]
     brought = margin(teacher=losses[0], alone=losses[1], distilled=losses[2])
-    sample = ask(
-        ROOT / "launch" / "generate.py",
-        [
-            *("--run", str(flow.distilled.folder), "--text", str(flow.sample_file)),
-            *("--prompt", PROMPT, "--tokens", str(SAMPLE_TOKENS)),
-        ],
-        answer=flow.sample_file,
-    )
+    sample = _sample(flow)
     picture = plot_losses(
         [alone, distilled],
         flow.place / "curves.png",
@@ -205,14 +205,37 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
     (flow.place / "result.md").write_text(markdown_table(summaries), encoding="utf-8")
     _show(summaries, brought, console)
     checkpoints = sorted(flow.distilled.folder.glob("checkpoints/step_*[0-9]"))
-    console.print(f"\ncurves    {picture}\nstudent   {checkpoints[-1]}", markup=False)
-    console.print("\n[bold]The distilled student writes[/bold]\n")
+    places = {"curves": picture, "student": checkpoints[-1], "exported": flow.exported}
+    console.print()
+    for name, place in places.items():
+        console.print(f"{name:<9} {place}", markup=False)
+    console.print("\n[bold]The exported student writes, by transformers[/bold]\n")
     console.print(sample, markup=False)
     return {
         "seed": flow.seed,
         "runs": [vars(summary) for summary in summaries],
         "margin": vars(brought),
     }
+
+
+def _sample(flow: Flow) -> str:
+    """Export the distilled student and return text that `transformers` writes with it."""
+    ask(
+        ROOT / "tools" / "convert_checkpoint.py",
+        [
+            *("export", "--checkpoint", str(flow.distilled.folder)),
+            *("--hf", str(flow.exported), "--overwrite"),
+        ],
+        answer=flow.exported / "config.json",
+    )
+    return ask(
+        ROOT / "launch" / "generate.py",
+        [
+            *("--hf", str(flow.exported), "--text", str(flow.sample_file)),
+            *("--prompt", PROMPT, "--tokens", str(SAMPLE_TOKENS)),
+        ],
+        answer=flow.sample_file,
+    )
 
 
 def _announce(run: ChildRun, console: Console, number: str, *, seed: int) -> None:

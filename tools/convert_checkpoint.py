@@ -26,16 +26,21 @@ from megatron_distill.runtime.world import joined_world
 def main() -> int:
     """Run the command and return its exit status."""
     arguments = _parse()
-    log.configure(int(os.environ.get("RANK", "0")))
-    launch = Launch.from_environment()
+    rank = int(os.environ.get("RANK", "0"))
+    log.configure(rank)
     interruption = Interruption()
     try:
-        with interruption:
-            return launch.status_of(lambda: _convert(arguments, launch))
+        return _run(arguments, interruption)
     except KeyboardInterrupt:
-        if launch.rank == 0:
+        if rank == 0:
             sys.stderr.write("stopped; nothing was written\n")
         return interruption.status
+
+
+def _run(arguments: argparse.Namespace, interruption: Interruption) -> int:
+    with interruption:
+        launch = Launch.from_environment()
+        return launch.status_of(lambda: _convert(arguments, launch))
 
 
 def _parse() -> argparse.Namespace:

@@ -31,6 +31,8 @@ def architecture_differences(there: Architecture, here: Architecture) -> list[st
 def _flat(architecture: Mapping[str, object]) -> dict[str, object]:
     """Flatten an architecture to dotted names, less what leaves the model as it is."""
     flat: dict[str, object] = {}
+    if architecture["sliding_layers"] == tuple(range(int(str(architecture["num_layers"])))):
+        architecture = {**architecture, "sliding_layers": None}  # two ways to say all of them
     for key, value in architecture.items():
         if isinstance(value, Mapping):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})

@@ -23,6 +23,45 @@ class WeightSource(Protocol):
         """
         ...
 
+    def read(
+        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return a window as it lies in one file, unread, or None where it does not.
+
+        The window has real rows only.
+        """
+        ...
+
+
+class WindowReader:
+    """Windows of a source for one look each: as they lie, or put together in one kept buffer.
+
+    The buffer is kept because memory that is new is slow at its first touch.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(
+        self,
+        key: str,
+        place: Place,
+        start: Sequence[int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return a window in `dtype`, valid until the next is read, not to be written to."""
+        found = self._source.read(key, place, start, shape)
+        if found is not None and found.dtype == dtype:
+            return found
+        count = torch.Size(shape).numel() * dtype.itemsize
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(count, dtype=torch.uint8)
+        window = self._buffer[:count].view(dtype).view(shape)
+        self._source.read_into(window, key, place, start)
+        return window
+
 
 @torch.no_grad()
 def fill(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import Parameter, Place, placed
-from megatron_distill.models.weights import WeightSource
+from megatron_distill.models.weights import WeightSource, WindowReader
 from megatron_distill.train.checkpoint_writer import RankWriter, first_failure
 
 _BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time
@@ -58,20 +60,41 @@ class Block:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def blocks_of(architecture: Architecture, dtype_of: Callable[[str], torch.dtype]) -> list[Block]:
-    """Cut all tensors into blocks, in the order of the model's computation."""
+class CutSource(WeightSource, Protocol):
+    """A source that knows how its tensors are best cut."""
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor, the same at every place."""
+        ...
+
+    def cuts(self, key: str, place: Place) -> Sequence[int]:
+        """Return rows, 0 among them, between which a tensor lies in one piece."""
+        ...
+
+
+def blocks_of(
+    architecture: Architecture, source: CutSource, *, dtype: torch.dtype | None
+) -> list[Block]:
+    """Cut all tensors into blocks, in the order of the model's computation.
+
+    `dtype` None keeps each tensor's own.
+    """
     return [
-        block
+        Block(parameter, place, wanted, start, stop - start)
         for parameter, place in placed(architecture)
-        for block in _blocks(parameter, place, dtype_of(parameter.key))
+        for wanted in (dtype or source.dtype(parameter.key),)
+        for start, stop in _rows(parameter, source.cuts(parameter.key, place), wanted)
     ]
 
 
-def _blocks(parameter: Parameter, place: Place, dtype: torch.dtype) -> Iterator[Block]:
+def _rows(
+    parameter: Parameter, cuts: Sequence[int], dtype: torch.dtype
+) -> Iterator[tuple[int, int]]:
     row_bytes = torch.Size(parameter.shape[1:]).numel() * dtype.itemsize
-    rows = max(1, _BLOCK_BYTES // row_bytes)
-    for start in range(0, parameter.shape[0], rows):
-        yield Block(parameter, place, dtype, start, min(rows, parameter.shape[0] - start))
+    most = max(1, _BLOCK_BYTES // row_bytes)
+    for first, last in pairwise([*cuts, parameter.shape[0]]):
+        for start in range(first, last, most):
+            yield start, min(start + most, last)
 
 
 def shares(blocks: list[Block], size: int) -> list[list[Block]]:
@@ -135,7 +158,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         super().__init__()
         self._blocks = {_index(block): block for block in blocks}
         self._architecture = architecture
-        self._source = source
+        self._windows = WindowReader(source)
         self._done = done
 
     def create_local_plan(self) -> SavePlan:
@@ -148,9 +171,10 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         block = self._blocks[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
-        tensor = torch.empty(block.shape, dtype=block.dtype)
         start = (block.start, *(0 for _ in block.shape[1:]))
-        self._source.read_into(tensor, block.parameter.key, block.place, start)
+        key = block.parameter.key
+        tensor = self._windows.read(key, block.place, start, block.shape, block.dtype)
+        tensor = _alone(tensor)
         self._done(block.nbytes)
         return tensor.view(*(1 for _ in block.place), *block.shape)
 
@@ -169,6 +193,12 @@ class _StreamingPlanner(DefaultSavePlanner):
                 size=torch.Size([*leading, *block.parameter.shape]),
             ),
         )
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor of its own; torch's writer copies parts of larger ones."""
+    plain = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)
 
 
 def _index(block: Block) -> MetadataIndex:

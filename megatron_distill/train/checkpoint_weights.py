@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    LoadPlan,
-    ReadItem,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.validation import one_line
 from megatron_distill.models.parameters import Place, parameters
-
-METADATA_FILE = ".metadata"
-# What reading a damaged pickle, or torch's archive around one, raises.
-UNPICKLING_ERRORS = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+from megatron_distill.train.mapped_chunks import MappedChunks
 
 
 class CheckpointWeights:
@@ -54,10 +26,9 @@ class CheckpointWeights:
     def __init__(self, folder: Path, architecture: Architecture) -> None:
         self.folder = folder
         self.architecture = architecture
-        self._reader = FileSystemReader(str(folder))
-        metadata = self._read_metadata()
+        self._chunks = MappedChunks(folder)
         self._parameters = {parameter.key: parameter for parameter in parameters(architecture)}
-        self._stored = {key: self._find(metadata, key) for key in self._parameters}
+        self._stored = {key: self._find(key) for key in self._parameters}
         self._check_shapes()
 
     def dtype(self, key: str) -> torch.dtype:
@@ -66,42 +37,42 @@ class CheckpointWeights:
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
         """Copy a window of the tensor at `place` into `destination`; see `WeightSource`."""
-        stored = self._stored[key]
         rows = max(0, self._parameters[key].shape[0] - start[0])
         destination[rows:].zero_()
         destination = destination[:rows]
         if not destination.numel():
             return
-        wanted = ChunkStorageMetadata(
-            offsets=torch.Size([*place, *start]),
-            sizes=torch.Size([*(1 for _ in place), *destination.shape]),
-        )
+        wanted = destination.view(*(1 for _ in place), *destination.shape)
+        for at, part in self._parts(key, (*place, *start), wanted.shape):
+            _window(wanted, at, part.shape).copy_(part)
+
+    def read(
+        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return a window as it lies in one file, or None where it must be put together."""
+        leading = tuple(1 for _ in place)
+        parts = self._parts(key, (*place, *start), torch.Size([*leading, *shape]))
+        _, part = next(parts)
+        return part.view(shape) if part.shape == (*leading, *shape) else None
+
+    def _parts(
+        self, key: str, start: tuple[int, ...], shape: torch.Size
+    ) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yield what of a window each chunk holds, and where in the window it belongs."""
+        stored = self._stored[key]
+        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=shape)
         items = create_read_items_for_chunk_list(key, stored, [wanted])
-        if sum(item.lengths.numel() for item in items) != destination.numel():
+        if sum(item.lengths.numel() for item in items) != shape.numel():
             raise self._damaged(f"{key} is not stored as a whole")
-        planner = _Window(destination.view(wanted.sizes) if place else destination)
-        try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
-        except UNPICKLING_ERRORS as error:
-            raise self._damaged(f"{key}: {one_line(error)}") from error
+        for item in items:
+            index = item.storage_index
+            assert index.index is not None
+            sizes = stored.chunks[index.index].sizes
+            chunk = self._chunks.chunk(index, sizes, stored.properties.dtype)
+            yield item.dest_offsets, _window(chunk, item.storage_offsets, item.lengths)
 
-    def _read_metadata(self) -> Metadata:
-        path = self.folder / METADATA_FILE
-        try:
-            metadata = self._reader.read_metadata()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds {type(metadata).__name__}")
-            self._reader.set_up_storage_reader(metadata, is_coordinator=False)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} is missing, without which no checkpoint can be read; use another one"
-            ) from None
-        except UNPICKLING_ERRORS as error:
-            raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
-        return metadata
-
-    def _find(self, metadata: Metadata, key: str) -> TensorStorageMetadata:
-        stored = metadata.state_dict_metadata.get(key)
+    def _find(self, key: str) -> TensorStorageMetadata:
+        stored = self._chunks.metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise self._damaged(f"it has no tensor {key}")
         return stored
@@ -120,20 +91,7 @@ class CheckpointWeights:
         )
 
 
-class _Window(DefaultLoadPlanner):
-    """Puts what is read where it belongs in one tensor."""
-
-    def __init__(self, destination: Tensor) -> None:
-        super().__init__()
-        self._destination = destination
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        window = self._destination
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            window = window.narrow(axis, start, length)
-        return window
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Leave it: it was copied in place."""
+def _window(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for axis, (first, length) in enumerate(zip(start, shape, strict=True)):
+        tensor = tensor.narrow(axis, first, length)
+    return tensor

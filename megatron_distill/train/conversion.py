@@ -54,8 +54,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
         weights = HuggingFaceWeights(source, described)
         weights.check()
         identity = load_tokenizer(source).identity if has_tokenizer(source) else ""
-
-    blocks = blocks_of(described.architecture, lambda key: wanted or weights.dtype(key))
+    blocks = blocks_of(described.architecture, weights, dtype=wanted)
     total = sum(block.nbytes for block in blocks)
     needed = total + len(blocks) * _HEADER_BYTES + _assets_bytes(source)
     with new_folder(output, bytes_needed=needed, overwrite=overwrite) as folder:

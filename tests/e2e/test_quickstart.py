@@ -42,6 +42,8 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
         assert promised in said
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "sample.txt").read_text().startswith("def __init__(self, ")
+    exported = {path.name for path in (tmp_path / "student_hf").iterdir()}
+    assert exported >= {"config.json", "model.safetensors", "tokenizer.json"}
     (checkpoint,) = (tmp_path / "student_distilled" / "checkpoints").iterdir()
     assert str(checkpoint) in said
     steps = [one for one in records(tmp_path / "student_alone") if "validation" not in one]

@@ -46,7 +46,7 @@ def test_what_is_written_is_read_back_by_the_library(
     entries = {name: TensorEntry(value.dtype, tuple(value.shape)) for name, value in values.items()}
     with SafetensorsWriter(path, entries) as writer:
         for name, value in values.items():
-            writer.write(name, value)
+            writer.write(name, [value])
     header = int.from_bytes(path.read_bytes()[:8], "little")
     assert header % 8 == 0
     assert path.stat().st_size == 8 + header + sum(entry.nbytes for entry in entries.values())
@@ -64,7 +64,7 @@ def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
     value = torch.arange(6.0).view(2, 3).t()
     path = tmp_path / "model.safetensors"
     with SafetensorsWriter(path, {"a": TensorEntry(value.dtype, (3, 2))}) as writer:
-        writer.write("a", value)
+        writer.write("a", [value])
     with safe_open(path, framework="pt") as found:
         assert found.get_tensor("a").equal(value)
 

@@ -36,6 +36,11 @@ class Children:
         if script == "evaluate.py":
             self.made.append("evaluation")
             Path(words[words.index("--json") + 1]).write_text('{"top1_agreement": 0.25}')
+        elif script == "convert_checkpoint.py":
+            self.made.append("export")
+            exported = Path(words[words.index("--hf") + 1])
+            exported.mkdir()
+            (exported / "config.json").write_text("{}")
         elif script == "generate.py":
             self.made.append("sample")
             Path(words[words.index("--text") + 1]).write_text("def __init__(self, [x]):")
@@ -119,7 +124,7 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert start(tmp_path) == 0
     assert children.made == [
         *("teacher", "student_alone", "student_distilled"),
-        *("evaluation", "sample"),
+        *("evaluation", "export", "sample"),
     ]
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines()]
@@ -156,7 +161,7 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     stale = tmp_path / "teacher" / "stale"
     stale.touch()
     assert start(tmp_path, "--fresh", "train.micro_batch_size=1") == 0
-    assert len(children.made) == 10
+    assert len(children.made) == 12
     assert not stale.exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
 from megatron_distill.models.hugging_face.rules import Piece
 from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
 from megatron_distill.models.parameters import Parameter, Place, placed
-from megatron_distill.models.weights import WeightSource
+from megatron_distill.models.weights import WeightSource, WindowReader
 from megatron_distill.runtime.collectives import together
+
+_BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,17 @@ def write_files(
     """Write this rank's share of the files and, on the first rank, their index.
 
     `done` is told the bytes of each tensor that has been written. Raises CheckpointError on all
-    ranks where one could not write or read. Memory: one of our tensors and one of theirs.
+    ranks where one could not write or read. Memory: a block of one tensor, and none where it lies
+    in one file as it will in the other.
 
     Collective: world, one all-gather of a short object per rank.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     with together():
         try:
+            windows = WindowReader(source)
             for file in files[rank::size]:
-                _write_file(file, source, folder / file.name, done=done)
+                _write_file(file, windows, folder / file.name, done=done)
             if rank == 0 and len(files) > 1:
                 (folder / INDEX_FILE).write_text(_index(files))
         except OSError as error:
@@ -111,25 +115,30 @@ def write_files(
 
 
 def _write_file(
-    file: PlannedFile, source: WeightSource, path: Path, *, done: Callable[[int], None]
+    file: PlannedFile, windows: WindowReader, path: Path, *, done: Callable[[int], None]
 ) -> None:
     with SafetensorsWriter(path, file.entries) as writer:
         for unit in file.units:
-            ours = torch.empty(unit.parameter.shape, dtype=unit.dtype)
-            start = (0,) * ours.dim()
-            source.read_into(ours, unit.parameter.key, unit.place, start)
             for named in unit.pieces:
-                writer.write(named.name, theirs(ours, named.piece))
+                writer.write(named.name, _parts(windows, unit, named.piece))
             done(unit.nbytes)
 
 
-def theirs(ours: Tensor, piece: Piece) -> Tensor:
-    """Return the Hugging Face tensor that a piece of one of our tensors is; a view where it can."""
-    parts = [
-        ours[run.ours : run.ours + run.rows] for run in sorted(piece.runs, key=lambda r: r.theirs)
-    ]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows.t() if piece.transposed else rows
+def _parts(windows: WindowReader, unit: Unit, piece: Piece) -> Iterator[Tensor]:
+    """Yield a Hugging Face tensor's rows in order, as much of it at once as lies together."""
+    key, shape = unit.parameter.key, unit.parameter.shape
+    origin = (0,) * len(shape)
+    runs = sorted(piece.runs, key=lambda run: run.theirs)
+    if piece.transposed:
+        ours = windows.read(key, unit.place, origin, shape, unit.dtype)
+        yield torch.cat([ours[run.ours : run.ours + run.rows] for run in runs]).t()
+        return
+    most = max(1, _BLOCK_BYTES // (torch.Size(shape[1:]).numel() * unit.dtype.itemsize))
+    for run in runs:
+        for first in range(run.ours, run.ours + run.rows, most):
+            rows = min(most, run.ours + run.rows - first)
+            start = (first, *origin[1:])
+            yield windows.read(key, unit.place, start, (rows, *shape[1:]), unit.dtype)
 
 
 def _index(files: Sequence[PlannedFile]) -> str:

@@ -25,6 +25,7 @@ from megatron_distill.models.parameters import Parameter, Place, parameters, pla
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5
+_FEW_RUNS = 3  # more are heads of queries and keys, too small to be read one by one
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -154,9 +155,25 @@ class HuggingFaceWeights:
                     ours, theirs = run.ours - start[0], run.theirs - span.start
                     destination[ours : ours + run.rows].copy_(part[theirs : theirs + run.rows])
 
-    def read_tensor(self, name: str) -> Tensor:
-        """Return a whole tensor by the family's full name; mapped, not copied."""
-        return self._files.read(self._stored(name), slice(None))
+    def read(
+        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return a window as it lies in its file, or None where it must be put together."""
+        blocks = [
+            (named, block)
+            for named in self.pieces(key, place)
+            for block in _blocks(named.piece.runs, start[0], start[0] + shape[0])
+        ]
+        ((named, block), *others) = blocks
+        if others or len(block) > 1 or named.piece.transposed:
+            return None
+        span = slice(block[0].theirs, block[0].theirs + shape[0])
+        return self._files.read(self._stored(named.name), span, *_columns(start, shape))
+
+    def cuts(self, key: str, place: Place) -> list[int]:
+        """Return our rows from which on another tensor's rows follow, where these are few."""
+        starts = [run.ours for named in self.pieces(key, place) for run in named.piece.runs]
+        return sorted(starts) if len(starts) <= _FEW_RUNS else [0]
 
     def _stored(self, name: str) -> str:
         return name.removeprefix(self.family.prefix) if self._bare else name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -58,13 +58,16 @@ class SafetensorsWriter:
         finally:
             self._stream.close()
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor, which the header names `name`."""
+    def write(self, name: str, parts: Iterable[Tensor]) -> None:
+        """Write the next tensor, which the header names `name`, part after part."""
         expected, entry = self._waiting.pop()
         assert name == expected, (name, expected)
-        assert tensor.dtype == entry.dtype, (tensor.dtype, entry)
-        assert tuple(tensor.shape) == entry.shape, (tensor.shape, entry)
-        self._put(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        left = entry.nbytes
+        for part in parts:
+            assert part.dtype == entry.dtype, (part.dtype, entry)
+            left -= part.nbytes
+            self._put(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+        assert left == 0, (name, entry, left)
 
     def _put(self, data: memoryview) -> None:
         while data:
