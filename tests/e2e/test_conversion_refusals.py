@@ -275,3 +275,27 @@ def test_what_a_killed_start_left_behind_is_cleared_away(
     assert [ending.status for ending in endings] == [0, 0], endings
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (output / "notes").exists()
+
+
+@pytest.mark.parametrize(
+    ("world", "option", "part"),
+    [
+        (2, (), "leave torchrun out"),
+        (1, ("--tokens", "0"), "--tokens 0: compare at least 1"),
+        (1, ("--sequences=-1",), "--sequences -1: compare at least 1"),
+        (1, ("--tokens", "65"), "--tokens 65: the model has 64 positions"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made(
+    pool: Pool, made: Path, world: int, option: tuple[str, ...], part: str
+) -> None:
+    for other in (("--checkpoint", made / "checkpoint"), ("--against", made / "hf")):
+        words = ("verify", "--hf", made / "hf", *other, *option)
+        assert part in refused(pool, made, *words, world=world)
+
+
+def test_a_damaged_tokenizer_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
+    (folder / "tokenizer.json").write_text("{")
+    said = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
+    assert str(folder) in said
