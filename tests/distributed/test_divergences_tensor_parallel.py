@@ -108,7 +108,6 @@ QUICK = [
     (2, torch.float32, SIZES[0]),
     (2, torch.bfloat16, SIZES[1]),
     (4, torch.float32, SIZES[1]),
-    (4, torch.bfloat16, SIZES[0]),
 ]
 
 

@@ -66,7 +66,8 @@ def kill_everything(started: Started) -> None:
     started.wait_for_all()
 
 
-@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
     pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
 ) -> None:
@@ -138,13 +139,8 @@ def assert_ended_well(started: Started, output: Path) -> None:
     assert f"stopped by a signal after step {done}" in said
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, id="TERM"),
-        pytest.param(signal.SIGINT, id="INT", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
 def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number: int) -> None:
     output = tmp_path / "run"
     given = arguments(inputs, output)

@@ -64,7 +64,7 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
 
 
 # One of each kind; the others take minutes and run with the slow tests.
-QUICK_SAME = ("one rank", "DP2", "DP2, saved meanwhile", "PP2+virtual", "TP2+sequence, dropout")
+QUICK_SAME = ("one rank", "DP2, saved meanwhile", "PP2+virtual")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
@@ -122,10 +122,7 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 
 
 QUICK_OTHER = (
-    "one rank to TP2xPP2",
-    "TP2 to CP2",
     "DP2xTP2 to PP2+virtual",
-    "to a whole optimizer",
     "uneven PP2+virtual to DP2",
     "experts EP2 to one rank",
 )

@@ -96,6 +96,7 @@ def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
     student = str(trained / "student")
     figures = tmp_path / "figures.json"

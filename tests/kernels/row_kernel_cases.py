@@ -109,7 +109,13 @@ def test_no_block_goes_the_other_way(
         assert value.isfinite().all()
 
 
-@pytest.mark.parametrize("rules", [(PLAIN, PLAIN), ((4.0, 1.5), (6.0, 0.5))], ids=["plain", "caps"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param((PLAIN, PLAIN), id="plain", marks=pytest.mark.slow),
+        pytest.param(((4.0, 1.5), (6.0, 0.5)), id="caps"),
+    ],
+)
 @pytest.mark.parametrize(
     "terms", [BETWEEN, KEPT[:1], KEPT, [*BETWEEN, *KEPT]], ids=["between", "tail", "kept", "all"]
 )

@@ -111,6 +111,7 @@ def test_what_goes_wrong_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("other*"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     spec = SourceSpec("jsonl", (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),))
     with pytest.raises(DataError, match=r"/dev/full/pair\.bin\.partial: cannot be written"):
