@@ -52,7 +52,7 @@ def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _source(config: RunConfig) -> Path | None:
     """Return the folder of what the student was before."""
     if config.student.hf is not None:
-        return Path(config.student.hf)
+        return Path(config.student.hf).expanduser()
     if config.student.checkpoint is not None:
         return assets_of(resolve_checkpoint(config.student.checkpoint))
     return None

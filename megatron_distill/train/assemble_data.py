@@ -93,7 +93,7 @@ def _check_models(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError where a model's own tokenizer gives a token another id."""
     ours = tokenizer.hugging_face.get_vocab()
     for key, folder in _model_folders(config):
-        if not has_tokenizer(Path(folder)):
+        if not has_tokenizer(Path(folder).expanduser()):
             continue
         theirs = load_tokenizer(folder).hugging_face.get_vocab()
         for token, number in ours.items():

@@ -69,7 +69,7 @@ def find_origin(model: ModelConfig, role: str, config: RunConfig, vocabulary: Vo
 
 def _whole(model: ModelConfig, role: str, config: RunConfig, vocabulary: Vocabulary) -> Origin:
     if model.hf is not None:
-        return _from_hugging_face(Path(model.hf))
+        return _from_hugging_face(Path(model.hf).expanduser())
     with together():
         if model.checkpoint is not None:
             return _from_checkpoint(model, config, vocabulary)

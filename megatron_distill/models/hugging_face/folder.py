@@ -45,11 +45,6 @@ class SafetensorsFolder:
         """Return a part of a tensor without touching the rest of its file."""
         return self._slice(name)[window]
 
-    def file_sizes(self) -> dict[Path, int]:
-        """The files that hold the tensors, and their bytes."""
-        paths = {self.folder / file for file in self._place.values()}
-        return {path: path.stat().st_size for path in sorted(paths)}
-
     def check_index(self) -> None:
         """Raise CheckpointError where a file holds other tensors than the index says."""
         for file in sorted(set(self._place.values())):

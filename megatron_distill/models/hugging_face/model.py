@@ -114,10 +114,6 @@ class HuggingFaceWeights:
         self._parameters = {parameter.key: parameter for parameter in parameters(self.architecture)}
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def file_sizes(self) -> dict[Path, int]:
-        """The files that hold the weights, and their bytes."""
-        return self._files.file_sizes()
-
     def pieces(self, key: str, place: Place) -> list[NamedPiece]:
         """Return the Hugging Face tensors that make one of ours."""
         return pieces_of(self.family, self.architecture, self._parameters[key], place)
