@@ -43,10 +43,10 @@ A Llama of 16 layers, width 2,048 and 128,256 tokens, untied, bf16, in files of 
 is `save_file(load_file(path))` of safetensors for each file, flushed to disk as the conversions
 are. All run in turns in fresh processes, their imports before the clock, the source's files in the
 page cache, and as much memory touched before as is written. `ratio` is the time of the copy before
-over the subject's, its median over the rounds. `import` writes a checkpoint, `export` a folder, neither holds a model; `read` fills a model
-that is there, as `student.hf` does, TP=2 on two ranks. `peak` is the most anonymous memory of a
-rank during the work above what it had before, `own` the bytes of its parameters; the largest tensor
-is the embedding, 501 MiB.
+over the subject's, its median over the rounds. `import` writes a checkpoint, `export` a folder,
+neither holds a model; `read` fills a model that is there, as `student.hf` does, TP=2 on two ranks.
+`peak` is the most anonymous memory of a rank during the work above what it had before, `own` the
+bytes of its parameters; the largest tensor is the embedding, 501 MiB.
 """
 
 
