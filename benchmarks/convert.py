@@ -152,14 +152,14 @@ def _measure(place: Path, source: Path, *, rounds: int, console: Console) -> Ite
 
 
 def _run(subject: str, processes: int, source: Path, output: Path) -> Any:
-    # Memory that a virtual machine has not used for a while is slow at its first touch, and the
-    # cache of what is written is such memory: the same for all subjects, whatever ran before them.
-    subprocess.run([sys.executable, "-c", f"bytearray({_TOUCHED_BYTES})"], check=True)
     for path in source.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
                 while stream.read(2**24):
                     pass  # into the page cache
+    # Memory that a virtual machine has not used for a while is slow at its first touch, and the
+    # cache of what is written is such memory: the same for all subjects, whatever ran before them.
+    subprocess.run([sys.executable, "-c", f"bytearray({_TOUCHED_BYTES})"], check=True)
     words = ["--subject", subject, "--source", str(source), "--output", str(output)]
     name = f"{subject} x {processes}"
     return run_child("convert_worker.py", words, processes=processes, name=name, seconds=_SECONDS)

@@ -127,7 +127,7 @@ def write_blocks(
     try:
         torch_checkpoint.save(
             {},
-            storage_writer=RankWriter(folder, per_thread_copy_ahead=0),
+            storage_writer=RankWriter(folder),
             planner=_StreamingPlanner(mine, architecture, source, done),
         )
     except CheckpointException as error:

@@ -9,6 +9,9 @@ through torch's writer, which exchanges failures: a save that fails anywhere fai
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from megatron_distill.runtime.flushed_file import FlushedFile
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _ENTRY_BYTES = 2048  # what torch's archive format puts around one tensor, at most
@@ -92,7 +98,7 @@ def write_shards(
     try:
         torch_checkpoint.save(
             snapshot.shards,
-            storage_writer=RankWriter(folder, per_thread_copy_ahead=0),
+            storage_writer=RankWriter(folder),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
@@ -101,8 +107,28 @@ def write_shards(
     return None
 
 
+class _FlushedFiles(FileSystem):
+    """The local file system, what is written on its way to disk at once."""
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        """Open a file."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with FlushedFile(Path(path)) as raw, io.BufferedWriter(raw) as buffered:
+            yield buffered
+
+
 class RankWriter(torch_checkpoint.FileSystemWriter):
     """torch's writer of one file per rank, in the calling thread, that says what the disk said."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self.fs = _FlushedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; raises OSError, or KeyboardInterrupt."""

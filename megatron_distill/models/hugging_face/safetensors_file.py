@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_distill.runtime.flushed_file import FlushedFile
+
 _SPELLED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8
 
@@ -38,7 +40,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         self._waiting = list(entries.items())
         self._waiting.reverse()
-        self._stream = path.open("wb", buffering=0)
+        self._stream = FlushedFile(path)
         header = _header(entries)
         self._put(memoryview(len(header).to_bytes(8, "little") + header))
 

@@ -1,0 +1,54 @@
+"""A file that is flushed while it is written.
+
+Regimes: bytes lost or out of order; a failed flush that nobody hears of; a file left open.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.runtime import flushed_file
+from megatron_distill.runtime.flushed_file import FlushedFile
+
+
+def test_what_is_written_in_many_parts_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushed_file, "_FLUSH_BYTES", 1000)
+    flushes: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (flushes.append(fd), real(fd))[1])
+    parts = [bytes([number % 251]) * (number * 37 % 701) for number in range(200)]
+    with FlushedFile(tmp_path / "a") as raw, io.BufferedWriter(raw, 64) as buffered:
+        for part in parts:
+            buffered.write(part)
+    assert (tmp_path / "a").read_bytes() == b"".join(parts)
+    assert len(flushes) > 3
+    assert raw.closed
+
+
+def test_a_flush_that_fails_is_heard_of_at_the_next_write_or_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushed_file, "_FLUSH_BYTES", 10)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    file = FlushedFile(tmp_path / "a")
+    file.write(b"x" * 20)
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+    assert file.closed
+    other = FlushedFile(tmp_path / "b")
+    other.write(b"x" * 20)
+    other._flush.join()  # type: ignore[union-attr]
+    with pytest.raises(OSError, match="No space left"):
+        other.write(b"x" * 20)
+    other.close()
