@@ -28,7 +28,7 @@ def test_what_is_written_in_many_parts_is_in_the_file(
         for part in parts:
             buffered.write(part)
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
-    assert len(flushes) > 3
+    assert flushes
     assert raw.closed
 
 
