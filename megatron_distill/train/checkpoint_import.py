@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -125,15 +126,30 @@ def write_blocks(
     """
     mine = shares(blocks, dist.get_world_size())[dist.get_rank()]
     try:
-        torch_checkpoint.save(
-            {},
-            storage_writer=RankWriter(folder),
-            planner=_StreamingPlanner(mine, architecture, source, done),
-        )
+        with _no_checksums():
+            torch_checkpoint.save(
+                {},
+                storage_writer=RankWriter(folder),
+                planner=_StreamingPlanner(mine, architecture, source, done),
+            )
     except CheckpointException as error:
         _raise_what_is_not_writing(error)
         return first_failure(error)
     return None
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Let torch's archives do without checksums, which its reader never looks at.
+
+    To compute them is to read all that is otherwise passed from file to file by the system alone.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _raise_what_is_not_writing(error: CheckpointException) -> None:
