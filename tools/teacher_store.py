@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.signals.store import (
@@ -86,7 +86,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     plan = Plan.load(arguments.store)
     manifest = Manifest.load(arguments.store, plan)
     settings, identity = plan.settings, plan.identity
-    table = Table("", str(arguments.store), box=None, show_header=True)
+    table = Table("", Column(str(arguments.store), overflow="fold"), box=None)
     entries = "draws" if settings.mode == "sampled" else "ids"
     temperatures = ", ".join(f"{t:g}" for t in (1.0, *settings.temperatures))
     rows = {
@@ -158,11 +158,9 @@ def _read_all(store: Path, console: Console) -> VerificationReport:
     with _bar(console, "shards") as update:
         report = verify(store, progress=update)
     if report.problems:
-        table = Table("file", "sample", "problem", box=None)
         for problem in report.problems[:SHOWN_PROBLEMS]:
-            sample = "" if problem.sample_id is None else str(problem.sample_id)
-            table.add_row(problem.file, sample, problem.text)
-        console.print(table)
+            sample = "" if problem.sample_id is None else f"sample {problem.sample_id}: "
+            console.print(f"{problem.file}: {sample}{problem.text}")
         if len(report.problems) > SHOWN_PROBLEMS:
             console.print(f"and {len(report.problems) - SHOWN_PROBLEMS:,} more")
     console.print(
@@ -201,7 +199,8 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
 @contextmanager
 def _bar(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(unit)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -135,19 +135,22 @@ def test_settings_of_an_identity_are_compared_one_by_one(tmp_path: Path) -> None
 def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     before = contents(tmp_path)
-    with pytest.raises(KeyboardInterrupt), writer.shard(0) as shard:
-        shard.add(made_up(0, settings()))
-        raise KeyboardInterrupt
-    with pytest.raises(StoreError, match="1 records were added, 4 are planned"):  # noqa: SIM117
-        with writer.shard(0) as shard:
-            shard.add(made_up(0, settings()))
-    with pytest.raises(StoreError, match="sample 1: sample 0 of 4 has its turn"):  # noqa: SIM117
-        with writer.shard(0) as shard:
-            shard.add(made_up(1, settings()))
-    with pytest.raises(StoreError, match="sample 10: sample 10 of 10 has its turn"):  # noqa: SIM117
-        with writer.shard(2) as shard:
-            for sample_id in (8, 9, 10):
-                shard.add(made_up(sample_id, settings()))
+
+    def add(shard: int, *sample_ids: int, then: BaseException | None = None) -> None:
+        with writer.shard(shard) as open_shard:
+            for sample_id in sample_ids:
+                open_shard.add(made_up(sample_id, settings()))
+            if then is not None:
+                raise then
+
+    with pytest.raises(KeyboardInterrupt):
+        add(0, 0, then=KeyboardInterrupt())
+    with pytest.raises(StoreError, match="1 records were added, 4 are planned"):
+        add(0, 0)
+    with pytest.raises(StoreError, match="sample 1: sample 0 of 4 has its turn"):
+        add(0, 1)
+    with pytest.raises(StoreError, match="sample 10: sample 10 of 10 has its turn"):
+        add(2, 8, 9, 10)
     assert contents(tmp_path) == before
 
 

@@ -54,12 +54,16 @@ def unsealed(path: Path) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise StoreError(f"{path}: damaged, it is no JSON; {_REPAIR}") from error
-    if (
-        not isinstance(value, dict)
-        or sealed({k: v for k, v in value.items() if k != "seal"}) != text
-    ):
+    if not isinstance(value, dict) or not _is_sealed(value, text):
         raise StoreError(f"{path}: damaged, its content does not match its seal; {_REPAIR}")
     return value
+
+
+def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
+    try:
+        return sealed({name: part for name, part in value.items() if name != "seal"}) == text
+    except ValueError:
+        return False  # NaN, which the reader of JSON takes and its writer does not
 
 
 _REPAIR: Final = "restore the file from a copy, or run `tools/teacher_store.py repair`"

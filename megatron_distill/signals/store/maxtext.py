@@ -26,7 +26,6 @@ __all__ = ["convert_maxtext"]
 _REQUIRED: Final = ("inputs", "top_k_logits", "top_k_indices")
 _TRAINED: Final = 3
 _PICKLE: Final = b"\x80"
-_SAFETENSORS_BRACE: Final = 8
 
 
 def convert_maxtext(
@@ -118,7 +117,7 @@ class _Sources:
                 f"{where}: a Python pickle, as MaxText wrote them until May 2026; loading one runs "
                 "whatever code it holds: capture again with a later MaxText"
             )
-        if content[_SAFETENSORS_BRACE : _SAFETENSORS_BRACE + 1] == b"{":
+        if _is_safetensors(content):
             raise StoreError(
                 f"{where}: a batch as safetensors, as MaxText wrote them in May 2026; capture "
                 "again with a later MaxText, which writes one tf.train.Example per sequence"
@@ -136,6 +135,11 @@ class _Sources:
         return features
 
 
+def _is_safetensors(content: bytes) -> bool:
+    """Whether it begins with the length of a JSON object, in 8 bytes, and with that object."""
+    return int.from_bytes(content[:8], "little") < len(content) and content[8:9] == b"{"
+
+
 def _k(where: str, features: Features) -> int:
     length, values = len(features["inputs"]), len(features["top_k_logits"])
     if not length or values % length or not values or len(features["top_k_indices"]) != values:
@@ -147,25 +151,31 @@ def _k(where: str, features: Features) -> int:
 
 
 def _record(features: Features, sample_id: int, k: int) -> SampleRecord:
-    tokens = features["inputs"].astype(np.int32)
+    tokens = _narrow(features["inputs"])
     positions = len(tokens) - 1
     logits = features["top_k_logits"].reshape(-1, k)[:positions].astype(np.float64)
     ids = features["top_k_indices"].reshape(-1, k)[:positions]
     order = np.lexsort((ids, -logits), axis=1)
     logits = np.take_along_axis(logits, order, axis=1)
-    log_probs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # what is not a number is refused by the writer
+        log_probs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return SampleRecord(
         sample_id=sample_id,
         tokens_S1=tokens,
         document_ids_S1=_documents(features),
         flags_S1=_flags(features),
         entries=TopKEntries(
-            np.take_along_axis(ids, order, axis=1).astype(np.int32),
+            _narrow(np.take_along_axis(ids, order, axis=1)),
             log_probs.astype(np.float32),
             None,
         ),
         scalars=None,
     )
+
+
+def _narrow(ids: NDArray[np.int64]) -> Integers:
+    """As int32; what does not fit stays outside of every vocabulary."""
+    return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
 
 
 def _optional(features: Features, *names: str) -> Iterator[NDArray[Any]]:
