@@ -35,6 +35,7 @@ __all__ = [
 _PARTIAL: Final = ".partial-"
 # Where locks do not reach other machines, a file of theirs is left alone for this long.
 _IDLE_SECONDS: Final = 3600.0
+REPAIR: Final = "restore the file from a copy, or run `tools/teacher_store.py repair`"
 
 
 def canonical(value: dict[str, Any]) -> bytes:
@@ -47,15 +48,15 @@ def sealed(value: dict[str, Any]) -> bytes:
     return canonical(value | {"seal": hashlib.sha256(canonical(value)).hexdigest()})
 
 
-def unsealed(path: Path) -> dict[str, Any]:
+def unsealed(path: Path, *, advice: str = REPAIR) -> dict[str, Any]:
     """What a sealed file holds. Raises StoreError: it cannot be read, or was changed."""
     text = read_bytes(path)
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise StoreError(f"{path}: damaged, it is no JSON; {_REPAIR}") from error
+        raise StoreError(f"{path}: damaged, it is no JSON; {advice}") from error
     if not isinstance(value, dict) or not _is_sealed(value, text):
-        raise StoreError(f"{path}: damaged, its content does not match its seal; {_REPAIR}")
+        raise StoreError(f"{path}: damaged, its content does not match its seal; {advice}")
     return value
 
 
@@ -64,9 +65,6 @@ def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
         return sealed({name: part for name, part in value.items() if name != "seal"}) == text
     except ValueError:
         return False  # NaN, which the reader of JSON takes and its writer does not
-
-
-_REPAIR: Final = "restore the file from a copy, or run `tools/teacher_store.py repair`"
 
 
 def read_bytes(path: Path) -> bytes:

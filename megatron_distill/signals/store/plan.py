@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.codecs import CODECS
-from megatron_distill.signals.store.durable import canonical, read_bytes
+from megatron_distill.signals.store.durable import sealed, unsealed
 
 __all__ = [
     "CaptureSettings",
@@ -181,7 +180,7 @@ class Plan:
     @property
     def content(self) -> bytes:
         """The bytes of plan.json."""
-        return canonical(self.as_json())
+        return sealed(self.as_json())
 
     @property
     def uid(self) -> bytes:
@@ -194,11 +193,7 @@ class Plan:
         path = folder / PLAN
         if not path.is_file():
             raise StoreError(f"{folder}: no teacher store, it has no {PLAN}; correct the path")
-        content = read_bytes(path)
-        try:
-            value = json.loads(content)
-        except ValueError as error:
-            raise StoreError(f"{path}: damaged, it is no JSON; restore it from a copy") from error
+        value = unsealed(path, advice="restore it from a copy, nothing else can")
         require_version(path, value)
         try:
             capture = dict(value["capture"])
@@ -209,11 +204,10 @@ class Plan:
                 value["samples"],
                 value["samples_per_shard"],
             )
-            intact = plan.content == content
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{path}: damaged ({error}); restore it from a copy") from error
-        if not intact:
-            raise StoreError(f"{path}: edited or damaged; restore it from a copy")
+        except (KeyError, TypeError, ValueError, StoreError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
+        if plan.content != sealed({name: part for name, part in value.items() if name != "seal"}):
+            raise StoreError(f"{path}: holds more than this release knows; use a later one")
         return plan
 
     def require_same(self, found: Plan, path: Path) -> None:
