@@ -278,6 +278,8 @@ def test_capabilities_are_asked_for_beforehand(store: Path) -> None:
         reader.require(support="renormalized", k=3, temperatures=[2.0])
         with pytest.raises(StoreError, match="holds 8 ids per position, not a top-9"):
             reader.read([0], k=9)
+        with pytest.raises(StoreError, match="a top-0 was asked for; set top_k to at least 1"):
+            reader.read([0], k=0)
         with pytest.raises(StoreError, match="not captured at temperature 2, only at 1;"):
             reader.require(support="tail", temperatures=[2.0])
 

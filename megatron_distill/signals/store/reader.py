@@ -112,6 +112,8 @@ class StoreReader:
                 f"{self.folder}: cannot serve support {support}{lacks}; it serves {can}: change the"
                 " term, or capture a store that can"
             )
+        if k is not None and k < 1:
+            raise StoreError(f"{self.folder}: a top-{k} was asked for; set top_k to at least 1")
         if k is not None and (settings.mode == "sampled" or k > settings.k):
             raise StoreError(
                 f"{self.folder}: holds {settings.k} "
