@@ -240,6 +240,14 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
     ):
         path.write_bytes(sealed(whole | changes))
         assert f"{path}: {said}" in refusal(store)
+    for name in ("manifest.json", "shards/logits-000000.json"):
+        other = json.loads((store / name).read_text())
+        (store / name).write_bytes(
+            sealed({n: other[n] for n in ("format", "version", "capture_uid")})
+        )
+    path.write_bytes(sealed(whole))
+    texts = [problem.text for problem in verify(store).problems]
+    assert sum("not what this release writes" in text for text in texts) == 2
     path.write_bytes(sealed({"format": "something else"}))
     assert f"{path}: not of a megatron-distill teacher store" in refusal(store)
 

@@ -7,9 +7,10 @@ few, too many and wrong samples inside a shard; temporary files that are stale o
 from __future__ import annotations
 
 import json
-import multiprocessing
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -52,27 +53,6 @@ def test_the_same_input_gives_the_same_files(tmp_path: Path, codec: str) -> None
     fill(begin(tmp_path / "two", wanted), [0, 1])
     assert writer.holes() == []
     writer.finish()
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-def write_shards(folder: Path, shards: list[int]) -> None:
-    fill(begin(folder, settings()), shards)
-
-
-@pytest.mark.slow
-def test_several_processes_write_shards_of_their_own(tmp_path: Path) -> None:
-    write_store(tmp_path / "one", settings())
-    spawn = multiprocessing.get_context("spawn")
-    processes = [
-        spawn.Process(target=write_shards, args=(tmp_path / "two", shards))
-        for shards in ([0, 2], [1])
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    begin(tmp_path / "two", settings()).finish()
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
@@ -239,6 +219,16 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match=r"cannot write .*/file: .*name another folder"):
         begin(tmp_path / "file", settings())
+
+
+def test_a_machine_without_the_container_is_told_what_to_install(tmp_path: Path) -> None:
+    writer = begin(tmp_path, settings())
+    with (
+        patch.dict(sys.modules, {"array_record.python": None}),
+        pytest.raises(StoreError, match="pip install array-record"),
+    ):
+        fill(writer, [0])
+    assert writer.holes() == [0, 1, 2]
 
 
 def test_an_identity_holds_plain_values() -> None:

@@ -76,15 +76,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
-def partial_file(path: Path) -> Iterator[tuple[Path, int]]:
+def partial_file(path: Path, *, waits: bool = False) -> Iterator[tuple[Path, int]]:
     """A temporary name beside `path` and a descriptor of its file, held by this process alone.
 
     Whatever is left under the temporary name after the block is removed. Raises StoreError: another
-    process writes the same file, or the disk does not let it be written.
+    process writes the same file and is not waited for, or the disk does not let it be written.
     """
     partial = path.with_name(f"{path.name}{_PARTIAL}{socket.gethostname()}")
     with said_for(path):
-        descriptor = _hold(partial)
+        descriptor = _hold(partial, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     if descriptor is None:
         raise StoreError(
             f"{path}: another process is writing it; give every process shards of its own"
@@ -106,12 +106,12 @@ def _is_named(partial: Path, descriptor: int) -> bool:
         return False
 
 
-def _hold(partial: Path) -> int | None:
+def _hold(partial: Path, lock: int) -> int | None:
     """A locked descriptor of an empty file of this name; None where another process holds it."""
     while True:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, lock)
             # Another process may have removed or renamed the file before it was locked.
             if _is_named(partial, descriptor):
                 os.ftruncate(descriptor, 0)
@@ -135,7 +135,7 @@ def said_for(path: Path) -> Iterator[None]:
 
 def publish(path: Path, content: bytes) -> None:
     """Write a whole file, replacing any. Raises StoreError."""
-    with partial_file(path) as (partial, descriptor):
+    with partial_file(path, waits=True) as (partial, descriptor):
         _fill(descriptor, content)
         partial.replace(path)
         flush_folder(path.parent)
@@ -145,7 +145,7 @@ def publish_first(path: Path, content: bytes) -> bool:
     """Write a whole file if there is none of this name, and say whether. Raises StoreError."""
     if path.exists():
         return False
-    with partial_file(path) as (partial, descriptor):
+    with partial_file(path, waits=True) as (partial, descriptor):
         _fill(descriptor, content)
         try:
             path.hardlink_to(partial)

@@ -69,8 +69,10 @@ class ShardProof:
         value = unsealed(path)
         require_version(path, value)
         _require_plan(path, value, plan)
-        plain = {name: value[name] for name in cls.__dataclass_fields__}
-        proof = cls.from_json(plain)
+        try:
+            proof = cls.from_json({name: value[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
         expected = (shard, plan.first(shard), plan.count(shard))
         if (proof.shard, proof.first_sample, proof.count) != expected:
             raise StoreError(
@@ -139,8 +141,13 @@ class Manifest:
         value = unsealed(path)
         require_version(path, value)
         _require_plan(path, value, plan)
-        manifest = cls(plan, tuple(ShardProof.from_json(proof) for proof in value["shards"]))
-        if manifest.content != sealed({k: v for k, v in value.items() if k != "seal"}):
+        try:
+            manifest = cls(plan, tuple(ShardProof.from_json(proof) for proof in value["shards"]))
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
+        if len(manifest.shards) != plan.shards or manifest.content != sealed(
+            {k: v for k, v in value.items() if k != "seal"}
+        ):
             raise StoreError(f"{path}: damaged, its shards do not add up to what it says")
         return manifest
 

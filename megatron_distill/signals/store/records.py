@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -183,7 +184,9 @@ def cut_to_mass(record: SampleRecord, mass: float) -> SampleRecord:
     )
 
 
-def _with_tails(record: SampleRecord, dropped: Any) -> TopKEntries:
+def _with_tails(
+    record: SampleRecord, dropped: Callable[[NDArray[Any]], NDArray[Any]]
+) -> TopKEntries:
     """The entries with `dropped(log_probs)` [S, *] added to the tails."""
     entries = record.top_k
     if entries.log_tail_S is None:
