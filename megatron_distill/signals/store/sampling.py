@@ -19,6 +19,8 @@ _WORDS_PER_BLOCK: Final = 4
 _UNIFORM_BITS: Final = 53
 _MASS_BITS: Final = 48
 _BLOCK_NUMBERS: Final = 1 << 24
+_CACHED_NUMBERS: Final = 1 << 17
+_SLACK: Final = 1e-3
 
 
 def uniforms(*, seed: int, sample_id: int, first: int, positions: int, draws: int) -> Tensor:
@@ -38,7 +40,7 @@ def draw_ids(
 
     Shapes: log-probs ``[N, V]`` over the whole vocabulary -> ids ``[N, M]`` int32, ascending, each
     once, and counts ``[N, M]`` int32, which sum up to M; both 0 after the last id. The counts' mean
-    is M times the distribution (an id of a probability below 2^-49 is not drawn).
+    is M times the distribution (an id of a probability below 2^-48 is not drawn).
 
     Raises:
         ValueError: a row is not a distribution.
@@ -46,13 +48,15 @@ def draw_ids(
     count, vocab_size = log_probs.shape
     ids = torch.zeros(count, draws, dtype=torch.int32)
     counts = torch.zeros(count, draws, dtype=torch.int32)
-    rows = max(1, _BLOCK_NUMBERS // vocab_size)
+    on_host = log_probs.device.type == "cpu"
+    rows = max(1, (_CACHED_NUMBERS if on_host else _BLOCK_NUMBERS) // vocab_size)
     for start in range(0, count, rows):
         block = log_probs[start : start + rows]
-        mass = torch.exp(block.double()).mul_(2.0**_MASS_BITS).round_()
-        if not torch.isfinite(mass).all() or not (mass.sum(1) > 0).all():
-            raise ValueError("log_probs hold NaN or a row without any probability")
-        edges = mass.long().cumsum(1)
+        mass = block.float().exp()
+        if not ((mass.sum(1, dtype=torch.float64) - 1).abs() < _SLACK).all():
+            raise ValueError("log_probs hold a row whose probabilities do not sum up to one")
+        # A power of two is exact in fp32, and so is the integer that it makes of a number.
+        edges = mass.mul_(2.0**_MASS_BITS).long().cumsum(1)
         fractions = uniforms(
             seed=seed, sample_id=sample_id, first=first + start, positions=len(block), draws=draws
         ).to(block.device)
