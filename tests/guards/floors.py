@@ -34,6 +34,7 @@ FENCES = {
         "megatron_distill/train/*",
     ),
     "triton": ("megatron_distill/ops/kernels/*",),
+    "array_record": ("megatron_distill/signals/store/container.py",),
     "megatron_distill.config": (
         "megatron_distill/config/*",
         "megatron_distill/train/assemble*.py",

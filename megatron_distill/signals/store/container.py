@@ -1,0 +1,110 @@
+"""ArrayRecord files: one record per chunk, uncompressed, the same bytes for the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_distill.errors import StoreError
+
+__all__ = ["RecordFile", "RecordFileWriter"]
+
+_WRITE_OPTIONS: Final = "group_size:1,uncompressed"
+_READ_OPTIONS: Final = "readahead_buffer_size:0"
+
+
+def _module() -> Any:
+    """The library, which has no build for every machine: asked for only when a file is opened."""
+    try:
+        from array_record.python import array_record_module
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            "a teacher store needs the package array_record, which is not installed: "
+            "pip install array-record (Linux)"
+        ) from error
+    return array_record_module
+
+
+class RecordFileWriter:
+    """Writes records to a file that nobody can read before `close`."""
+
+    def __init__(self, path: Path, *, named: Path) -> None:
+        self._named = named
+        self._writer = _module().ArrayRecordWriter(str(path), _WRITE_OPTIONS)
+        self._require_ok()
+
+    def write(self, record: bytes) -> None:
+        """Append a record. Raises StoreError."""
+        with self._said():
+            self._writer.write(record)
+
+    def close(self) -> None:
+        """Write what makes the file readable. Raises StoreError."""
+        # Afterwards ok() is false in any case; close() itself raises what it could not write.
+        self._require_ok()
+        with self._said():
+            self._writer.close()
+
+    def abandon(self) -> None:
+        """Let go of a file that is of no use, whatever state it is in."""
+        try:
+            self._writer.close()
+        except RuntimeError:
+            return
+
+    def _require_ok(self) -> None:
+        if not self._writer.ok():
+            raise StoreError(f"cannot write {self._named}: {_WHAT_TO_DO}")
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise StoreError(f"cannot write {self._named}: {error}; {_WHAT_TO_DO}") from error
+
+
+_WHAT_TO_DO: Final = "free disk space or name another folder"
+
+
+class RecordFile:
+    """Random access to the records of a file.
+
+    Raises StoreError on opening: the file is missing, cut off or was never closed, none of which
+    the library itself reports, or it does not hold `count` records.
+    """
+
+    def __init__(self, path: Path, *, count: int | None = None) -> None:
+        self.path = path
+        if not path.is_file():
+            raise StoreError(f"{path}: missing; restore it, or repair the store and capture again")
+        self._reader = _module().ArrayRecordReader(str(path), _READ_OPTIONS)
+        if not self._reader.ok():
+            raise StoreError(
+                f"{path}: cut off, never closed, or no ArrayRecord file; repair the store and "
+                "capture the shard again"
+            )
+        self.count: int = self._reader.num_records()
+        if count is not None and self.count != count:
+            raise StoreError(
+                f"{path}: {self.count} records instead of {count}; repair the store and capture "
+                "the shard again"
+            )
+
+    def read(self, positions: Sequence[int]) -> list[bytes]:
+        """Records at positions from 0. Raises StoreError: one of them is damaged."""
+        try:
+            records: list[bytes] = self._reader.read(list(positions))
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise StoreError(f"{self.path}: damaged ({_first_line(error)})") from error
+        return records
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,172 @@
+"""What proves a shard (its sidecar) and a whole store (its manifest)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_distill.errors import StoreError
+from megatron_distill.signals.store.durable import sealed, unsealed
+from megatron_distill.signals.store.plan import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Plan,
+    require_version,
+    shard_folder,
+    sidecar_name,
+)
+from megatron_distill.signals.store.totals import Totals
+
+__all__ = ["Manifest", "ShardProof", "file_sha256"]
+
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class ShardProof:
+    """What a shard's sidecar says: which samples its file holds, and what the file is.
+
+    Attributes:
+        shard: its number.
+        first_sample: id of its first sample.
+        count: how many it holds.
+        file_bytes: size of the file.
+        sha256: of the file.
+        token_root: BLAKE2b-256 of its samples' token digests, one after another.
+        totals: sums over its positions.
+    """
+
+    shard: int
+    first_sample: int
+    count: int
+    file_bytes: int
+    sha256: str
+    token_root: str
+    totals: Totals
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(vars(self)) | {"totals": self.totals.as_json()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ShardProof:
+        """What `as_json` made plain."""
+        return cls(**(value | {"totals": Totals.from_json(value["totals"])}))
+
+    def content(self, plan: Plan) -> bytes:
+        """The bytes of the sidecar."""
+        head = {"format": FORMAT, "version": VERSION, "capture_uid": plan.uid.hex()}
+        return sealed(head | self.as_json())
+
+    @classmethod
+    def load(cls, folder: Path, plan: Plan, shard: int) -> ShardProof:
+        """A shard's sidecar. Raises StoreError: damaged, of another store or of another shard."""
+        path = shard_folder(folder) / sidecar_name(shard)
+        value = unsealed(path)
+        require_version(path, value)
+        _require_plan(path, value, plan)
+        try:
+            proof = cls.from_json({name: value[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
+        expected = (shard, plan.first(shard), plan.count(shard))
+        if (proof.shard, proof.first_sample, proof.count) != expected:
+            raise StoreError(
+                f"{path}: describes shard {proof.shard}; its name is that of shard {shard}: shards "
+                "are swapped or duplicated; repair the store and capture the shard again"
+            )
+        return proof
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says: the store is complete, and what every shard of it is."""
+
+    plan: Plan
+    shards: Sequence[ShardProof]
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all shards."""
+        return Totals.of_all(proof.totals for proof in self.shards)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of all shards."""
+        return sum(proof.file_bytes for proof in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are stored, trained or not."""
+        return self.plan.samples * self.plan.settings.sequence_length
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of manifest.json."""
+        settings = self.plan.settings
+        return sealed(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "complete": True,
+                "capture_uid": self.plan.uid.hex(),
+                "plan": self.plan.as_json(),
+                "supports": list(settings.supports),
+                "lacks": list(settings.lacks),
+                "tokens": self.tokens,
+                "file_bytes": self.file_bytes,
+                "bytes_per_token": round(self.file_bytes / self.tokens, 3),
+                "totals": self.totals.as_json(),
+                "shards": [proof.as_json() for proof in self.shards],
+            }
+        )
+
+    @classmethod
+    def load(cls, folder: Path, plan: Plan) -> Manifest:
+        """The manifest of a complete store. Raises StoreError: there is none, or it is damaged."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            there = sum(
+                (shard_folder(folder) / sidecar_name(shard)).is_file()
+                for shard in range(plan.shards)
+            )
+            raise StoreError(
+                f"{folder}: incomplete, {there} of {plan.shards} shards are there and no {MANIFEST}"
+                "; run the capture again, which fills the holes and finishes the store"
+            )
+        value = unsealed(path)
+        require_version(path, value)
+        _require_plan(path, value, plan)
+        try:
+            manifest = cls(plan, tuple(ShardProof.from_json(proof) for proof in value["shards"]))
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
+        if len(manifest.shards) != plan.shards or manifest.content != sealed(
+            {k: v for k, v in value.items() if k != "seal"}
+        ):
+            raise StoreError(f"{path}: damaged, its shards do not add up to what it says")
+        return manifest
+
+
+def _require_plan(path: Path, value: dict[str, Any], plan: Plan) -> None:
+    if value.get("capture_uid") != plan.uid.hex():
+        raise StoreError(
+            f"{path}: belongs to another store (capture {value.get('capture_uid')}, not "
+            f"{plan.uid.hex()}); put back the file of this one"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file. Raises StoreError: it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()

@@ -1,0 +1,223 @@
+"""Reads samples of a store by their id, and believes nothing that it has not checked."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from megatron_distill.errors import StoreError
+from megatron_distill.signals.store.container import RecordFile
+from megatron_distill.signals.store.header import Header, require_record
+from megatron_distill.signals.store.layout import decode
+from megatron_distill.signals.store.manifest import Manifest
+from megatron_distill.signals.store.plan import (
+    CaptureSettings,
+    Identity,
+    Plan,
+    Support,
+    data_name,
+    shard_folder,
+)
+from megatron_distill.signals.store.records import SampleRecord
+
+__all__ = ["StoreReader"]
+
+_OPEN_FILES: Final = 32
+
+
+class StoreReader:
+    """A complete store. One process and thread may use it; a forked child opens files anew.
+
+    Attributes:
+        folder: where it is.
+        plan: what it holds.
+        manifest: what proves its shards.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, manifest: Manifest) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.manifest = manifest
+        self._files: OrderedDict[int, RecordFile] = OrderedDict()
+        self._process = os.getpid()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        teacher: str | None = None,
+        tokenizer: str | None = None,
+        dataset: str | None = None,
+        vocab_size: int | None = None,
+        sequence_length: int | None = None,
+    ) -> StoreReader:
+        """Open a store whose identity is as given, as far as it is given.
+
+        Raises:
+            StoreError: incomplete, of another version, damaged, or not of that identity.
+        """
+        plan = Plan.load(folder)
+        wanted: dict[str, tuple[object, object, str]] = {
+            "teacher": (teacher, plan.identity.teacher, "name the teacher it was captured from"),
+            "tokenizer": (tokenizer, plan.identity.tokenizer, "use its tokenizer"),
+            "dataset": (dataset, plan.identity.dataset, "use the data it was captured on"),
+            "vocab_size": (vocab_size, plan.settings.vocab_size, "use its tokenizer"),
+            "sequence_length": (
+                sequence_length,
+                plan.settings.sequence_length,
+                "set the sequence length to the store's",
+            ),
+        }
+        for name, (expected, found, change) in wanted.items():
+            if expected is not None and expected != found:
+                raise StoreError(
+                    f"{folder}: its {name} is {found}, this run's {expected}; {change}, or capture "
+                    "a store for this run"
+                )
+        return cls(folder, plan, Manifest.load(folder, plan))
+
+    @property
+    def settings(self) -> CaptureSettings:
+        """What is stored of a teacher's distributions."""
+        return self.plan.settings
+
+    @property
+    def identity(self) -> Identity:
+        """Whose words it holds."""
+        return self.plan.identity
+
+    @property
+    def samples(self) -> int:
+        """Number of samples; their ids count from 0."""
+        return self.plan.samples
+
+    def require(
+        self,
+        *,
+        support: Support | None = None,
+        k: int | None = None,
+        temperatures: Collection[float] = (),
+    ) -> None:
+        """Raise StoreError unless records can serve this support, k, and these temperatures."""
+        settings = self.settings
+        if support is not None and support not in settings.supports:
+            can = ", ".join(settings.supports) or "terms on sampled ids"
+            lacks = f" (it lacks {', '.join(settings.lacks)})" if settings.lacks else ""
+            raise StoreError(
+                f"{self.folder}: cannot serve support {support}{lacks}; it serves {can}: change the"
+                " term, or capture a store that can"
+            )
+        if k is not None and k < 1:
+            raise StoreError(f"{self.folder}: a top-{k} was asked for; set top_k to at least 1")
+        if k is not None and (settings.mode == "sampled" or k > settings.k):
+            raise StoreError(
+                f"{self.folder}: holds {settings.k} "
+                f"{'draws' if settings.mode == 'sampled' else 'ids'} per position, not a top-{k}; "
+                "use a smaller top_k, or capture a store with a larger k"
+            )
+        # Ratios of probabilities are known at every temperature, but not what they are of.
+        if support != "renormalized":
+            for temperature in temperatures:
+                if temperature not in (1.0, *settings.temperatures):
+                    raise StoreError(
+                        f"{self.folder}: not captured at temperature {temperature:g}, only at "
+                        f"{', '.join(f'{t:g}' for t in (1.0, *settings.temperatures))}; change the "
+                        "temperature, or capture a store with it"
+                    )
+
+    def packed(self, sample_id: int) -> bytes:
+        """A sample's record as bytes for `unpack`, checked. Raises StoreError."""
+        ((content, _),) = self._checked([sample_id])
+        return content
+
+    def read(self, sample_ids: Sequence[int], k: int | None = None) -> list[SampleRecord]:
+        """Records of samples in the order asked for, each with the first k ids.
+
+        Raises:
+            StoreError: a shard or a record is missing, damaged or not of this store, or k is
+                larger than the store's.
+        """
+        if k is not None:
+            self.require(k=k)
+        return [decode(content, header, k) for content, header in self._checked(sample_ids)]
+
+    def _checked(self, sample_ids: Sequence[int]) -> list[tuple[bytes, Header]]:
+        by_shard: dict[int, list[int]] = {}
+        for place, sample_id in enumerate(sample_ids):
+            if not 0 <= sample_id < self.samples:
+                raise StoreError(
+                    f"{self.folder}: no sample {sample_id}, it holds 0 to {self.samples - 1}"
+                )
+            by_shard.setdefault(sample_id // self.plan.samples_per_shard, []).append(place)
+        found: dict[int, tuple[bytes, Header]] = {}
+        for shard, places in by_shard.items():
+            wanted = [sample_ids[place] for place in places]
+            for place, content, sample_id in zip(
+                places, self._from_shard(shard, wanted), wanted, strict=True
+            ):
+                found[place] = content, self._header(content, shard, sample_id)
+        return [found[place] for place in range(len(sample_ids))]
+
+    def _from_shard(self, shard: int, sample_ids: Sequence[int]) -> list[bytes]:
+        first = self.plan.first(shard)
+        try:
+            return self._file(shard).read([sample_id - first for sample_id in sample_ids])
+        except StoreError as error:
+            said = ", ".join(map(str, sample_ids))
+            raise StoreError(f"{error} (sample {said})") from error
+
+    def _header(self, content: bytes, shard: int, sample_id: int) -> Header:
+        try:
+            return require_record(
+                content,
+                capture_uid=self.plan.uid,
+                sample_id=sample_id,
+                settings=self.settings,
+            )
+        except StoreError as error:
+            raise StoreError(
+                f"{self._path(shard)}: sample {sample_id}: {error}; repair the store and capture "
+                "the shard again"
+            ) from error
+
+    def _path(self, shard: int) -> Path:
+        return shard_folder(self.folder) / data_name(shard)
+
+    def _file(self, shard: int) -> RecordFile:
+        if os.getpid() != self._process:
+            self._files.clear()
+            self._process = os.getpid()
+        if shard in self._files:
+            self._files.move_to_end(shard)
+            return self._files[shard]
+        path, proof = self._path(shard), self.manifest.shards[shard]
+        if path.is_file() and path.stat().st_size != proof.file_bytes:
+            raise StoreError(
+                f"{path}: {path.stat().st_size} bytes instead of {proof.file_bytes}; repair the "
+                "store and capture the shard again"
+            )
+        file = self._files[shard] = RecordFile(path, count=proof.count)
+        if len(self._files) > _OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        return file
+
+    def close(self) -> None:
+        """Close all files; a later read opens them again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> StoreReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
