@@ -27,7 +27,7 @@ from benchmarks.quiet import wait_until_quiet
 
 _SECONDS = 1800.0
 _QUIET_CORES = 0.3
-_TOUCHED_BYTES = 6 * 2**30
+_TOUCHED_BYTES = 4 * 2**30
 _MIB = 2**20
 _SHAPE = {
     "hidden_size": 2048,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
-import zipfile
 from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from typing_extensions import Buffer
@@ -35,8 +34,6 @@ _UNPICKLING_ERRORS = (
     TypeError,
     ValueError,
 )
-_DATA = "/data/0"  # the entry of torch's archive that holds a tensor's bytes, uncompressed
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry; lengths of its name and extra field
 
 
 class MappedChunks:
@@ -61,18 +58,17 @@ class MappedChunks:
         place = self.metadata.storage_data[index]
         path = self.folder / place.relative_path
         try:
-            with path.open("rb") as stream:
-                part = _Part(stream, place.offset, place.length)
-                archive = cast(IO[bytes], io.BufferedReader(part))
-                start = place.offset + _data_start(archive, size=shape.numel() * dtype.itemsize)
-                archive.seek(0)
-                stored = torch.load(archive, map_location="meta", weights_only=True)
+            with path.open("rb") as stream, FakeTensorMode():
+                archive = io.BufferedReader(_Part(stream, place.offset, place.length))
+                stored = torch.load(cast(IO[bytes], archive), weights_only=True)
+            # Of a fake tensor torch reads everything but the bytes, and notes where they are.
+            start = place.offset + stored.untyped_storage()._checkpoint_offset  # noqa: SLF001
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing, which holds {index.fqn}; the checkpoint is damaged, use "
                 "another one"
             ) from None
-        except (zipfile.BadZipFile, *_UNPICKLING_ERRORS) as error:
+        except _UNPICKLING_ERRORS as error:
             raise CheckpointError(
                 f"{path} is damaged at {index.fqn} ({one_line(error)}); use another checkpoint"
             ) from error
@@ -101,17 +97,6 @@ def _read_metadata(folder: Path) -> Metadata:
     except _UNPICKLING_ERRORS as error:
         raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
     return metadata
-
-
-def _data_start(archive: IO[bytes], *, size: int) -> int:
-    """Return where the tensor's bytes start in torch's archive; raises ValueError, BadZipFile."""
-    with zipfile.ZipFile(archive) as entries:
-        (entry,) = (one for one in entries.infolist() if one.filename.endswith(_DATA))
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != size:
-        raise ValueError(f"{entry.file_size} bytes where {size} are described")
-    archive.seek(entry.header_offset)
-    name, extra = _LOCAL_HEADER.unpack(archive.read(_LOCAL_HEADER.size))
-    return entry.header_offset + _LOCAL_HEADER.size + name + extra
 
 
 class _Part(io.RawIOBase):
