@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.quiet import wait_until_quiet
 
 _SECONDS = 1800.0
 _QUIET_CORES = 0.3
+_IDLE_SECONDS = 25.0
 _TOUCHED_BYTES = 4 * 2**30
 _MIB = 2**20
 _SHAPE = {
@@ -42,11 +44,12 @@ _NOTE = """\
 A Llama of 16 layers, width 2,048 and 128,256 tokens, untied, bf16, in files of at most 1 GB. `copy`
 is `save_file(load_file(path))` of safetensors for each file, flushed to disk as the conversions
 are. All run in turns in fresh processes, their imports before the clock, the source's files in the
-page cache, and as much memory touched before as is written. `ratio` is the time of the copy before
-over the subject's, its median over the rounds. `import` writes a checkpoint, `export` a folder,
-neither holds a model; `read` fills a model that is there, as `student.hf` does, TP=2 on two ranks.
-`peak` is the most anonymous memory of a rank during the work above what it had before, `own` the
-bytes of its parameters; the largest tensor is the embedding, 501 MiB.
+page cache, after a rest of 25 s, and with as much memory touched before as is written. `ratio` is
+the time of the copy before over the subject's, its median over the rounds. `import` writes a
+checkpoint, `export` a folder, neither holds a model; `read` fills a model that is there, as
+`student.hf` does, TP=2 on two ranks. `peak` is the most anonymous memory of a rank during the work
+above what it had before, `own` the bytes of its parameters; the largest tensor is the embedding,
+501 MiB.
 """
 
 
@@ -84,6 +87,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--folder", type=Path, help="where there is room, not in /tmp")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
@@ -92,7 +96,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         source = Path(place) / "source"
         total = write_model(source)
-        subjects = list(_measure(Path(place), source, rounds=arguments.rounds, console=console))
+        subjects = list(
+            _measure(Path(place), source, arguments.processes, arguments.rounds, console)
+        )
     head = [
         "| subject | processes | GB/s | slowest to fastest | ratio | peak MiB | own MiB |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -123,10 +129,12 @@ def write_model(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _measure(place: Path, source: Path, *, rounds: int, console: Console) -> Iterator[Measured]:
+def _measure(
+    place: Path, source: Path, processes: list[int], rounds: int, console: Console
+) -> Iterator[Measured]:
     copied = Measured("copy", 1)
     subjects = [
-        Measured(name, processes) for processes in (1, 2) for name in ("import", "export", "read")
+        Measured(name, ranks) for ranks in processes for name in ("import", "export", "read")
     ]
     for number in range(rounds):
         for subject in subjects:
@@ -157,6 +165,8 @@ def _run(subject: str, processes: int, source: Path, output: Path) -> Any:
             with path.open("rb") as stream:
                 while stream.read(2**24):
                     pass  # into the page cache
+    # Disks that others share take a burst after a rest, and less right after one; all rest alike.
+    time.sleep(_IDLE_SECONDS)
     # Memory that a virtual machine has not used for a while is slow at its first touch, and the
     # cache of what is written is such memory: the same for all subjects, whatever ran before them.
     subprocess.run([sys.executable, "-c", f"bytearray({_TOUCHED_BYTES})"], check=True)
