@@ -198,7 +198,9 @@ def test_splitting_a_micro_batch_changes_nothing(name: str, case: Case, cut: int
     ]
     whole, split = case.solved(name), [part.solved(name) for part in parts]
     for found, expected in zip(zip(*split, strict=True), whole, strict=True):
-        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-6, atol=1e-8)
+        # Rows are the same but for how the processor's vectors fall on them: the last bit of a
+        # probability, times slopes as large as the logits are apart.
+        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-6, atol=case.rounding)
     labels, weights = labels_of(case), torch.linspace(0.0, 1.0, len(case.student))
     report, gradient = case.objective(name, labels, weights)
     pieces = [
