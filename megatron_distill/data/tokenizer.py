@@ -84,6 +84,11 @@ def _end_of_document(hugging_face: Any, vocabulary: dict[str, int], name: str) -
     )
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that a tokenizer can be made of."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a local Hugging Face folder; nothing is downloaded.
 
@@ -109,7 +114,7 @@ def _check_folder(path: Path) -> None:
             f"{path}: {state}; set data.tokenizer.path to a folder with a tokenizer.json, or "
             "data.tokenizer.train_vocab_size to train one"
         )
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if not holds_tokenizer(path):
         raise DataError(
             f"{path}: holds none of {', '.join(_TOKENIZER_FILES)}; set data.tokenizer.path to a "
             "Hugging Face tokenizer folder"

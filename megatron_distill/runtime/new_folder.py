@@ -32,7 +32,7 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
     is_first = dist.get_rank() == 0
     with together():
         if is_first:
-            with _said_for(output):
+            with said_for(output):
                 _prepare(output, partial, bytes_needed=bytes_needed, overwrite=overwrite)
     try:
         with together():
@@ -44,7 +44,7 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
         yield partial
         with together():
             if is_first:
-                with _said_for(output):
+                with said_for(output):
                     _publish(partial, output)
     finally:
         # Gone after a success; a rank that was interrupted alone must not wait for the others.
@@ -109,7 +109,8 @@ def _aside(output: Path) -> Path:
 
 
 @contextmanager
-def _said_for(output: Path) -> Iterator[None]:
+def said_for(output: Path) -> Iterator[None]:
+    """Raise what the operating system says about writing a folder as CheckpointError."""
     try:
         yield
     except OSError as error:

@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
-from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.data.tokenizer import Tokenizer, holds_tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.hugging_face.assets import (
     ASSETS_FOLDER,
     CONFIG_FILE,
     copy_assets,
     copy_tokenizer,
-    has_tokenizer,
 )
 from megatron_distill.train.checkpoint import assets_of, resolve_checkpoint
 
@@ -35,7 +34,7 @@ def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
         if source is not None and source.is_dir():
             copy_assets(source, partial)
         own = Path(config.data.tokenizer.path or tokenizer.name)
-        if has_tokenizer(own):
+        if holds_tokenizer(own):
             copy_tokenizer(own, partial)
         else:
             tokenizer.hugging_face.save_pretrained(partial)

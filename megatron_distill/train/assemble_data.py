@@ -15,10 +15,14 @@ from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out, sample_texts
-from megatron_distill.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from megatron_distill.data.tokenizer import (
+    Tokenizer,
+    holds_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.models.hugging_face.assets import has_tokenizer
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
@@ -93,7 +97,7 @@ def _check_models(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError where a model's own tokenizer gives a token another id."""
     ours = tokenizer.hugging_face.get_vocab()
     for key, folder in _model_folders(config):
-        if not has_tokenizer(Path(folder).expanduser()):
+        if not holds_tokenizer(Path(folder).expanduser()):
             continue
         theirs = load_tokenizer(folder).hugging_face.get_vocab()
         for token, number in ours.items():

@@ -29,6 +29,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.new_folder import flush_folder
 from megatron_distill.train.checkpoint_writer import (
     Snapshot,
     first_failure,
@@ -285,11 +286,11 @@ class CheckpointFolder:
                     raise self._failed(attempt, failure)
                 try:
                     attempt.description.write(attempt.partial)
-                    _flush_folder(attempt.partial)
+                    flush_folder(attempt.partial)
                     if attempt.final.exists():
                         _remove(attempt.final)
                     attempt.partial.rename(attempt.final)
-                    _flush_folder(self._root)
+                    flush_folder(self._root)
                 except OSError as error:
                     raise self._failed(attempt, str(error.strerror)) from error
                 for old in complete_checkpoints(self._root)[: -self._keep]:
@@ -310,14 +311,6 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from megatron_distill.data.tokenizer import load_tokenizer
+from megatron_distill.data.tokenizer import holds_tokenizer, load_tokenizer
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.assets import (
@@ -21,13 +21,12 @@ from megatron_distill.models.hugging_face.assets import (
     choose_family,
     copy_assets,
     copy_tokenizer,
-    has_tokenizer,
     write_config,
 )
 from megatron_distill.models.hugging_face.export import plan_files, write_files
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.new_folder import new_folder
+from megatron_distill.runtime.new_folder import new_folder, said_for
 from megatron_distill.train.checkpoint import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
@@ -53,7 +52,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
         described = describe(source)
         weights = HuggingFaceWeights(source, described)
         weights.check()
-        identity = load_tokenizer(source).identity if has_tokenizer(source) else ""
+        identity = load_tokenizer(source).identity if holds_tokenizer(source) else ""
     blocks = blocks_of(described.architecture, weights, dtype=wanted)
     total = sum(block.nbytes for block in blocks)
     needed = total + len(blocks) * _HEADER_BYTES + _assets_bytes(source)
@@ -66,7 +65,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
                     f"writing {output} failed: {failure}; free disk space or name another folder"
                 )
             if dist.get_rank() == 0:
-                with _writing(output):
+                with said_for(output):
                     _describe_import(folder, source, described.architecture, identity)
 
 
@@ -116,7 +115,7 @@ def export_checkpoint(
             max_shard_bytes=max_shard_bytes,
         )
         from_tokenizer = tokenizer or assets
-        if tokenizer is not None and not has_tokenizer(tokenizer):
+        if tokenizer is not None and not holds_tokenizer(tokenizer):
             raise CheckpointError(f"--tokenizer {tokenizer}: holds no tokenizer files")
     total = sum(file.nbytes for file in files)
     needed = total + _assets_bytes(from_tokenizer)
@@ -125,7 +124,7 @@ def export_checkpoint(
             write_files(files, weights, partial, done=done)
         with together():
             if dist.get_rank() == 0:
-                with _writing(output):
+                with said_for(output):
                     copy_assets(assets, partial)
                     copy_tokenizer(from_tokenizer, partial)
                     write_config(
@@ -144,16 +143,6 @@ def _check_apart(source: Path, output: Path) -> None:
         raise CheckpointError(
             f"{output} is or holds {source}, which is read; name another folder to write"
         )
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"writing {output} failed: {error.strerror}; free disk space or name another folder"
-        ) from error
 
 
 def _assets_bytes(folder: Path) -> int:

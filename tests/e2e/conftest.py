@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.pool import Pool
@@ -29,22 +25,3 @@ def inputs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     for name, student in (("dense", STUDENT), ("gpt", GPT_LIKE), ("moe", MOE)):
         found.write(name, student, TEACHER)
     return found
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a memory file system of a given size, where this process may."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("mounting a file system is not permitted here")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)

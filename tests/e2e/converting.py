@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import Mock, patch
 
 from tests.distributed.pool import Pool
-from tests.e2e.failing import Ending, file_size_limit
+from tests.e2e.failing import Ending, file_size_limit, script
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-
-
-def tool() -> ModuleType:
-    """Import the tool from its file, as nothing else imports it."""
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def call_tool(
@@ -41,7 +29,7 @@ def call_tool(
         contextlib.redirect_stderr(said),
         file_size_limit(limits.get(rank)),
     ):
-        status = tool().main()
+        status = script(TOOL).main()
     return Ending(status, said.getvalue())
 
 

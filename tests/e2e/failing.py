@@ -26,9 +26,9 @@ class Ending:
     said: str
 
 
-def entry_script() -> ModuleType:
-    """Import the script from its file, as nothing else imports it."""
-    spec = importlib.util.spec_from_file_location("pretrain_distill", SCRIPT)
+def script(path: Path) -> ModuleType:
+    """Import a script from its file, as nothing else imports it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,7 +57,7 @@ def call_script(rank: int, world: int, arguments: Sequence[str], limits: dict[in
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), file_size_limit(limits.get(rank)):
-            status = entry_script().main(arguments)
+            status = script(SCRIPT).main(arguments)
     finally:
         for name in places:
             del os.environ[name]

@@ -12,7 +12,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from unittest.mock import patch
@@ -173,25 +173,6 @@ def test_a_writer_killed_at_random_moments_is_resumed_to_the_same_bytes(
         assert contents(folder) == expected
     with StoreReader.open(folder) as reader:
         assert len(reader.read(range(24))) == 24
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a memory file system of a given size, where this process may."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("mounting a file system is not permitted here")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_disk_that_fills_up_costs_no_committed_shard(

@@ -69,11 +69,6 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder holds any tokenizer file."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
 def carried_entries(assets: Path, family: Family) -> dict[str, Any]:
     """Return entries of the original's config.json that are not said by the weights' shapes.
 
