@@ -1,12 +1,14 @@
 """The configuration of a run: schema, loading, rules."""
 
 from megatron_distill.config.check import check_architecture, check_layout
-from megatron_distill.config.load import load_config, to_yaml
+from megatron_distill.config.load import load_capture_config, load_config, to_yaml
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
+    CaptureConfig,
     CheckpointConfig,
     DataConfig,
+    JobConfig,
     LoggingConfig,
     ModelConfig,
     MoeConfig,
@@ -17,6 +19,7 @@ from megatron_distill.config.schema import (
     RuntimeConfig,
     ScheduleConfig,
     SourceConfig,
+    StoreSourceConfig,
     TermConfig,
     TokenizerConfig,
     TrainConfig,
@@ -27,8 +30,10 @@ from megatron_distill.config.schema import (
 __all__ = [
     "PARAMETERS",
     "ArchitectureConfig",
+    "CaptureConfig",
     "CheckpointConfig",
     "DataConfig",
+    "JobConfig",
     "LoggingConfig",
     "ModelConfig",
     "MoeConfig",
@@ -39,6 +44,7 @@ __all__ = [
     "RuntimeConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "StoreSourceConfig",
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",
@@ -46,6 +52,7 @@ __all__ = [
     "WandbConfig",
     "check_architecture",
     "check_layout",
+    "load_capture_config",
     "load_config",
     "to_yaml",
 ]

@@ -11,7 +11,11 @@ __all__ = ["source_problems"]
 def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
     """Find contradictions in where the model `role` ('student' or 'teacher') comes from."""
     hf, shape, checkpoint = f"{role}.hf", f"{role}.architecture", f"{role}.checkpoint"
-    if model.hf is None and model.architecture is None and model.checkpoint is None:
+    store = f"{role}.store"
+    if role == "student" and model.store is not None:
+        yield Problem((store,), f"{store}: a student is trained, a store only speaks; remove it")
+    sources = (model.hf, model.architecture, model.checkpoint, model.store)
+    if all(source is None for source in sources):
         yield Problem(
             (hf, shape, checkpoint),
             f"{role}: neither {hf} nor {shape} nor {checkpoint} is given; give a Hugging Face "

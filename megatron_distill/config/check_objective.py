@@ -23,8 +23,9 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
             "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained; raise "
             "objective.ce_weight or add a term",
         )
+    is_stored = config.teacher is not None and config.teacher.store is not None
     for index, term in enumerate(objective.terms):
-        yield from _term(f"objective.terms.{index}", term)
+        yield from _term(f"objective.terms.{index}", term, keeps_all=not is_stored)
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
         what = (*term.model_dump(exclude={"weight", "scale_by_temperature_squared"}).values(),)
@@ -37,7 +38,7 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _term(path: str, term: TermConfig) -> Iterator[Problem]:
+def _term(path: str, term: TermConfig, *, keeps_all: bool) -> Iterator[Problem]:
     for name, divergences in PARAMETERS.items():
         if getattr(term, name) is not None and term.divergence not in divergences:
             yield Problem(
@@ -45,7 +46,7 @@ def _term(path: str, term: TermConfig) -> Iterator[Problem]:
                 f"{path}.{name} = {getattr(term, name)} belongs to {' and '.join(divergences)}, "
                 f"here {path}.divergence = {term.divergence!r}; leave it out",
             )
-    if term.support != "tail" and term.top_k is None:
+    if term.support != "tail" and term.top_k is None and keeps_all:
         yield Problem(
             (f"{path}.support", f"{path}.top_k"),
             f"{path}.support = {term.support!r} says what becomes of tokens that are not kept, but "

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -13,10 +13,13 @@ from pydantic import ValidationError
 from megatron_distill.config.check import rule_problems
 from megatron_distill.config.describe import locate
 from megatron_distill.config.problems import Problem, innermost, raise_problems, schema_problems
-from megatron_distill.config.schema import RunConfig
+from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 
-__all__ = ["load_config", "to_yaml"]
+__all__ = ["load_capture_config", "load_config", "to_yaml"]
+
+
+J = TypeVar("J", bound=JobConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -29,7 +32,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError: the file is missing or not a YAML mapping, an override is malformed, or
     keys or values are wrong; then every problem of the file is in the one message.
     """
-    tree = _read_mapping(Path(path))
+    return _load(path, overrides, RunConfig)
+
+
+def load_capture_config(path: str | Path, overrides: Sequence[str] = ()) -> CaptureConfig:
+    """Read the file of a capture; as `load_config` in everything else."""
+    return _load(path, overrides, CaptureConfig)
+
+
+def _load(path: str | Path, overrides: Sequence[str], kind: type[J]) -> J:
+    tree = _read_mapping(Path(path), kind)
     for override in overrides:
         _apply(tree, override, Path(path))
     subject = f"{path} with {' '.join(overrides)}" if overrides else str(path)
@@ -37,18 +49,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         resolved = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{subject}: {_first_line(error)}") from error
-    config, problems = _validate(resolved)
+    config, problems = _validate(resolved, kind)
     raise_problems(subject, problems)
     assert config is not None, "no problems means a valid configuration"
     return config
 
 
-def to_yaml(config: RunConfig) -> str:
+def to_yaml(config: JobConfig) -> str:
     """Write the resolved configuration as YAML that `load_config` reads back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def _read_mapping(path: Path) -> DictConfig:
+def _read_mapping(path: Path, kind: type[JobConfig]) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -65,9 +77,9 @@ def _read_mapping(path: Path) -> DictConfig:
     if not isinstance(root, yaml.MappingNode):
         other = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         found = "nothing" if root is None else other
-        raise ConfigError(
-            f"{path}: holds {found}; write a mapping with the sections student, data and train"
-        )
+        needed = [name for name, field in kind.model_fields.items() if field.is_required()]
+        sections = f"{', '.join(needed[:-1])} and {needed[-1]}"
+        raise ConfigError(f"{path}: holds {found}; write a mapping with the sections {sections}")
     try:
         tree = OmegaConf.create(text)
     except yaml.YAMLError as error:
@@ -120,30 +132,30 @@ def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: P
             )
 
 
-def _validate(tree: Any) -> tuple[RunConfig | None, list[Problem]]:
+def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem]]:
     """Check keys and values, then the rules over several keys, on as much as is sound.
 
     When single keys are wrong, their defaults (or examples) stand in for them so that the rules
     can still be read; what a rule then says about such a key is left out.
     """
     try:
-        config = RunConfig.model_validate(tree)
+        config = kind.model_validate(tree)
     except ValidationError as error:
         details = innermost(error)
-        problems = schema_problems(details)
+        problems = schema_problems(details, kind)
         wrong = [key for problem in problems for key in problem.keys]
         stand_in = copy.deepcopy(tree)
         for detail in details:
-            _repair(stand_in, detail["loc"])
+            _repair(stand_in, detail["loc"], kind)
         try:
-            found = rule_problems(RunConfig.model_validate(stand_in))
+            found = rule_problems(kind.model_validate(stand_in))
         except ValidationError:
             found = []
         return None, problems + [p for p in found if not any(map(p.concerns, wrong))]
     return config, rule_problems(config)
 
 
-def _repair(tree: Any, place: Sequence[int | str]) -> None:
+def _repair(tree: Any, place: Sequence[int | str], kind: type[JobConfig]) -> None:
     """Put a default or an example where the tree is wrong, in place."""
     while isinstance(place[-1], int) and len(place) > 1:
         place = place[:-1]
@@ -155,7 +167,7 @@ def _repair(tree: Any, place: Sequence[int | str]) -> None:
             return
     if isinstance(holder, dict):
         holder.pop(place[-1], None)
-        key = locate(RunConfig, place)
+        key = locate(kind, place)
         if key is not None and key.required:
             holder[place[-1]] = copy.deepcopy(key.example)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from megatron_distill.config.describe import Key, field_key
-from megatron_distill.config.schema import RunConfig, Section
+from megatron_distill.config.schema import CaptureConfig, RunConfig, Section
 
 __all__ = ["reference_page", "write_reference"]
 
@@ -26,7 +26,8 @@ Written from the schema by `make docs`; do not edit.
 A run is one YAML file. Unknown keys and values out of range are errors, and all of them are
 reported at once. On the command line `key=value` overrides the file: `parallel.tensor=2`,
 `data.sources.0.weight=2`, `teacher=null`; the value is YAML. `--print-config` shows the resolved
-whole. A key without a default is required.
+whole. A key without a default is required. The file of a capture (`launch/cache_teacher.py`) has
+sections of its own, at the end; what both have in common means the same in both.
 """
 
 
@@ -43,11 +44,16 @@ def write_reference(path: Path) -> None:
 
 def _tables() -> Iterator[str]:
     yield _table("Top level", [], RunConfig)
-    for section, names in _sections().items():
+    of_run = _sections(RunConfig)
+    for section, names in of_run.items():
         yield _table(", ".join(f"`{name}`" for name in names), names, section)
+    yield _table("Top level of a capture", [], CaptureConfig)
+    for section, names in _sections(CaptureConfig).items():
+        if section not in of_run:
+            yield _table(", ".join(f"`{name}`" for name in names), names, section)
 
 
-def _sections() -> dict[type[Section], list[str]]:
+def _sections(root: type[Section]) -> dict[type[Section], list[str]]:
     """Map every section class to the places of the file where it stands, in file order."""
     places: dict[type[Section], list[str]] = {}
 
@@ -58,7 +64,7 @@ def _sections() -> dict[type[Section], list[str]]:
                 places.setdefault(below, []).append(f"{prefix}{name}{mark}")
                 visit(below, f"{prefix}{name}{mark}.")
 
-    visit(RunConfig, "")
+    visit(root, "")
     return places
 
 

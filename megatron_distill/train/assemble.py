@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,23 +16,22 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.device import PRECISIONS, Device
-from megatron_distill.runtime.groups import Groups, Layout, create_groups, destroy_groups
-from megatron_distill.runtime.seed import seed_everything
+from megatron_distill.runtime.device import Device
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble_assets import keep_assets
 from megatron_distill.train.assemble_data import (
-    Vocabulary,
-    open_tokenizer,
     open_training_loader,
     read_validation,
 )
+from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import (
     build_objective,
     build_student,
     build_teacher,
 )
 from megatron_distill.train.assemble_origin import Origin, find_origin
+from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint import CheckpointFolder
 from megatron_distill.train.flops import GptShape, step_flops_per_token
 from megatron_distill.train.loop import LoopPlan, Parts, train
@@ -64,7 +62,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     # through would stop all ranks for a tenth of a second or more.
     gc.collect()
     gc.freeze()
-    with _groups(config) as groups, ExitStack() as resources:
+    with job_groups(config, trains=True) as groups, ExitStack() as resources:
         parts = _assemble(config, device, groups, resources)
         if parts.state.step >= config.train.steps:
             _LOGGER.info("nothing to do: step %d of %d", parts.state.step, config.train.steps)
@@ -72,26 +70,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         return train(parts, _plan(config), termination)
 
 
-@contextmanager
-def _groups(config: RunConfig) -> Iterator[Groups]:
-    parallel = config.parallel
-    layout = Layout(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        sequence=parallel.sequence,
-    )
-    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
-    try:
-        yield groups
-    finally:
-        destroy_groups()
-
-
 def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:
-    seed_everything(config.seed, groups)
     resources.enter_context(run_folder(config.output, to_yaml(config)))
     tokenizer, vocabulary = open_tokenizer(config)
     with together():
@@ -99,10 +78,8 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
             keep_assets(config, tokenizer)
     origin = find_origin(config.student, "student", config, vocabulary)
     architecture = origin.architecture
-    execution = Execution(
-        dtype=PRECISIONS[config.train.precision],
-        device=device.torch_device,
-        recompute=config.train.recompute,
+    execution = execution_on(
+        device, precision=config.train.precision, recompute=config.train.recompute
     )
     loader = open_training_loader(config, tokenizer, groups=groups, device=device.torch_device)
     resources.callback(loader.close)

@@ -9,16 +9,16 @@ from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Execution
-from megatron_distill.runtime.device import PRECISIONS, Device
-from megatron_distill.runtime.groups import Groups, Layout, create_groups, destroy_groups
-from megatron_distill.runtime.seed import seed_everything
-from megatron_distill.train.assemble_data import open_tokenizer, read_validation
+from megatron_distill.runtime.device import Device
+from megatron_distill.train.assemble_data import read_validation
+from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import (
     build_objective,
     build_student,
     build_teacher,
 )
 from megatron_distill.train.assemble_origin import find_origin
+from megatron_distill.train.assemble_tokenizer import open_tokenizer
 from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
@@ -35,7 +35,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
     """
     if config.validation.samples == 0:
         raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
-    with _model_groups(config) as groups:
+    with job_groups(config, trains=False) as groups:
         tokenizer, vocabulary = open_tokenizer(config)
         origin = find_origin(config.student, "student", config, vocabulary)
         architecture = origin.architecture
@@ -62,7 +62,7 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
 
     Raises a MegatronDistillError on all ranks together.
     """
-    with _model_groups(config) as groups:
+    with job_groups(config, trains=False) as groups:
         tokenizer, vocabulary = open_tokenizer(config)
         origin = find_origin(config.student, "student", config, vocabulary)
         architecture = origin.architecture
@@ -72,28 +72,5 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
         yield NextToken(model, architecture, groups, device.torch_device), tokenizer
 
 
-@contextmanager
-def _model_groups(config: RunConfig) -> Iterator[Groups]:
-    parallel = config.parallel
-    layout = Layout(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=None,
-        context=parallel.context,
-        expert=parallel.expert,
-        sequence=parallel.sequence,
-    )
-    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
-    try:
-        seed_everything(config.seed, groups)
-        yield groups
-    finally:
-        destroy_groups()
-
-
 def _execution(config: RunConfig, device: Device) -> Execution:
-    return Execution(
-        dtype=PRECISIONS[config.train.precision],
-        device=device.torch_device,
-        recompute=config.train.recompute,
-    )
+    return execution_on(device, precision=config.train.precision, recompute=config.train.recompute)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-from megatron_distill.config import PARAMETERS, RunConfig
+from megatron_distill.config import PARAMETERS, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
 from megatron_distill.models.head import align_head
-from megatron_distill.ops import LogitRule
+from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.assemble_data import Vocabulary
 from megatron_distill.train.assemble_origin import Origin, find_origin
+from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.teacher import OnlineTeacher
 
@@ -49,22 +47,46 @@ def build_teacher(
             f"{student.vocab_size}; distillation on logits needs one vocabulary: set "
             "student.architecture.vocab_size to the teacher's and use its tokenizer"
         )
+    return build_online_teacher(
+        config, origin, groups=groups, execution=execution, shard=vocab_shard(student, groups)
+    )
+
+
+def build_online_teacher(
+    config: JobConfig,
+    origin: Origin,
+    *,
+    groups: Groups,
+    execution: Execution,
+    shard: VocabShard | None = None,
+) -> OnlineTeacher:
+    """Build the frozen model, its head over the columns of `shard`, or else over its own."""
     (model,) = _build(
         origin,
         groups=groups,
         execution=execution,
-        seed=config.seed + _TEACHER_SEED_OFFSET,
+        seed=teacher_seed(config),
         interleaved=False,
     )
     model.requires_grad_(False)
     model.eval()
+    own = vocab_shard(origin.architecture, groups)
+    head = None
+    if groups.is_last_stage:
+        weight = model.head_weight().detach()
+        head = align_head(weight, own=own, wanted=shard or own, group=groups.tensor)
     return OnlineTeacher(
         model=model,
-        architecture=architecture,
-        head_weight=_teacher_head(model, architecture, student, groups),
+        architecture=origin.architecture,
+        head_weight=head,
         groups=groups,
         sequence_length=config.data.sequence_length,
     )
+
+
+def teacher_seed(config: JobConfig) -> int:
+    """Return the seed of a teacher's random weights, which are not the student's."""
+    return config.seed + _TEACHER_SEED_OFFSET
 
 
 def build_objective(
@@ -95,19 +117,6 @@ def _terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
     return tuple(
         Term(**term.model_dump(exclude=set(PARAMETERS)), parameters=term.parameters)
         for term in config.objective.terms
-    )
-
-
-def _teacher_head(
-    model: HiddenStateGPT, architecture: Architecture, student: Architecture, groups: Groups
-) -> torch.Tensor | None:
-    if not groups.is_last_stage:
-        return None
-    return align_head(
-        model.head_weight().detach(),
-        own=vocab_shard(architecture, groups),
-        wanted=vocab_shard(student, groups),
-        group=groups.tensor,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_distill.config import ArchitectureConfig, ModelConfig, RunConfig, check_architecture
+from megatron_distill.config import ArchitectureConfig, JobConfig, ModelConfig, check_architecture
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT
@@ -21,7 +21,7 @@ from megatron_distill.models.hugging_face.model import (
 from megatron_distill.models.weights import WeightSource, fill
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.assemble_data import Vocabulary
+from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.checkpoint import Description, resolve_checkpoint
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
 from megatron_distill.train.run_state import check_same_model, saved_architecture
@@ -42,7 +42,7 @@ class Origin:
             fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
 
 
-def find_origin(model: ModelConfig, role: str, config: RunConfig, vocabulary: Vocabulary) -> Origin:
+def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
     """Return where the model of a section comes from, its architecture fit for this run.
 
     Raises ConfigError or CheckpointError on all ranks: nothing there, another tokenizer, a
@@ -67,7 +67,7 @@ def find_origin(model: ModelConfig, role: str, config: RunConfig, vocabulary: Vo
     return origin
 
 
-def _whole(model: ModelConfig, role: str, config: RunConfig, vocabulary: Vocabulary) -> Origin:
+def _whole(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
     if model.hf is not None:
         return _from_hugging_face(Path(model.hf).expanduser())
     with together():
@@ -97,7 +97,7 @@ def _from_hugging_face(folder: Path) -> Origin:
     return Origin(described.architecture, lambda: HuggingFaceWeights(folder, described))
 
 
-def _from_checkpoint(model: ModelConfig, config: RunConfig, vocabulary: Vocabulary) -> Origin:
+def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabulary) -> Origin:
     assert model.checkpoint is not None
     folder = resolve_checkpoint(model.checkpoint)
     description = Description.read(folder)
@@ -110,7 +110,7 @@ def _from_checkpoint(model: ModelConfig, config: RunConfig, vocabulary: Vocabula
 
 
 def _described(
-    described: ArchitectureConfig, config: RunConfig, vocabulary: Vocabulary
+    described: ArchitectureConfig, config: JobConfig, vocabulary: Vocabulary
 ) -> Architecture:
     fields = described.model_dump()
     moe = fields["moe"]

@@ -36,7 +36,7 @@ from tests.unit.sample_configs import MINIMAL, complaints, load_tree
         (
             "student.norm_epsilon=2",
             "student.norm_epsilon: unknown key; did you mean "
-            "student.architecture.norm_epsilon or teacher.architecture.norm_epsilon?",
+            "teacher.architecture.norm_epsilon or student.architecture.norm_epsilon?",
         ),
     ],
 )
@@ -46,7 +46,7 @@ def test_an_unknown_key_brings_the_nearest_known_one(tmp_path, override, message
 
 def test_a_key_that_is_not_text_is_named(tmp_path):
     [line] = complaints(load_tree, tmp_path, MINIMAL | {3: "x"})
-    assert line.startswith("3: unknown key; the keys here are output, ")
+    assert line.startswith("3: unknown key; the keys here are seed, ")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,12 @@ def test_a_key_that_is_not_text_is_named(tmp_path):
         ("parallel.sequence=1", "parallel.sequence = 1: must be true or false"),
         ("output=''", "output = '': must be text, not empty"),
         ("output=3", "output = 3: must be text, not empty"),
-        ("data.sources=[]", "data.sources = []: must be a list of sections, not empty"),
-        ("data.sources=text", "data.sources = 'text': must be a list of sections, not empty"),
+        (
+            "data.sources=[]",
+            "data.sources = []: no corpus is named; give at least one, or teacher.store to "
+            "train on the samples of a store",
+        ),
+        ("data.sources=text", "data.sources = 'text': must be a list of sections"),
         ("data.sources.0.paths=[a, 3]", "data.sources.0.paths.1 = 3: must be text"),
         ("data.sources.0.weight=0", "data.sources.0.weight = 0: must be a number > 0"),
         (
@@ -121,7 +125,7 @@ def test_long_values_are_shortened(tmp_path):
 
 def test_missing_sections_are_all_named(tmp_path):
     found = complaints(load_tree, tmp_path, {"seed": 1})
-    assert [line.partition(":")[0] for line in found] == ["student", "data", "train"]
+    assert [line.partition(":")[0] for line in found] == ["data", "student", "train"]
     assert all("this key is required" in line for line in found)
 
 

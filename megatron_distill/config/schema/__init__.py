@@ -1,6 +1,7 @@
 """The configuration file as types: one class per section, every key described and bounded."""
 
 from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
 from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import (
@@ -8,10 +9,11 @@ from megatron_distill.config.schema.model import (
     ModelConfig,
     MoeConfig,
     RopeScalingConfig,
+    StoreSourceConfig,
 )
 from megatron_distill.config.schema.objective import PARAMETERS, ObjectiveConfig, TermConfig
 from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
-from megatron_distill.config.schema.run import RunConfig
+from megatron_distill.config.schema.run import JobConfig, RunConfig
 from megatron_distill.config.schema.training import (
     OptimizerConfig,
     ScheduleConfig,
@@ -22,8 +24,11 @@ from megatron_distill.config.schema.training import (
 __all__ = [
     "PARAMETERS",
     "ArchitectureConfig",
+    "CaptureConfig",
+    "CapturePassConfig",
     "CheckpointConfig",
     "DataConfig",
+    "JobConfig",
     "LoggingConfig",
     "ModelConfig",
     "MoeConfig",
@@ -36,6 +41,8 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "SourceConfig",
+    "StoreConfig",
+    "StoreSourceConfig",
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",

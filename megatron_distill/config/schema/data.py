@@ -42,7 +42,7 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: a folder, or one trained on the sources; neither: that of a model's `hf`."""
+    """The tokenizer: a folder, or one trained on the sources; neither: that of a model."""
 
     path: str | None = Field(
         default=None, min_length=1, description="Hugging Face folder holding `tokenizer.json`."
@@ -62,15 +62,17 @@ class DataConfig(Section):
     """Where tokens come from and how they are packed."""
 
     sources: tuple[SourceConfig, ...] = Field(
-        min_length=1,
+        default=(),
         strict=False,
         examples=[[{"format": "python_stdlib"}]],
-        description="The corpora, blended by weight.",
+        description="The corpora, blended by weight; with `teacher.store` they may be left out, "
+        "and the samples of the store are trained on.",
     )
     tokenizer: TokenizerConfig = Field(
         default_factory=TokenizerConfig,
         examples=[{"path": "tokenizers/llama3"}],
-        description="The tokenizer; left out: that of `student.hf` or `teacher.hf`.",
+        description="The tokenizer; left out: that of `student.hf`, `teacher.hf` or "
+        "`teacher.store`.",
     )
     sequence_length: int = Field(
         ge=2, examples=[4096], description="Tokens in one packed sequence."

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.base import Section
 
@@ -14,6 +14,7 @@ __all__ = [
     "Norm",
     "Positions",
     "RopeScalingConfig",
+    "StoreSourceConfig",
 ]
 
 Norm = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
@@ -177,6 +178,19 @@ class ArchitectureConfig(Section):
         return self.head_size
 
 
+class StoreSourceConfig(Section):
+    """Teacher stores that are read."""
+
+    path: str = Field(
+        min_length=1, examples=["stores/teacher"], description="A store's folder, or a glob."
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="Share of the samples of these stores, relative to the other weights.",
+    )
+
+
 class ModelConfig(Section):
     """A model: its shape, or where it comes from; `hf` and `checkpoint` bring weights along."""
 
@@ -207,3 +221,19 @@ class ModelConfig(Section):
         ge=1,
         description="Student only: keep this many layers, evenly spread, first and last included.",
     )
+    store: tuple[StoreSourceConfig, ...] | None = Field(
+        default=None,
+        min_length=1,
+        strict=False,
+        description="Teacher only: folder of what it has said (`launch/cache_teacher.py`), a glob, "
+        "or a list of `path` and `weight`. No teacher is built then; what else is given of it is "
+        "compared with the store's.",
+    )
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _paths_are_sources(cls, store: object) -> object:
+        entries = [store] if isinstance(store, str) else store
+        if isinstance(entries, list | tuple):
+            return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+        return entries

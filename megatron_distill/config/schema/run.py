@@ -1,5 +1,6 @@
 """The whole file."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +19,14 @@ from megatron_distill.config.schema.training import (
     ValidationConfig,
 )
 
-__all__ = ["RunConfig"]
+__all__ = ["JobConfig", "RunConfig"]
 
 
-class RunConfig(Section):
-    """One run: everything that decides its result, in one file."""
+class JobConfig(Section):
+    """What training a student and capturing a teacher have in common."""
 
-    output: str = Field(
-        default="runs/default", min_length=1, description="The run folder, made if missing."
-    )
     seed: int = Field(
         default=1234, ge=0, lt=2**31, description="Seed of initial weights, order and dropout."
-    )
-    student: ModelConfig = Field(
-        examples=[{"checkpoint": "runs/pretrained"}], description="The model that is trained."
     )
     teacher: ModelConfig | None = Field(
         default=None,
@@ -49,6 +44,30 @@ class RunConfig(Section):
             }
         ],
         description="Where tokens come from.",
+    )
+    runtime: RuntimeConfig = Field(
+        default=RuntimeConfig(), description="Devices and process groups."
+    )
+
+    @property
+    @abstractmethod
+    def folder(self) -> str:
+        """Where the job leaves what it makes."""
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models by their roles, which are their keys."""
+        return {} if self.teacher is None else {"teacher": self.teacher}
+
+
+class RunConfig(JobConfig):
+    """One run: everything that decides its result, in one file."""
+
+    output: str = Field(
+        default="runs/default", min_length=1, description="The run folder, made if missing."
+    )
+    student: ModelConfig = Field(
+        examples=[{"checkpoint": "runs/pretrained"}], description="The model that is trained."
     )
     objective: ObjectiveConfig = Field(
         default=ObjectiveConfig(), description="What the student is trained on."
@@ -68,9 +87,16 @@ class RunConfig(Section):
         default=CheckpointConfig(), description="When the run is saved."
     )
     logging: LoggingConfig = Field(default=LoggingConfig(), description="Where figures go.")
-    runtime: RuntimeConfig = Field(
-        default=RuntimeConfig(), description="Devices and process groups."
-    )
+
+    @property
+    def folder(self) -> str:
+        """The run folder."""
+        return self.output
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models by their roles, which are their keys."""
+        return {"student": self.student, **super().models}
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,13 @@ from megatron_distill.signals.store.codec_error import CodecError, measure_codec
 from megatron_distill.signals.store.layout import pack, unpack
 from megatron_distill.signals.store.manifest import Manifest, ShardProof
 from megatron_distill.signals.store.maxtext import convert_maxtext
-from megatron_distill.signals.store.plan import CaptureSettings, Identity, Plan, Support
+from megatron_distill.signals.store.plan import (
+    CaptureSettings,
+    Identity,
+    Plan,
+    Support,
+    tokenizer_folder,
+)
 from megatron_distill.signals.store.reader import StoreReader
 from megatron_distill.signals.store.record_signals import sampled_signal, top_k_signal
 from megatron_distill.signals.store.records import (
@@ -16,7 +22,7 @@ from megatron_distill.signals.store.records import (
     cut_to_mass,
 )
 from megatron_distill.signals.store.sampling import draw_ids
-from megatron_distill.signals.store.store_set import StoreSet
+from megatron_distill.signals.store.store_set import StoreSet, find_stores
 from megatron_distill.signals.store.totals import Totals
 from megatron_distill.signals.store.verification import (
     Problem,
@@ -49,10 +55,12 @@ __all__ = [
     "cut_to_k",
     "cut_to_mass",
     "draw_ids",
+    "find_stores",
     "measure_codec",
     "pack",
     "repair",
     "sampled_signal",
+    "tokenizer_folder",
     "top_k_signal",
     "unpack",
     "verify",

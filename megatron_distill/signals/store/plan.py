@@ -24,6 +24,7 @@ __all__ = [
     "data_name",
     "shard_folder",
     "sidecar_name",
+    "tokenizer_folder",
 ]
 
 FORMAT: Final = "megatron-distill teacher store"
@@ -246,6 +247,11 @@ def _differences(
 def shard_folder(folder: Path) -> Path:
     """Where a store's shards are."""
     return folder / "shards"
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a store keeps the tokenizer of its tokens; no reader of records needs it."""
+    return folder / "tokenizer"
 
 
 def data_name(shard: int) -> str:

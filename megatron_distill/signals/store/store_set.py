@@ -14,7 +14,22 @@ from megatron_distill.signals.store.plan import PLAN
 from megatron_distill.signals.store.reader import StoreReader
 from megatron_distill.signals.store.records import SampleRecord
 
-__all__ = ["StoreSet"]
+__all__ = ["StoreSet", "find_stores"]
+
+
+def find_stores(patterns: Sequence[str]) -> list[Path]:
+    """The folders that paths and globs name, by name. Raises StoreError: one names no store."""
+    found: set[str] = set()
+    for pattern in patterns:
+        path = str(Path(pattern).expanduser())
+        names = [path] if Path(path).exists() else glob.glob(path)  # noqa: PTH207
+        stores = [name for name in names if (Path(name) / PLAN).is_file()]
+        if not stores:
+            raise StoreError(f"{pattern}: names no teacher store; correct the path")
+        found.update(stores)
+    if not found:
+        raise StoreError("no teacher store is named; give at least one path")
+    return [Path(name) for name in sorted(found)]
 
 
 class StoreSet:
@@ -51,25 +66,16 @@ class StoreSet:
         sequence_length: int | None = None,
     ) -> StoreSet:
         """Open the stores that paths and globs name. Raises StoreError as `StoreReader.open`."""
-        found: set[str] = set()
-        for pattern in patterns:
-            names = [pattern] if Path(pattern).exists() else glob.glob(pattern)  # noqa: PTH207
-            stores = [name for name in names if (Path(name) / PLAN).is_file()]
-            if not stores:
-                raise StoreError(f"{pattern}: names no teacher store; correct the path")
-            found.update(stores)
-        if not found:
-            raise StoreError("no teacher store is named; give at least one path")
         return cls(
             [
                 StoreReader.open(
-                    Path(name),
+                    folder,
                     teacher=teacher,
                     tokenizer=tokenizer,
                     vocab_size=vocab_size,
                     sequence_length=sequence_length,
                 )
-                for name in sorted(found)
+                for folder in find_stores(patterns)
             ]
         )
 

@@ -1,0 +1,175 @@
+"""Rules over several keys that hold for every job, whether a student is trained or not."""
+
+from collections.abc import Callable, Iterator
+
+from megatron_distill.config.check_model import architecture_problems
+from megatron_distill.config.check_model_source import source_problems
+from megatron_distill.config.problems import Problem
+from megatron_distill.config.schema import JobConfig, SourceConfig
+
+__all__ = ["job_problems", "layout_problems"]
+
+
+def job_problems(job: JobConfig) -> Iterator[Problem]:
+    """Find what the rules say that hold for any job and any number of processes."""
+    for rule in _RULES:
+        yield from rule(job)
+
+
+def _models(job: JobConfig) -> Iterator[Problem]:
+    for role, model in job.models.items():
+        yield from source_problems(model, role)
+        if model.architecture is not None:
+            yield from architecture_problems(
+                model.architecture, role, job.parallel, job.data.sequence_length
+            )
+
+
+def _vocabularies(job: JobConfig) -> Iterator[Problem]:
+    sizes = {
+        role: model.architecture.vocab_size
+        for role, model in job.models.items()
+        if model.architecture is not None and model.architecture.vocab_size is not None
+    }
+    if len(set(sizes.values())) > 1:
+        student, teacher = (f"{role}.architecture.vocab_size" for role in ("student", "teacher"))
+        yield Problem(
+            (student, teacher),
+            f"{student} = {sizes['student']} but {teacher} = {sizes['teacher']}: teacher and "
+            "student must share one vocabulary; use models of one tokenizer",
+        )
+
+
+def _pipeline(job: JobConfig) -> Iterator[Problem]:
+    parallel = job.parallel
+    if parallel.virtual_pipeline is not None and parallel.pipeline < 2:
+        yield Problem(
+            ("parallel.virtual_pipeline", "parallel.pipeline"),
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: interleaving needs "
+            f"parallel.pipeline >= 2, not {parallel.pipeline}; raise it or set "
+            "parallel.virtual_pipeline=null",
+        )
+
+
+def _sequence(job: JobConfig) -> Iterator[Problem]:
+    parallel, length = job.parallel, job.data.sequence_length
+    if parallel.sequence and parallel.tensor < 2:
+        yield Problem(
+            ("parallel.sequence", "parallel.tensor"),
+            "parallel.sequence = true: sequence parallelism needs parallel.tensor >= 2, not "
+            f"{parallel.tensor}; raise it or set parallel.sequence=false",
+        )
+    if parallel.sequence and length % (parallel.tensor * parallel.context):
+        yield Problem(
+            ("data.sequence_length", "parallel.sequence", "parallel.tensor", "parallel.context"),
+            f"data.sequence_length = {length}: with parallel.sequence it must be a multiple of "
+            f"parallel.tensor * parallel.context = {parallel.tensor * parallel.context}",
+        )
+    if parallel.context > 1 and length % (2 * parallel.context):
+        yield Problem(
+            ("data.sequence_length", "parallel.context"),
+            f"data.sequence_length = {length}: with parallel.context = {parallel.context} it "
+            f"must be a multiple of 2 * parallel.context = {2 * parallel.context}",
+        )
+
+
+def _experts(job: JobConfig) -> Iterator[Problem]:
+    shapes = [model.architecture for model in job.models.values()]
+    if job.parallel.expert > 1 and all(s is not None and s.moe is None for s in shapes):
+        yield Problem(
+            ("parallel.expert", "student.architecture.moe", "teacher.architecture.moe"),
+            f"parallel.expert = {job.parallel.expert}: no model here has experts; set "
+            "parallel.expert=1 or give an architecture.moe section",
+        )
+
+
+def _sources(job: JobConfig) -> Iterator[Problem]:
+    data = job.data
+    is_stored = job.teacher is not None and job.teacher.store is not None
+    if not data.sources and not is_stored:
+        yield Problem(
+            ("data.sources",),
+            "data.sources = []: no corpus is named; give at least one, or teacher.store to train "
+            "on the samples of a store",
+        )
+    for name, sources in (
+        ("data.sources", data.sources),
+        ("data.validation_sources", data.validation_sources),
+    ):
+        for index, source in enumerate(sources):
+            yield from _source(f"{name}.{index}", source)
+
+
+def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
+    keys = (f"{name}.paths", f"{name}.format")
+    if source.format == "python_stdlib" and source.paths:
+        yield Problem(
+            keys, f"{name}.paths: format python_stdlib finds its own files; leave paths out"
+        )
+    if source.format != "python_stdlib" and not source.paths:
+        yield Problem(keys, f"{name}.paths: format {source.format} needs at least one path")
+
+
+def _tokenizer(job: JobConfig) -> Iterator[Problem]:
+    tokenizer = job.data.tokenizer
+    path, size = "data.tokenizer.path", "data.tokenizer.train_vocab_size"
+    from_model = any(model.hf or model.store for model in job.models.values())
+    if tokenizer.path is None and tokenizer.train_vocab_size is None and not from_model:
+        yield Problem(
+            (path, size),
+            f"data.tokenizer: give either {path} or {size}, or a model's student.hf or teacher.hf, "
+            "or teacher.store",
+        )
+    if tokenizer.path is not None and tokenizer.train_vocab_size is not None:
+        yield Problem(
+            (path, size),
+            f"{path} = {tokenizer.path!r} and {size} = {tokenizer.train_vocab_size}: give only "
+            "one of the two",
+        )
+    for index, source in enumerate(job.data.sources):
+        if source.format == "megatron" and tokenizer.train_vocab_size is not None:
+            yield Problem(
+                (size, f"data.sources.{index}.format"),
+                f"{size} = {tokenizer.train_vocab_size}: data.sources.{index} is tokenised "
+                f"already; give the folder of its tokenizer in {path}",
+            )
+
+
+def _backend(job: JobConfig) -> Iterator[Problem]:
+    if job.runtime.backend == "nccl" and job.runtime.device == "cpu":
+        yield Problem(
+            ("runtime.backend", "runtime.device"),
+            "runtime.backend = 'nccl': needs runtime.device = 'cuda', not 'cpu'; use 'gloo' or "
+            "'auto' on a CPU",
+        )
+
+
+_RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _models,
+    _vocabularies,
+    _pipeline,
+    _sequence,
+    _experts,
+    _sources,
+    _tokenizer,
+    _backend,
+)
+
+
+def layout_problems(job: JobConfig, world_size: int) -> Iterator[Problem]:
+    """Find what keeps the layout off this number of processes."""
+    parallel = job.parallel
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model_ranks:
+        yield Problem(
+            ("parallel.tensor", "parallel.pipeline", "parallel.context"),
+            f"parallel.tensor * parallel.pipeline * parallel.context = {parallel.tensor} * "
+            f"{parallel.pipeline} * {parallel.context} = {model_ranks} does not divide the "
+            f"{world_size} processes; start a multiple of {model_ranks} or change the layout",
+        )
+    elif world_size // (parallel.tensor * parallel.pipeline) % parallel.expert:
+        yield Problem(
+            ("parallel.expert",),
+            f"parallel.expert = {parallel.expert}: must divide the data-parallel times context "
+            f"size, {world_size // model_ranks} * {parallel.context} on {world_size} processes",
+        )
