@@ -24,6 +24,7 @@ from rich.table import Column, Table
 
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.signals.store import (
+    UNKNOWN,
     Identity,
     Manifest,
     Plan,
@@ -36,7 +37,6 @@ from megatron_distill.signals.store import (
 
 INTERRUPTED_STATUS = 130
 SHOWN_PROBLEMS = 50
-UNKNOWN = "unknown"
 
 
 def main() -> int:

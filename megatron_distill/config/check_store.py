@@ -33,3 +33,9 @@ def store_problems(config: RunConfig) -> Iterator[Problem]:
             f"data.tokenizer.train_vocab_size = {data.tokenizer.train_vocab_size}: a tokenizer is "
             "trained on data.sources, and there are none; leave it out to use that of the store",
         )
+    if not config.objective.terms:
+        yield Problem(
+            ("objective.terms", "teacher.store"),
+            "objective.terms = []: nothing is learned from teacher.store; add a term, or set "
+            "teacher=null",
+        )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_distill.data.collation import BatchLayout, count_labels, micro_batch, pack_samples
 from megatron_distill.data.samples import SampleSource, State
 from megatron_distill.data.wire import StepData, Wire
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 
@@ -64,13 +64,14 @@ class StepLoader:
         self._last: StepData | None = None
         self._restored: State | None = None
         self._prefetch = prefetch
-        self._ahead: deque[Future[StepData | DataError]] = deque()
+        self._ahead: deque[Future[StepData | MegatronDistillError]] = deque()
         self._reader: ThreadPoolExecutor | None = None
 
     def take(self, step: int) -> StepBatches:
         """The micro-batches of this rank for the next step, on its device.
 
-        `step` is checked to be the same on all ranks. Raises DataError, on all ranks alike.
+        `step` is checked to be the same on all ranks. Raises DataError or StoreError, on all ranks
+        alike.
 
         Collective: the group, two broadcasts of together 8 bytes per token of the global batch.
         """
@@ -136,7 +137,7 @@ class StepLoader:
             assert self._beginning is not None
             self._source.load_state_dict(self._beginning if source_state is None else source_state)
 
-    def _next_step(self) -> StepData | DataError:
+    def _next_step(self) -> StepData | MegatronDistillError:
         if self._prefetch == 0:
             return self._read()
         if self._reader is None:
@@ -145,11 +146,11 @@ class StepLoader:
             self._ahead.append(self._reader.submit(self._read))
         return self._ahead.popleft().result()
 
-    def _read(self) -> StepData | DataError:
+    def _read(self) -> StepData | MegatronDistillError:
         assert self._source is not None
         try:
             samples = [self._source.next_sample() for _ in range(self._layout.global_batch_size)]
-        except DataError as error:
+        except (DataError, StoreError) as error:
             return error
         batch = pack_samples(samples)
         ce_tokens, kd_tokens = count_labels(batch, isolate_documents=self._isolate_documents)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megatron_distill.data.collation import GlobalBatch
 from megatron_distill.data.samples import State
-from megatron_distill.errors import DataError
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.collectives import ERROR_TYPES
 
 _DATA: Final = 0
-_ERROR: Final = 1
+_FIRST_ERROR: Final = 1  # and the kinds of error from here on
 _HEADER_FIELDS: Final = 5  # status, step, cross-entropy labels, distillation labels, text bytes
 
 
@@ -54,8 +55,8 @@ class Wire:
         uses_device = not self._is_alone and dist.get_backend(group) != "gloo"
         self._device = device if uses_device else torch.device("cpu")
 
-    def exchange(self, step: int, said: StepData | DataError | None) -> StepData:
-        """Every rank gets what rank 0 says: the step's data, or DataError raised on all of them.
+    def exchange(self, step: int, said: StepData | MegatronDistillError | None) -> StepData:
+        """Every rank gets what rank 0 says: the step's data, or its error raised on all of them.
 
         `said` is None on every other rank. All ranks must ask for the same step. The data lies in
         the memory of the host, whatever device it came over.
@@ -65,7 +66,7 @@ class Wire:
         """
         if self._is_alone:
             assert said is not None
-            if isinstance(said, DataError):
+            if isinstance(said, MegatronDistillError):
                 raise said
             return said
         header, payload = self._message(step, said) if said is not None else (None, None)
@@ -78,8 +79,9 @@ class Wire:
             text = said.state_text
         else:
             text = payload[-self._text_words(text_bytes) :].numpy().tobytes()[:text_bytes]
-        if status == _ERROR:
-            raise said if isinstance(said, DataError) else DataError(text.decode("utf-8"))
+        if status != _DATA:
+            kind = ERROR_TYPES[status - _FIRST_ERROR]
+            raise said if isinstance(said, MegatronDistillError) else kind(text.decode("utf-8"))
         return StepData(self._unpack(payload), ce_tokens, kd_tokens, text)
 
     def _data_words(self) -> int:
@@ -89,8 +91,10 @@ class Wire:
     def _text_words(text_bytes: int) -> int:
         return max(1, -(-text_bytes // 4))
 
-    def _message(self, step: int, said: StepData | DataError) -> tuple[Tensor, Tensor]:
-        if isinstance(said, DataError):
+    def _message(self, step: int, said: StepData | MegatronDistillError) -> tuple[Tensor, Tensor]:
+        status = _DATA
+        if isinstance(said, MegatronDistillError):
+            status = _FIRST_ERROR + ERROR_TYPES.index(type(said))
             text, parts, counts = str(said).encode("utf-8"), [], [0, 0]
         else:
             text, counts = said.state_text, [said.ce_tokens, said.kd_tokens]
@@ -99,7 +103,6 @@ class Wire:
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
-        status = _DATA if parts else _ERROR
         return torch.tensor([status, step, *counts, len(text)]), payload
 
     def _broadcast(self, tensor: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal, TopK
+from megatron_distill.signals import DenseLogits, HiddenState, Recorded, Sampled, Signal, TopK
 
 __all__ = ["fused_linear_objective"]
 
@@ -94,7 +95,10 @@ def fused_linear_objective(
         rows=rows,
     )
     total, sums = fused_linear(_head(hidden), work)
-    return total, _report(work, between, kept, sums)
+    report = _report(work, between, kept, sums)
+    if isinstance(signal, Recorded):
+        report |= _recorded(signal, ce_weights, kd_weights)
+    return total, report
 
 
 def _plans(
@@ -102,14 +106,20 @@ def _plans(
 ) -> tuple[list[Term], list[tuple[Term, KeptPlan]]]:
     """The terms between logits, and those on kept ids with what they are held against."""
     if isinstance(signal, TopK | Sampled):
-        check_rows(tokens, ids=signal.ids)
         for term in terms:
             if term.top_k is not None:
                 raise ValueError(
                     f"{term.name} asks for a top-k of {term.top_k}, but the signal is one of "
                     f"{signal.ids.shape[1]} ids already; leave top_k out"
                 )
-        kept = [(term, kept_target(signal, term)) for term in terms]
+        signal = Recorded((signal,) * len(terms)) if terms else None
+    if isinstance(signal, Recorded):
+        if len(signal.by_term) != len(terms):
+            raise ValueError(f"Recorded speaks of {len(signal.by_term)} terms of {len(terms)}")
+        check_rows(tokens, ids=signal.by_term[0].ids)
+        kept = [
+            (term, kept_target(own, term)) for term, own in zip(terms, signal.by_term, strict=True)
+        ]
         return [], [
             (term, KeptPlan(term.weighted, term.name, term.support, target, None))
             for term, target in kept
@@ -130,7 +140,7 @@ def _head(state: HiddenState) -> LinearHead:
 def _teacher(
     signal: Signal | None, tokens: int, shard: VocabShard, group: dist.ProcessGroup | None
 ) -> LinearHead | GivenLogits | None:
-    if signal is None or isinstance(signal, TopK | Sampled):
+    if signal is None or isinstance(signal, TopK | Sampled | Recorded):
         return None
     teacher: LinearHead | GivenLogits
     if isinstance(signal, DenseLogits):
@@ -164,3 +174,17 @@ def _report(
         by_name[term.name] = value
         kd = kd + term.weight * value
     return by_name | {"kd": kd}
+
+
+def _recorded(signal: Recorded, ce_weights: Tensor, kd_weights: Tensor) -> dict[str, Tensor]:
+    """What a live teacher's logits would have given."""
+    report = {}
+    if signal.label_log_prob is not None:
+        report["teacher_ce"] = _weighted_sum(ce_weights, -signal.label_log_prob)
+    if signal.entropy is not None:
+        report["teacher_entropy"] = _weighted_sum(kd_weights, signal.entropy)
+    return report
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    return torch.where(weights == 0, 0.0, weights.double() * values).sum().to(weights.dtype)

@@ -83,13 +83,20 @@ class FusedLinear:
         return Sweep(self.models, self.terms, True, given, temperatures)
 
     @property
+    def ranked(self) -> int | None:
+        """Number of the first plan on kept ids that knows the teacher's most probable one."""
+        return next((i for i, plan in enumerate(self.kept) if plan.has_mass), None)
+
+    @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the weighted sums that `fused_linear` returns, in order."""
         names = ["ce"]
         if self.teacher is not None:
             names += ["teacher_ce", "teacher_entropy"]
         if self.teacher is not None or self.kept:
-            names += ["student_entropy", "top1_agreement"]
+            names.append("student_entropy")
+        if self.teacher is not None or self.ranked is not None:
+            names.append("top1_agreement")
         names += [term.key for term in self.terms]
         for plan in self.kept:
             names += [plan.key, *([plan.mass_key] if plan.has_mass else [])]
@@ -310,8 +317,8 @@ def _weighted_sums(
         sums["teacher_ce"] = _weighted_sum(ce_weights, merged.cross_entropy("teacher"))
         counted["teacher_entropy"] = merged.entropy("teacher")
         counted["top1_agreement"] = merged.agreement()
-    elif kept:
-        counted["top1_agreement"] = merged.agreement_at(kept[0].row.first_logit)
+    elif work.ranked is not None:
+        counted["top1_agreement"] = merged.agreement_at(kept[work.ranked].row.first_logit)
     if work.teacher is not None or kept:
         counted["student_entropy"] = merged.entropy("student")
     counted.update((term.key, values[term.key]) for term in work.terms)

@@ -3,10 +3,19 @@
 from megatron_distill.signals.types import (
     DenseLogits,
     HiddenState,
+    Recorded,
     Sampled,
     Signal,
     Teacher,
     TopK,
 )
 
-__all__ = ["DenseLogits", "HiddenState", "Sampled", "Signal", "Teacher", "TopK"]
+__all__ = [
+    "DenseLogits",
+    "HiddenState",
+    "Recorded",
+    "Sampled",
+    "Signal",
+    "Teacher",
+    "TopK",
+]

@@ -12,7 +12,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_distill.runtime.batch import Batch
 
-__all__ = ["DenseLogits", "HiddenState", "Sampled", "Signal", "Teacher", "TopK"]
+__all__ = [
+    "DenseLogits",
+    "HiddenState",
+    "Recorded",
+    "Sampled",
+    "Signal",
+    "Teacher",
+    "TopK",
+]
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,41 @@ class Sampled:
         _require_ids("Sampled", self.ids, self.counts, "counts")
 
 
-Signal: TypeAlias = DenseLogits | HiddenState | TopK | Sampled
+@dataclass(frozen=True)
+class Recorded:
+    """What was written down of a teacher: something for each term, and two numbers per token.
+
+    Attributes:
+        by_term: for each term of the objective, in its order, at the term's temperature.
+        entropy: ``[N]`` fp32 of the teacher's whole distribution, in nats; None if unknown.
+        label_log_prob: ``[N]`` fp32, the teacher's log-probability of the label; None if unknown.
+
+    Raises:
+        ValueError: there is nothing, or the numbers of tokens differ.
+    """
+
+    by_term: tuple[TopK | Sampled, ...]
+    entropy: Tensor | None = None
+    label_log_prob: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.by_term:
+            raise ValueError("Recorded.by_term is empty; it must hold something for each term")
+        tokens = self.by_term[0].ids.shape[0]
+        for index, signal in enumerate(self.by_term):
+            if signal.ids.shape[0] != tokens:
+                raise ValueError(
+                    f"Recorded.by_term.{index} has {signal.ids.shape[0]} tokens, the first {tokens}"
+                )
+        for name, values in (("entropy", self.entropy), ("label_log_prob", self.label_log_prob)):
+            if values is not None and values.shape != (tokens,):
+                raise ValueError(
+                    f"Recorded.{name} is of shape {tuple(values.shape)}; it must be one number for "
+                    f"each of {tokens} tokens"
+                )
+
+
+Signal: TypeAlias = DenseLogits | HiddenState | TopK | Sampled | Recorded
 
 
 class Teacher(Protocol):

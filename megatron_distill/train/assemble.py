@@ -20,20 +20,15 @@ from megatron_distill.runtime.device import Device
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble_assets import keep_assets
-from megatron_distill.train.assemble_data import (
-    open_training_loader,
-    read_validation,
-)
+from megatron_distill.train.assemble_data import open_training_loader
+from megatron_distill.train.assemble_distillation import assemble_distillation
 from megatron_distill.train.assemble_groups import execution_on, job_groups
-from megatron_distill.train.assemble_models import (
-    build_objective,
-    build_student,
-    build_teacher,
-)
+from megatron_distill.train.assemble_models import build_student
 from megatron_distill.train.assemble_origin import Origin, find_origin
 from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint import CheckpointFolder
 from megatron_distill.train.flops import GptShape, step_flops_per_token
+from megatron_distill.train.lookahead import Lookahead, StepSource
 from megatron_distill.train.loop import LoopPlan, Parts, train
 from megatron_distill.train.metrics import JsonLinesSink, MetricsLog, MetricsSink
 from megatron_distill.train.optimizer import (
@@ -81,12 +76,21 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     execution = execution_on(
         device, precision=config.train.precision, recompute=config.train.recompute
     )
-    loader = open_training_loader(config, tokenizer, groups=groups, device=device.torch_device)
-    resources.callback(loader.close)
-    held_out = read_validation(config, tokenizer, groups=groups, device=device.torch_device)
-    teacher = build_teacher(
-        config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
+    distillation = assemble_distillation(
+        config,
+        tokenizer,
+        vocabulary,
+        architecture,
+        execution=execution,
+        groups=groups,
+        device=device.torch_device,
+        resources=resources,
     )
+    stored, online = distillation.stored, distillation.online
+    loader = open_training_loader(
+        config, tokenizer, stored, groups=groups, device=device.torch_device
+    )
+    resources.callback(loader.close)
     state = _build_state(config, origin, execution, groups, vocabulary)
     resources.callback(state.checkpoints.close)
     newest = _checkpoint_to_resume(config, state.checkpoints)
@@ -95,15 +99,18 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
+    source: StepSource = loader
+    if stored is not None:
+        source = Lookahead(loader, last_step=config.train.steps, expect=stored.teacher.expect)
     return Parts(
         state=state,
-        teacher=teacher,
-        objective=build_objective(config, architecture, groups=groups),
-        loader=loader,
-        held_out=held_out,
+        teacher=distillation.teacher,
+        objective=distillation.objective,
+        loader=source,
+        held_out=distillation.held_out,
         metrics=metrics,
         throughput=_throughput(
-            config, architecture, teacher.architecture if teacher else None, groups, device
+            config, architecture, online.architecture if online else None, groups, device
         ),
         device=device.torch_device,
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from megatron_distill.config import DataConfig, RunConfig, SourceConfig
-from megatron_distill.data.corpora import SourceSpec
+from megatron_distill.config import RunConfig
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
@@ -20,46 +17,29 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.assemble_sources import data_options, source_specs
+from megatron_distill.train.assemble_store import Stored, stored_held_out, stored_source
 
 _LOGGER = get_logger(__name__)
 
 
-def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
-    """Translate the configured sources into plain values."""
-    return [
-        SourceSpec(
-            format=source.format,
-            paths=source.paths,
-            weight=source.weight,
-            text_key=source.text_key,
-            documents=source.documents,
-        )
-        for source in sources
-    ]
-
-
-def data_options(data: DataConfig) -> DataOptions:
-    """Translate how sources are read into plain values; own held-out files hold nothing back."""
-    return DataOptions(
-        sequence_length=data.sequence_length,
-        validation_fraction=0.0 if data.validation_sources else data.validation_fraction,
-        shuffle_buffer=data.shuffle_buffer,
-        shuffle_samples=data.shuffle_samples,
-        on_error=data.on_error,
-        index_cache=Path(data.cache) if data.cache else None,
-    )
-
-
 def open_training_loader(
-    config: RunConfig, tokenizer: Tokenizer | None, *, groups: Groups, device: torch.device
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    *,
+    groups: Groups,
+    device: torch.device,
 ) -> StepLoader:
     """Open the training stream on the first rank and a loader on every rank.
 
-    Raises DataError on all ranks.
+    Without sources the samples are those of the stores. Raises DataError on all ranks.
     """
     source: SampleSource | None = None
     with together():
-        if tokenizer is not None:
+        if stored is not None and not config.data.sources:
+            source = stored_source(config, stored)
+        elif tokenizer is not None:
             source = open_training(
                 source_specs(config.data.sources),
                 tokenizer=tokenizer,
@@ -70,11 +50,16 @@ def open_training_loader(
 
 
 def read_validation(
-    config: RunConfig, tokenizer: Tokenizer | None, *, groups: Groups, device: torch.device
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    *,
+    groups: Groups,
+    device: torch.device,
 ) -> list[StepBatches]:
     """Read the held-out samples once; they stay in memory as batches of the training's size.
 
-    Raises DataError on all ranks.
+    Raises DataError or StoreError on all ranks.
     """
     if config.validation.samples == 0:
         return []
@@ -82,7 +67,9 @@ def read_validation(
     own = config.data.validation_sources
     options = data_options(config.data)
     with together():
-        if tokenizer is not None:
+        if stored is not None and not config.data.sources:
+            source = stored_held_out(config, stored)
+        elif tokenizer is not None:
             source = read_held_out(
                 source_specs(own or config.data.sources),
                 tokenizer=tokenizer,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Execution
 from megatron_distill.runtime.device import Device
-from megatron_distill.train.assemble_data import read_validation
+from megatron_distill.train.assemble_distillation import assemble_distillation
 from megatron_distill.train.assemble_groups import execution_on, job_groups
-from megatron_distill.train.assemble_models import (
-    build_objective,
-    build_student,
-    build_teacher,
-)
+from megatron_distill.train.assemble_models import build_student
 from megatron_distill.train.assemble_origin import find_origin
 from megatron_distill.train.assemble_tokenizer import open_tokenizer
 from megatron_distill.train.next_token import NextToken
@@ -35,24 +31,29 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
     """
     if config.validation.samples == 0:
         raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
-    with job_groups(config, trains=False) as groups:
+    with job_groups(config, trains=False) as groups, ExitStack() as resources:
         tokenizer, vocabulary = open_tokenizer(config)
         origin = find_origin(config.student, "student", config, vocabulary)
         architecture = origin.architecture
         execution = _execution(config, device)
-        held_out = read_validation(config, tokenizer, groups=groups, device=device.torch_device)
-        teacher = build_teacher(
-            config, student=architecture, groups=groups, execution=execution, vocabulary=vocabulary
+        distillation = assemble_distillation(
+            config,
+            tokenizer,
+            vocabulary,
+            architecture,
+            execution=execution,
+            groups=groups,
+            device=device.torch_device,
+            resources=resources,
         )
         chunks = build_student(config, origin, groups=groups, execution=execution)
-        objective = build_objective(config, architecture, groups=groups)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
         return {
             _PUBLIC_NAMES.get(name, name): value
-            for name, value in validate(student, teacher, objective, held_out).items()
+            for name, value in validate(student, distillation.held_out).items()
         }
 
 

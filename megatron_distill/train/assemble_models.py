@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_distill.config import PARAMETERS, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
@@ -10,6 +12,7 @@ from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
 from megatron_distill.models.head import align_head
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals.store import CaptureSettings
 from megatron_distill.train.assemble_origin import Origin, find_origin
 from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.objective import TokenObjective
@@ -33,11 +36,11 @@ def build_teacher(
     execution: Execution,
     vocabulary: Vocabulary,
 ) -> OnlineTeacher | None:
-    """Build the frozen teacher, or return None when there is none.
+    """Build the frozen teacher, or return None when there is none or it is read from a store.
 
     Raises ConfigError on all ranks when the vocabularies differ.
     """
-    if config.teacher is None:
+    if config.teacher is None or config.teacher.store is not None:
         return None
     origin = find_origin(config.teacher, "teacher", config, vocabulary)
     architecture = origin.architecture
@@ -90,16 +93,27 @@ def teacher_seed(config: JobConfig) -> int:
 
 
 def build_objective(
-    config: RunConfig, architecture: Architecture, *, groups: Groups
+    config: RunConfig,
+    architecture: Architecture,
+    terms: Sequence[Term],
+    *,
+    settings: CaptureSettings | None,
+    groups: Groups,
 ) -> TokenObjective:
     """Translate the configured objective for a student of this architecture.
 
-    Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
+    `settings` are those of the stores, where the teacher is read from some.
     """
+    metrics: tuple[str, ...] = ()
+    if settings is not None:
+        metrics = _stored_metrics(settings)
+    elif config.teacher is not None:
+        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
+        metrics += ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
     return TokenObjective(
         ce_weight=config.objective.ce_weight,
-        terms=_terms(config, architecture),
-        has_teacher=config.teacher is not None,
+        terms=terms,
+        metrics=metrics,
         chunk_tokens=config.objective.chunk_tokens,
         shard=vocab_shard(architecture, groups),
         logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
@@ -107,7 +121,19 @@ def build_objective(
     )
 
 
-def _terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
+    """Return what reports say of a teacher that was written down."""
+    is_whole = settings.normalised_over == "vocabulary"
+    scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
+    ranked = () if settings.mode == "sampled" else ("top1_agreement", "topk_mass")
+    return (*scalars, "student_entropy", *ranked)
+
+
+def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+    """Translate the configured terms.
+
+    Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
+    """
     for index, term in enumerate(config.objective.terms):
         if term.top_k is not None and term.top_k > architecture.vocab_size:
             raise ConfigError(

@@ -21,7 +21,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import together
 from megatron_distill.signals.store import find_stores, tokenizer_folder
-from megatron_distill.train.assemble_data import data_options, source_specs
+from megatron_distill.train.assemble_sources import data_options, source_specs
 
 _LOGGER = get_logger(__name__)
 

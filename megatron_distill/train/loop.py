@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
-from megatron_distill.data.loader import StepLoader
 from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
@@ -17,13 +15,14 @@ from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
+from megatron_distill.train.lookahead import StepSource
 from megatron_distill.train.memory import peak_memory_bytes
 from megatron_distill.train.metrics import MetricsLog
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import StepReport, train_step
 from megatron_distill.train.throughput import Throughput
-from megatron_distill.train.validation import validate
+from megatron_distill.train.validation import HeldOut, validate
 
 _LOGGER = get_logger(__name__)
 
@@ -47,8 +46,8 @@ class Parts:
     state: RunState
     teacher: Teacher | None
     objective: TokenObjective
-    loader: StepLoader
-    held_out: Sequence[StepBatches]
+    loader: StepSource
+    held_out: HeldOut
     metrics: MetricsLog
     throughput: Throughput
     device: torch.device
@@ -100,7 +99,7 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
         seconds = time.perf_counter() - started
         last = step == plan.steps
         log.write(_record(parts, report, seconds, teacher_seconds, peak_bytes))
-        if parts.held_out and (last or _due(step, plan.validation_interval)):
+        if parts.held_out.steps and (last or _due(step, plan.validation_interval)):
             log.write({"step": step, "validation": _validation(parts)})
         if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
             state.save(parts.loader)
@@ -209,8 +208,11 @@ def _record(
 
 
 def _validation(parts: Parts) -> dict[str, object]:
-    means = validate(parts.state.student, parts.teacher, parts.objective, parts.held_out)
-    renamed = {"ce_loss": means.pop("ce"), "kd_loss": means.pop("kd", 0.0)}
+    means = validate(parts.state.student, parts.held_out)
+    renamed = {"ce_loss": means.pop("ce")}
+    # What a stored teacher would say of held-out samples is not zero but unknown.
+    if parts.teacher is None or "kd" in means:
+        renamed["kd_loss"] = means.pop("kd", 0.0)
     del means["total"]
     return {**renamed, **_public_names(means)}
 

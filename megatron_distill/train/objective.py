@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class TokenObjective:
 
     ce_weight: float
     terms: Sequence[Term]
-    has_teacher: bool
+    metrics: tuple[str, ...]  # what a report says beyond losses; empty without a teacher
     chunk_tokens: int | None
     shard: VocabShard
     logit_rule: LogitRule
@@ -35,13 +35,13 @@ class TokenObjective:
     @property
     def report_names(self) -> tuple[str, ...]:
         """The entries of every report, in one order on all ranks."""
-        if not self.has_teacher:
+        if not self.metrics:
             return ("total", "ce")
-        terms = (term.name for term in self.terms)
-        metrics = ["teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"]
-        if any(term.top_k is not None for term in self.terms):
-            metrics.append("topk_mass")
-        return ("total", "ce", "kd", *terms, *metrics)
+        return ("total", "ce", "kd", *(term.name for term in self.terms), *self.metrics)
+
+    def of_labels(self) -> TokenObjective:
+        """The same objective without a teacher."""
+        return replace(self, terms=(), metrics=())
 
     def __call__(
         self,

@@ -15,7 +15,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_distill.data.loader import StepLoader
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.differences import architecture_differences
@@ -28,6 +27,7 @@ from megatron_distill.train.checkpoint import (
     load_state,
     sharding_metadata,
 )
+from megatron_distill.train.lookahead import StepSource
 from megatron_distill.train.optimizer_state import load_optimizer, shards_of, without_layout
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import evaluating
@@ -55,7 +55,7 @@ class RunState:
         self.bad_steps += not applied
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
-    def save(self, loader: StepLoader) -> None:
+    def save(self, loader: StepSource) -> None:
         """Write a checkpoint of this step; see `CheckpointFolder.save`."""
         with evaluating(self.student):
             state = self._sharded(is_loading=False)
@@ -72,7 +72,7 @@ class RunState:
                 ),
             )
 
-    def restore(self, folder: Path, loader: StepLoader) -> None:
+    def restore(self, folder: Path, loader: StepSource) -> None:
         """Continue from a checkpoint written in this or any other layout.
 
         Random states are restored in the same layout only; they matter to dropout alone. Raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -13,13 +14,30 @@ from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.step import Student, run_student
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """What a student is measured on.
+
+    Attributes:
+        steps: batches of the training's size.
+        teacher: None where it has nothing to say about them.
+        objective: of the labels alone where there is no teacher.
+    """
+
+    steps: Sequence[StepBatches]
+    teacher: Teacher | None
+    objective: TokenObjective
+
+    @classmethod
+    def of(
+        cls, steps: Sequence[StepBatches], teacher: Teacher | None, objective: TokenObjective
+    ) -> HeldOut:
+        """Held-out batches with as much of an objective as there is a teacher for."""
+        return cls(steps, teacher, objective if teacher else objective.of_labels())
+
+
 @torch.no_grad()
-def validate(
-    student: Student,
-    teacher: Teacher | None,
-    objective: TokenObjective,
-    held_out: Sequence[StepBatches],
-) -> dict[str, float]:
+def validate(student: Student, held_out: HeldOut) -> dict[str, float]:
     """Return the means over all held-out tokens, the same on every rank.
 
     The objective of each batch is a mean over that batch, so batches are put together again by
@@ -28,11 +46,12 @@ def validate(
 
     Collective: per held-out batch, those of the teacher's pass and of `run_student`.
     """
+    teacher, objective = held_out.teacher, held_out.objective
     sums: dict[str, torch.Tensor] = {}
-    ce_tokens = sum(batch.ce_tokens for batch in held_out)
-    kd_tokens = sum(batch.kd_tokens for batch in held_out)
+    ce_tokens = sum(batch.ce_tokens for batch in held_out.steps)
+    kd_tokens = sum(batch.kd_tokens for batch in held_out.steps)
     with evaluating(student):
-        for step in held_out:
+        for step in held_out.steps:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             pairs = list(zip(batches, signals, strict=True))

@@ -227,8 +227,9 @@ def assembled(
 
     config = configure(rank, config_path, overrides, world)
     from megatron_distill.train import assemble
+    from megatron_distill.train.assemble_groups import job_groups
 
-    with assemble._groups(config) as groups, ExitStack() as resources:
+    with job_groups(config, trains=True) as groups, ExitStack() as resources:
         yield config, assemble._assemble(config, CPU, groups, resources)
 
 

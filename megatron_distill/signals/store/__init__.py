@@ -5,6 +5,7 @@ from megatron_distill.signals.store.layout import pack, unpack
 from megatron_distill.signals.store.manifest import Manifest, ShardProof
 from megatron_distill.signals.store.maxtext import convert_maxtext
 from megatron_distill.signals.store.plan import (
+    UNKNOWN,
     CaptureSettings,
     Identity,
     Plan,
@@ -17,6 +18,7 @@ from megatron_distill.signals.store.records import (
     DrawnEntries,
     PositionScalars,
     SampleRecord,
+    SampleTokens,
     TopKEntries,
     cut_to_k,
     cut_to_mass,
@@ -33,6 +35,7 @@ from megatron_distill.signals.store.verification import (
 from megatron_distill.signals.store.writer import ShardWriter, StoreWriter
 
 __all__ = [
+    "UNKNOWN",
     "CaptureSettings",
     "CodecError",
     "DrawnEntries",
@@ -42,6 +45,7 @@ __all__ = [
     "PositionScalars",
     "Problem",
     "SampleRecord",
+    "SampleTokens",
     "ShardProof",
     "ShardWriter",
     "StoreReader",

@@ -65,6 +65,11 @@ class Header(NamedTuple):
     payload_bytes: int
     payload_crc: int
 
+    @classmethod
+    def of(cls, packed: bytes) -> Header:
+        """The header of bytes that are known to be intact."""
+        return cls(*_FIELDS.unpack_from(packed))
+
     @property
     def value_codec(self) -> ValueCodec:
         """How log-probabilities are stored."""
@@ -101,7 +106,7 @@ def require_record(
     """
     if len(packed) < HEADER_BYTES:
         raise StoreError(f"cut off: {len(packed)} bytes are no record")
-    header = Header(*_FIELDS.unpack_from(packed))
+    header = Header.of(packed)
     if header.magic != MAGIC:
         raise StoreError("damaged, or not a record of a teacher store: wrong magic number")
     # Before anything else of the header is believed, and the version is of this layout's header.

@@ -42,12 +42,13 @@ from megatron_distill.signals.store.records import (
     Floats,
     PositionScalars,
     SampleRecord,
+    SampleTokens,
     TopKEntries,
     cut_to_k,
     kept_mask,
 )
 
-__all__ = ["decode", "pack", "unpack"]
+__all__ = ["decode", "decode_tokens", "pack", "unpack"]
 
 FLAG_BITS: Final = 2
 
@@ -154,15 +155,16 @@ def _drawn_sections(
     return IS_RAGGED, ids.size, [*sections, *encode_ids(ids, id_planes(settings.vocab_size))]
 
 
-def unpack(packed: bytes, k: int | None = None) -> SampleRecord:
+def unpack(packed: bytes, k: int | None = None, *, is_checked: bool = False) -> SampleRecord:
     """The record that `pack` made, with the first k ids of each position.
 
-    Needs nothing but the bytes, so that one rank can read and others decode.
+    Needs nothing but the bytes, so that one rank can read and others decode. Bytes that a reader
+    has checked already need not be checked again.
 
     Raises:
         StoreError: the bytes are damaged.
     """
-    return decode(packed, require_record(packed), k)
+    return decode(packed, Header.of(packed) if is_checked else require_record(packed), k)
 
 
 def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
@@ -171,15 +173,7 @@ def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
     A lossy codec's probabilities are made to sum to one with their tail, at every temperature.
     """
     sections, positions = Sections(packed), header.positions
-    starts = sections.take("<u4", header.runs).astype(np.int64)
-    documents = sections.take("<i4", header.runs).astype(np.int32)
-    lengths = np.diff(starts, append=positions + 1)
-    tokens = sections.take("<i4", positions + 1).astype(np.int32)
-    planes = [
-        np.unpackbits(sections.take("u1", -(-(positions + 1) // 8)), bitorder="little")
-        for _ in range(FLAG_BITS)
-    ]
-    flags = sum(plane[: positions + 1] << bit for bit, plane in enumerate(planes))
+    tokens = _tokens(sections, header)
     scalar, scalars = header.value_codec.scalar, None
     if header.flags & HAS_SCALARS:
         scalars = PositionScalars(
@@ -191,13 +185,32 @@ def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
     is_drawn = MODES[header.mode] == "sampled"
     record = SampleRecord(
         sample_id=header.sample_id,
-        tokens_S1=tokens,
-        document_ids_S1=np.repeat(documents, lengths),
-        flags_S1=np.asarray(flags, np.uint8),
+        tokens_S1=tokens.tokens_S1,
+        document_ids_S1=tokens.document_ids_S1,
+        flags_S1=tokens.flags_S1,
         entries=_drawn(sections, header) if is_drawn else _top_k(sections, header, scalars),
         scalars=scalars,
     )
     return record if k is None or is_drawn else cut_to_k(record, k)
+
+
+def decode_tokens(packed: bytes, header: Header) -> SampleTokens:
+    """The tokens alone of the record whose header was found intact."""
+    return _tokens(Sections(packed), header)
+
+
+def _tokens(sections: Sections, header: Header) -> SampleTokens:
+    positions = header.positions
+    starts = sections.take("<u4", header.runs).astype(np.int64)
+    documents = sections.take("<i4", header.runs).astype(np.int32)
+    lengths = np.diff(starts, append=positions + 1)
+    tokens = sections.take("<i4", positions + 1).astype(np.int32)
+    planes = [
+        np.unpackbits(sections.take("u1", -(-(positions + 1) // 8)), bitorder="little")
+        for _ in range(FLAG_BITS)
+    ]
+    flags = sum(plane[: positions + 1] << bit for bit, plane in enumerate(planes))
+    return SampleTokens(tokens, np.repeat(documents, lengths), np.asarray(flags, np.uint8))
 
 
 def _drawn(sections: Sections, header: Header) -> Entries:

@@ -20,6 +20,7 @@ __all__ = [
     "Mode",
     "Plan",
     "Support",
+    "UNKNOWN",
     "VERSION",
     "data_name",
     "shard_folder",
@@ -32,6 +33,7 @@ VERSION: Final = 1
 PLAN: Final = "plan.json"
 MANIFEST: Final = "manifest.json"
 UID_BYTES: Final = 8
+UNKNOWN: Final = "unknown"  # a digest that a store's source did not tell
 
 Mode = Literal["top_k", "sampled"]
 Support = Literal["tail", "renormalized", "raw"]

@@ -12,7 +12,7 @@ from typing import Final
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.container import RecordFile
 from megatron_distill.signals.store.header import Header, require_record
-from megatron_distill.signals.store.layout import decode
+from megatron_distill.signals.store.layout import decode, decode_tokens
 from megatron_distill.signals.store.manifest import Manifest
 from megatron_distill.signals.store.plan import (
     CaptureSettings,
@@ -22,7 +22,7 @@ from megatron_distill.signals.store.plan import (
     data_name,
     shard_folder,
 )
-from megatron_distill.signals.store.records import SampleRecord
+from megatron_distill.signals.store.records import SampleRecord, SampleTokens
 
 __all__ = ["StoreReader"]
 
@@ -135,6 +135,11 @@ class StoreReader:
         ((content, _),) = self._checked([sample_id])
         return content
 
+    def packed_with_tokens(self, sample_id: int) -> tuple[bytes, SampleTokens]:
+        """A sample's record as bytes for `unpack`, checked, and its tokens. Raises StoreError."""
+        ((content, header),) = self._checked([sample_id])
+        return content, decode_tokens(content, header)
+
     def read(self, sample_ids: Sequence[int], k: int | None = None) -> list[SampleRecord]:
         """Records of samples in the order asked for, each with the first k ids.
 
@@ -184,6 +189,10 @@ class StoreReader:
                 f"{self._path(shard)}: sample {sample_id}: {error}; repair the store and capture "
                 "the shard again"
             ) from error
+
+    def place(self, sample_id: int) -> str:
+        """Where a sample is, for messages: its shard's file and its id."""
+        return f"{self._path(sample_id // self.plan.samples_per_shard)}: sample {sample_id}"
 
     def _path(self, shard: int) -> Path:
         return shard_folder(self.folder) / data_name(shard)

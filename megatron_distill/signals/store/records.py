@@ -16,6 +16,7 @@ __all__ = [
     "Integers",
     "PositionScalars",
     "SampleRecord",
+    "SampleTokens",
     "TopKEntries",
     "cut_to_k",
     "cut_to_mass",
@@ -80,6 +81,15 @@ class PositionScalars:
     log_sum_exp_S: Floats
     entropy_S: Floats
     label_log_prob_S: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTokens:
+    """The tokens of a record without what the teacher says; see `SampleRecord`."""
+
+    tokens_S1: Integers
+    document_ids_S1: Integers
+    flags_S1: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.plan import PLAN
 from megatron_distill.signals.store.reader import StoreReader
-from megatron_distill.signals.store.records import SampleRecord
+from megatron_distill.signals.store.records import SampleRecord, SampleTokens
 
 __all__ = ["StoreSet", "find_stores"]
 
@@ -94,6 +94,16 @@ class StoreSet:
         """A sample's record as bytes for `unpack`; its sample id is that within its store."""
         store, sample_id = self._locate(number)
         return self.stores[store].packed(sample_id)
+
+    def packed_with_tokens(self, number: int) -> tuple[bytes, SampleTokens]:
+        """As `packed`, and the sample's tokens."""
+        store, sample_id = self._locate(number)
+        return self.stores[store].packed_with_tokens(sample_id)
+
+    def place(self, number: int) -> str:
+        """Where a sample is, for messages: its shard's file and its id there."""
+        store, sample_id = self._locate(number)
+        return self.stores[store].place(sample_id)
 
     def read(self, numbers: Sequence[int], k: int | None = None) -> list[SampleRecord]:
         """Records in the order asked for, their sample ids being numbers of the set."""

@@ -1,0 +1,122 @@
+"""The samples of teacher stores as a data source: the store is the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_distill.data.blending import largest_deficit
+from megatron_distill.data.order import shuffled
+from megatron_distill.data.samples import Sample, SampleList, State
+from megatron_distill.errors import DataError
+from megatron_distill.signals.store import StoreSet
+
+__all__ = ["Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
+
+_HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+
+
+@dataclass(frozen=True)
+class Share:
+    """Samples of a `StoreSet` that take turns with those of other shares.
+
+    Attributes:
+        numbers: of the samples in the set.
+        weight: relative to the other shares.
+    """
+
+    numbers: range
+    weight: float
+
+
+class StoredSamples:
+    """An endless stream of the samples of stores, shuffled anew in every epoch; a `SampleSource`.
+
+    `sample_id` is the number of the sample in the set, by which its record is found. Each share has
+    epochs of its own. Samples `held_out` are passed over. To be used by the one rank that reads.
+    Raises DataError: a share has no other samples.
+    """
+
+    def __init__(
+        self,
+        stores: StoreSet,
+        shares: Sequence[Share],
+        *,
+        seed: int,
+        held_out: Iterable[int] = (),
+    ) -> None:
+        self._stores = stores
+        self._shares = tuple(shares)
+        self._seed = seed
+        self._held_out = frozenset(held_out)
+        for share in shares:
+            if self._held_out.issuperset(share.numbers):
+                raise DataError(
+                    f"validation.samples: all {len(share.numbers)} samples of a store would be "
+                    "held out; lower it, or capture more samples"
+                )
+        # Of each share: samples given, and places of its epochs gone by.
+        self._taken = [0] * len(shares)
+        self._places = [0] * len(shares)
+
+    def next_sample(self) -> Sample:
+        """The next sample. Raises StoreError: its record is missing or damaged."""
+        weights = [share.weight for share in self._shares]
+        chosen = largest_deficit(self._taken, weights)
+        number = self._next_number(chosen)
+        self._taken[chosen] += 1
+        return _read(self._stores, number)
+
+    def _next_number(self, chosen: int) -> int:
+        numbers = self._shares[chosen].numbers
+        while True:
+            epoch, place = divmod(self._places[chosen], len(numbers))
+            self._places[chosen] += 1
+            number = numbers[shuffled(place, len(numbers), self._seed, chosen, epoch)]
+            if number not in self._held_out:
+                return number
+
+    def state_dict(self) -> State:
+        """What each share has given, and of which stores."""
+        return {
+            "taken": list(self._taken),
+            "places": list(self._places),
+            "stores": self._identities(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state. Raises DataError if it belongs to other stores or a corpus."""
+        if state.get("stores") != self._identities():
+            folders = ", ".join(str(store.folder) for store in self._stores.stores)
+            raise DataError(
+                f"teacher.store: {folders} are not what the checkpoint was trained on; name those, "
+                "or start a new run with another output"
+            )
+        self._taken, self._places = list(state["taken"]), list(state["places"])
+
+    def _identities(self) -> list[str]:
+        return [store.plan.uid.hex() for store in self._stores.stores]
+
+
+def held_out_numbers(samples: int, count: int) -> list[int]:
+    """`count` of the numbers of that many samples, the same for every seed of a run.
+
+    Raises DataError: there are not more samples than that.
+    """
+    if count >= samples:
+        raise DataError(
+            f"validation.samples is {count}, but the stores hold only {samples} samples, which are "
+            "trained on as well; lower it, or capture more samples"
+        )
+    return [shuffled(place, samples, _HELD_OUT_SEED) for place in range(count)]
+
+
+def read_held_out_numbers(stores: StoreSet, numbers: Sequence[int]) -> SampleList:
+    """Those samples of the set. Raises StoreError: a record is missing or damaged."""
+    return SampleList([_read(stores, number) for number in numbers])
+
+
+def _read(stores: StoreSet, number: int) -> Sample:
+    _, found = stores.packed_with_tokens(number)
+    return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number)

@@ -1,0 +1,70 @@
+"""From a configuration to who teaches, what is learned from it, and on what it is measured."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from megatron_distill.config import RunConfig
+from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Teacher
+from megatron_distill.train.assemble_data import read_validation
+from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
+from megatron_distill.train.assemble_store import Stored, open_stored
+from megatron_distill.train.assemble_tokenizer import Vocabulary
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.teacher import OnlineTeacher
+from megatron_distill.train.validation import HeldOut
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The teacher of a run, live or stored or none, and what follows from it."""
+
+    stored: Stored | None
+    online: OnlineTeacher | None
+    objective: TokenObjective
+    held_out: HeldOut
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """Who speaks about the training samples."""
+        return self.stored.teacher if self.stored else self.online
+
+
+def assemble_distillation(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary,
+    student: Architecture,
+    *,
+    execution: Execution,
+    groups: Groups,
+    device: torch.device,
+    resources: ExitStack,
+) -> Distillation:
+    """Open or build the teacher and read what is held out.
+
+    Raises a MegatronDistillError on all ranks.
+    """
+    terms = build_terms(config, student)
+    stored = open_stored(
+        config, student=student, terms=terms, vocabulary=vocabulary, groups=groups, device=device
+    )
+    if stored is not None:
+        resources.callback(stored.close)
+    steps = read_validation(config, tokenizer, stored, groups=groups, device=device)
+    online = build_teacher(
+        config, student=student, groups=groups, execution=execution, vocabulary=vocabulary
+    )
+    settings = stored.settings if stored else None
+    objective = build_objective(config, student, terms, settings=settings, groups=groups)
+    listener: Teacher | None = online
+    if stored is not None:
+        # A store knows its own samples and none of a corpus's held-out ones.
+        listener = None if config.data.sources else stored.teacher
+    return Distillation(stored, online, objective, HeldOut.of(steps, listener, objective))

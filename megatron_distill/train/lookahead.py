@@ -1,0 +1,84 @@
+"""Batches taken before their step, so that a stored teacher can read ahead of the student."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.samples import State
+from megatron_distill.runtime.batch import Batch, StepBatches
+
+__all__ = ["Lookahead", "StepSource"]
+
+# While a step runs the records of the step after the next are read, those of the next decoded.
+_STEPS_AHEAD: Final = 2
+
+
+class StepSource(Protocol):
+    """Whatever hands out the micro-batches of one step after another."""
+
+    def take(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step. Raises DataError or StoreError."""
+        ...
+
+    def state_dict(self) -> State:
+        """Where the steps that were taken end; plain values, the same on all ranks."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue after the steps that `state` has taken. Raises DataError."""
+        ...
+
+
+class Lookahead:
+    """Takes steps from a loader before they are asked for, and says so; a `StepSource`.
+
+    `expect` is called with the micro-batches of each step when they are taken. No step after
+    `last_step` is taken.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        *,
+        last_step: int,
+        expect: Callable[[Sequence[Batch]], None],
+    ) -> None:
+        self._loader = loader
+        self._last_step = last_step
+        self._expect = expect
+        self._ahead: deque[tuple[int, StepBatches, State]] = deque()
+        self._state = loader.state_dict()
+
+    def take(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step.
+
+        Raises DataError or StoreError on all ranks alike, up to two steps early.
+
+        Collective: those of `StepLoader.take`, for steps ahead.
+        """
+        first = self._ahead[-1][0] + 1 if self._ahead else step
+        for number in range(first, min(step + _STEPS_AHEAD, self._last_step) + 1):
+            batches = self._loader.take(number)
+            self._expect(batches.micro_batches)
+            self._ahead.append((number, batches, self._loader.state_dict()))
+        taken, batches, self._state = self._ahead.popleft()
+        assert taken == step, f"step {taken} has its turn, not {step}"
+        return batches
+
+    def state_dict(self) -> State:
+        """Where the steps that were handed out end."""
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue after the steps that `state` has taken; before the first step is taken here.
+
+        Raises DataError, on all ranks alike, if the source does not read the same data.
+
+        Collective: that of the loader.
+        """
+        assert not self._ahead, "a state is loaded before steps are taken"
+        self._loader.load_state_dict(state)
+        self._state = state

@@ -1,0 +1,199 @@
+"""Records of a store as signals about the micro-batches that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_distill.errors import StoreError
+from megatron_distill.losses import Term
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.signals import Recorded, Sampled, TopK
+from megatron_distill.signals.store import (
+    CaptureSettings,
+    DrawnEntries,
+    PositionScalars,
+    SampleRecord,
+    SampleTokens,
+    TopKEntries,
+    cut_to_k,
+    sampled_signal,
+    top_k_signal,
+    unpack,
+)
+
+__all__ = ["HostBatch", "on_device", "recorded_signal", "require_same_tokens"]
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What decides which records a micro-batch needs, in the memory of the host."""
+
+    tokens_bs: NDArray[np.int64]
+    labels_bs: NDArray[np.int64]
+    document_ids_bS: NDArray[np.int64] | None  # None where documents are not told apart
+    sequence_index_s: NDArray[np.int64]
+    sample_ids: tuple[int, ...]
+    is_trained_b: tuple[bool, ...]  # rows without a trained label need no record
+
+    @classmethod
+    def of(cls, batch: Batch) -> HostBatch:
+        """Those parts of a micro-batch; waits for the device where it is on one."""
+        is_trained = (batch.ce_mask_bs | batch.kd_mask_bs).any(1)
+        return cls(
+            tokens_bs=batch.tokens_bs.cpu().numpy(),
+            labels_bs=batch.labels_bs.cpu().numpy(),
+            document_ids_bS=(
+                batch.document_ids_bS.cpu().numpy() if batch.isolate_documents else None
+            ),
+            sequence_index_s=batch.sequence_index_s.cpu().numpy(),
+            sample_ids=tuple(batch.sample_ids_b.tolist()),
+            is_trained_b=tuple(is_trained.tolist()),
+        )
+
+
+def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: str) -> None:
+    """Raise StoreError unless a record is about the tokens and documents of a row."""
+    index_s = batch.sequence_index_s
+    tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
+    for mine, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
+        if not np.array_equal(mine, stored):
+            place = int(index_s[np.flatnonzero(mine != stored)[0]])
+            raise StoreError(
+                f"{where}: the store's tokens are not those of this run's sample, first at "
+                f"position {place}; use the corpus, seed and packing of the capture, or leave "
+                "data.sources out to train on the samples of the store"
+            )
+    if batch.document_ids_bS is not None and not np.array_equal(
+        batch.document_ids_bS[row], found.document_ids_S1[:-1]
+    ):
+        raise StoreError(
+            f"{where}: documents end elsewhere in the store than in this run's sample; use the "
+            "corpus and packing of the capture"
+        )
+
+
+def recorded_signal(
+    packed: Sequence[bytes], batch: HostBatch, terms: Sequence[Term], settings: CaptureSettings
+) -> Recorded:
+    """What the records of a micro-batch say to each term, at this rank's positions.
+
+    `packed` holds checked records, or nothing for a row that is not trained.
+    """
+    records = [
+        unpack(content, is_checked=True) if content else _blank(settings, number)
+        for content, number in zip(packed, batch.sample_ids, strict=True)
+    ]
+    known: dict[tuple[object, ...], TopK | Sampled] = {}
+    by_term = []
+    for term in terms:
+        key = (term.top_k, term.temperature, term.support == "renormalized")
+        if key not in known:
+            known[key] = _kept(records, term, settings, batch.sequence_index_s)
+        by_term.append(known[key])
+    entropy = label_log_prob = None
+    scalars = [record.scalars for record in records]
+    if settings.normalised_over == "vocabulary":
+        index_s = batch.sequence_index_s
+        entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
+        label_log_prob = _joined(
+            [one.label_log_prob_S[index_s] for one in scalars if one is not None]
+        )
+    return Recorded(tuple(by_term), entropy, label_log_prob)
+
+
+def _kept(
+    records: Sequence[SampleRecord],
+    term: Term,
+    settings: CaptureSettings,
+    index_s: NDArray[np.int64],
+) -> TopK | Sampled:
+    rows_n = torch.from_numpy(
+        np.concatenate([index_s + row * settings.sequence_length for row in range(len(records))])
+    )
+    if settings.mode == "sampled":
+        drawn = sampled_signal(records)
+        return Sampled(drawn.ids[rows_n], drawn.counts[rows_n])
+    k = term.top_k or settings.k
+    whole = top_k_signal(
+        [cut_to_k(record, k) for record in records],
+        temperature=term.temperature,
+        support=term.support,
+    )
+    if len(index_s) == settings.sequence_length:
+        return whole
+    return replace(
+        whole,
+        ids=whole.ids[rows_n],
+        log_probs=whole.log_probs[rows_n],
+        log_tail=whole.log_tail[rows_n],
+    )
+
+
+def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
+    """A record that says something of the right shape; nobody is trained on it."""
+    positions, k, temperatures = settings.sequence_length, settings.k, settings.temperatures
+    ids = np.zeros((positions, k), np.int32)
+    knows = settings.normalised_over == "vocabulary"
+    entries: TopKEntries | DrawnEntries
+    if settings.mode == "sampled":
+        counts = np.zeros_like(ids)
+        counts[:, 0] = k
+        entries = DrawnEntries(ids, counts)
+    else:
+        log_probs = np.full((positions, k), -np.inf, np.float32)
+        log_probs[:, 0] = 0.0
+        nothing = np.full(positions, -np.inf, np.float32)
+        further: dict[str, Any] = {}
+        if temperatures:
+            further = {
+                "temperatures": temperatures,
+                "log_sum_exp_TS": np.zeros((len(temperatures), positions), np.float32),
+                "log_tail_TS": np.tile(nothing, (len(temperatures), 1)),
+            }
+        entries = TopKEntries(ids, log_probs, nothing if knows else None, **further)
+    zeros = np.zeros(positions, np.float32)
+    return SampleRecord(
+        sample_id=sample_id,
+        tokens_S1=np.zeros(positions + 1, np.int32),
+        document_ids_S1=np.full(positions + 1, -1, np.int32),
+        flags_S1=np.zeros(positions + 1, np.uint8),
+        entries=entries,
+        scalars=PositionScalars(zeros, zeros, zeros) if knows else None,
+    )
+
+
+def on_device(signal: Recorded, device: torch.device) -> Recorded:
+    """The same signal in the memory of a device; what terms share stays shared."""
+    if device.type == "cpu":
+        return signal
+    moved: dict[int, TopK | Sampled] = {}
+    for own in signal.by_term:
+        if id(own) not in moved:
+            moved[id(own)] = _moved(own, device)
+    entropy, label_log_prob = signal.entropy, signal.label_log_prob
+    return Recorded(
+        tuple(moved[id(own)] for own in signal.by_term),
+        None if entropy is None else entropy.to(device),
+        None if label_log_prob is None else label_log_prob.to(device),
+    )
+
+
+def _moved(signal: TopK | Sampled, device: torch.device) -> TopK | Sampled:
+    if isinstance(signal, Sampled):
+        return Sampled(signal.ids.to(device), signal.counts.to(device))
+    return replace(
+        signal,
+        ids=signal.ids.to(device),
+        log_probs=signal.log_probs.to(device),
+        log_tail=signal.log_tail.to(device),
+    )
