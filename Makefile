@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 
-.PHONY: help venv quickstart test slow lint format docs pins clean
+.PHONY: help venv quickstart quickstart-offline test slow lint format docs pins clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   distil a small model on this machine and show the result"
+	@echo "make quickstart-offline   the same, and once more from a store without the teacher"
 	@echo "make test         all tests that fit two cores and ten minutes"
 	@echo "make slow         the long tests"
 	@echo "make lint         ruff and mypy"
@@ -37,6 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)
 	$(BIN)/python launch/quickstart.py
+
+quickstart-offline: $(STAMP)
+	$(BIN)/python launch/quickstart.py --offline
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests

@@ -2,7 +2,9 @@
 
 Three runs of launch/pretrain_distill.py under torchrun: a teacher learns a corpus; then one small
 student learns from the corpus alone and, from the same initial weights and on the same tokens, from
-the corpus and the teacher. Started again, it goes on where it was stopped.
+the corpus and the teacher. With --offline the teacher is also written down by
+launch/cache_teacher.py, and the student learns a third time, from that store and without a teacher
+in memory. Started again, it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -10,38 +12,45 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from megatron_distill.config import load_config, to_yaml
+from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
 from megatron_distill.errors import DataError, MegatronDistillError
-from megatron_distill.evaluation.child_run import ChildRun, RunStoppedError, ask, make, write_json
+from megatron_distill.evaluation.child_run import (
+    ChildCapture,
+    ChildRun,
+    RunStoppedError,
+    ask,
+    make,
+    write_json,
+)
+from megatron_distill.evaluation.comparison import (
+    check_equal_start,
+    over_seeds,
+    show_outcome,
+    show_store,
+)
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.report import (
-    Margin,
     RunSummary,
     margin,
     markdown_table,
-    result_table,
     summarize,
 )
-from megatron_distill.evaluation.runs import RunLog
-from megatron_distill.runtime.torchrun import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
 SAMPLE_TOKENS = 150
 STOPPED_STATUS = 130
+STORE = "teacher_store"
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,25 @@ class Flow:
     teacher: ChildRun
     alone: ChildRun
     distilled: ChildRun
+    capture: ChildCapture | None
+    offline: ChildRun | None
 
     @property
-    def runs(self) -> tuple[ChildRun, ...]:
-        """The runs in the order in which they are made."""
-        return self.teacher, self.alone, self.distilled
+    def children(self) -> tuple[ChildRun | ChildCapture, ...]:
+        """What is made, in this order."""
+        further = (self.capture, self.offline)
+        made = (child for child in further if child is not None)
+        return (self.teacher, self.alone, self.distilled, *made)
 
     @property
-    def agreement_file(self) -> Path:
-        """Held-out figures of the student alone beside the teacher, whom it never met."""
-        return self.place / "student_alone_with_teacher.json"
+    def students(self) -> tuple[ChildRun, ...]:
+        """The students that are compared."""
+        made = (self.alone, self.distilled)
+        return made if self.offline is None else (*made, self.offline)
+
+    def agreement_file(self, run: ChildRun) -> Path:
+        """Held-out figures beside the teacher, of a student that did not meet it there."""
+        return self.place / f"{run.name}_with_teacher.json"
 
     @property
     def exported(self) -> Path:
@@ -86,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 remove(flow)
         outcomes = [carry_out(flow, console) for flow in flows]
         if arguments.result is not None:
-            write_json(arguments.result, _result(outcomes))
+            command = shlex.join([Path(sys.executable).name, *sys.argv])
+            write_json(arguments.result, over_seeds(outcomes, command))
     except MegatronDistillError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"\nerror: {error}", markup=False
@@ -110,14 +129,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="in place of the files' seed")
     parser.add_argument("--seeds", type=_numbers, help="everything once per seed, e.g. 1,2,3")
-    parser.add_argument("--steps", type=int, help="in place of train.steps, in all three runs")
+    parser.add_argument("--steps", type=int, help="in place of train.steps, in all runs")
+    parser.add_argument(
+        "--offline", action="store_true", help="distil from a store of the teacher's words too"
+    )
     parser.add_argument("--fresh", action="store_true", help="throw earlier runs away first")
     parser.add_argument("--result", type=Path, help="write the outcome of every seed as JSON")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="changes to all three runs, e.g. parallel.pipeline=1",
+        help="changes to all runs, e.g. parallel.pipeline=1",
     )
     return parser.parse_args(argv)
 
@@ -127,7 +149,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
-    """Return the three runs of one seed; raises ConfigError if one of them is not sound."""
+    """Return the runs of one seed; raises ConfigError if one of them is not sound."""
     prefix = arguments.config or _default_config()
     place: Path = arguments.output / f"seed_{seed}" if arguments.seeds else arguments.output
     shared = [*([] if seed is None else [f"seed={seed}"]), *arguments.overrides]
@@ -155,12 +177,47 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
     tokenizer = f"data.tokenizer.path={place / 'teacher' / 'tokenizer'}"
     no_teacher = ("teacher=null", "objective.terms=[]")
     teacher = f"teacher.checkpoint={place / 'teacher'}"
+    capture = offline = None
+    if arguments.offline:
+        stored = f"teacher.store={place / STORE}"
+        label = "distilled from the store"
+        offline = run("student_offline", label, student, tokenizer, teacher, stored)
+        capture = plan_capture(place, load_config(student, offline.arguments[2:]))
     return Flow(
         place=place,
         seed=load_config(student, shared).seed,
         teacher=run("teacher", "teacher", f"{prefix}_teacher.yaml"),
         alone=run("student_alone", "student alone", student, tokenizer, *no_teacher),
         distilled=run("student_distilled", "distilled student", student, tokenizer, teacher),
+        capture=capture,
+        offline=offline,
+    )
+
+
+def plan_capture(place: Path, student: RunConfig) -> ChildCapture:
+    """Return the capture of what a teacher says of the samples that a student's run reads."""
+    train, parallel = student.train, student.parallel.model_dump() | {"virtual_pipeline": None}
+    assert student.teacher is not None
+    overrides = [
+        f"store.path={place / STORE}",
+        f"store.samples={train.steps * train.global_batch_size}",
+        f"teacher.checkpoint={student.teacher.checkpoint}",
+        f"seed={student.seed}",
+        f"data={json.dumps(student.data.model_dump())}",
+        f"parallel={json.dumps(parallel)}",
+        f"capture.micro_batch_size={train.micro_batch_size}",
+        f"capture.precision={train.precision}",
+    ]
+    config = load_capture_config(ROOT / "configs" / "cache.yaml", overrides)
+    return ChildCapture(
+        name=STORE,
+        label="teacher store",
+        place=place,
+        script=ROOT / "launch" / "cache_teacher.py",
+        arguments=("--config", str(place / f"{STORE}.yaml")),
+        settings=to_yaml(config),
+        samples=config.store.samples,
+        processes=parallel["tensor"] * parallel["pipeline"] * parallel["context"],
     )
 
 
@@ -171,12 +228,13 @@ def _default_config() -> str:
 
 def remove(flow: Flow) -> None:
     """Delete what earlier calls have made, and nothing else."""
-    for run in flow.runs:
-        if run.folder.is_dir():
-            shutil.rmtree(run.folder)
-        run.settings_file.unlink(missing_ok=True)
-        run.summary_file.unlink(missing_ok=True)
-    flow.agreement_file.unlink(missing_ok=True)
+    for child in flow.children:
+        if child.folder.is_dir():
+            shutil.rmtree(child.folder)
+        child.settings_file.unlink(missing_ok=True)
+        child.summary_file.unlink(missing_ok=True)
+    for student in flow.students:
+        flow.agreement_file(student).unlink(missing_ok=True)
     flow.sample_file.unlink(missing_ok=True)
     if flow.exported.is_dir():
         shutil.rmtree(flow.exported)
@@ -187,23 +245,31 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
 
     Raises RunStoppedError when a signal came, and a MegatronDistillError when a run failed.
     """
-    for number, run in enumerate(flow.runs, start=1):
-        _announce(run, console, f"{number}/{len(flow.runs)}", seed=flow.seed)
-        make(run)
-    teacher, alone, distilled = (run.log() for run in flow.runs)
-    check_equal_start(alone, distilled)
-    summaries = [summarize(teacher), _beside_teacher(flow, alone), summarize(distilled)]
+    for number, child in enumerate(flow.children, start=1):
+        _announce(child, console, f"{number}/{len(flow.children)}", seed=flow.seed)
+        make(child)
+    logs = [run.log() for run in flow.students]
+    for other in logs[1:]:
+        check_equal_start(logs[0], other)
+    # Only the student beside a live teacher has met it on held-out text.
+    summaries = [
+        summarize(log) if run is flow.distilled else _beside_teacher(flow, run)
+        for run, log in zip(flow.students, logs, strict=True)
+    ]
+    summaries.insert(0, summarize(flow.teacher.log()))
     losses = [_held_out_loss(summary, flow) for summary in summaries]
     brought = margin(teacher=losses[0], alone=losses[1], distilled=losses[2])
     sample = _sample(flow)
     picture = plot_losses(
-        [alone, distilled],
+        logs,
         flow.place / "curves.png",
         title="One student, the same tokens: alone and with a teacher",
         teacher_ce=losses[0],
     )
     (flow.place / "result.md").write_text(markdown_table(summaries), encoding="utf-8")
-    _show(summaries, brought, console)
+    show_outcome(summaries, brought, console)
+    if flow.capture is not None:
+        show_store(flow.capture.summary(), summaries[2], summaries[3], console)
     checkpoints = sorted(flow.distilled.folder.glob("checkpoints/step_*[0-9]"))
     places = {"curves": picture, "student": checkpoints[-1], "exported": flow.exported}
     console.print()
@@ -215,6 +281,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
         "seed": flow.seed,
         "runs": [vars(summary) for summary in summaries],
         "margin": vars(brought),
+        **({} if flow.capture is None else {"store": flow.capture.summary()}),
     }
 
 
@@ -238,27 +305,15 @@ def _sample(flow: Flow) -> str:
     )
 
 
-def _announce(run: ChildRun, console: Console, number: str, *, seed: int) -> None:
-    console.print(f"\n[bold]{number} {run.label}[/bold] (seed {seed})", end="")
-    if run.finished:
+def _announce(child: ChildRun | ChildCapture, console: Console, number: str, *, seed: int) -> None:
+    console.print(f"\n[bold]{number} {child.label}[/bold] (seed {seed})", end="")
+    if child.finished:
         console.print(": finished before")
         return
-    console.print(f": {run.steps} steps in {run.processes} process(es)")
-    script = os.path.relpath(run.script)
-    call = ["torchrun", f"--nproc-per-node={run.processes}", script, *run.arguments]
+    console.print(f": {child.extent} in {child.processes} process(es)")
+    script = os.path.relpath(child.script)
+    call = ["torchrun", f"--nproc-per-node={child.processes}", script, *child.arguments]
     console.print(f"  {shlex.join(call)}", style="dim", markup=False)
-
-
-def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
-    """Raise DataError unless both students began with the same weights and saw as many tokens."""
-    first = [float(run.training("ce_loss").values[0]) for run in (alone, distilled)]
-    tokens = [float(run.training("tokens").values[-1]) for run in (alone, distilled)]
-    if abs(first[0] - first[1]) > 1e-3 * abs(first[0]) or tokens[0] != tokens[1]:
-        raise DataError(
-            f"{alone.folder} and {distilled.folder} cannot be compared: first cross-entropies"
-            f" {first[0]:.4f} and {first[1]:.4f}, tokens {tokens[0]:.0f} and {tokens[1]:.0f};"
-            " start anew with --fresh"
-        )
 
 
 def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
@@ -270,56 +325,19 @@ def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
     return summary.held_out_ce
 
 
-def _beside_teacher(flow: Flow, alone: RunLog) -> RunSummary:
-    """Return the summary of the student alone with its agreement with the teacher."""
+def _beside_teacher(flow: Flow, run: ChildRun) -> RunSummary:
+    """Return the summary of a student with its agreement with the teacher."""
+    answer = flow.agreement_file(run)
     said = ask(
         ROOT / "launch" / "evaluate.py",
         [
-            *("--run", str(flow.alone.folder), "--json", str(flow.agreement_file)),
-            *(f"teacher.checkpoint={flow.teacher.folder}",),
+            *("--run", str(run.folder), "--json", str(answer)),
+            *(f"teacher.checkpoint={flow.teacher.folder}", "teacher.store=null"),
             "objective.terms=[{divergence: forward_kl}]",
         ],
-        answer=flow.agreement_file,
+        answer=answer,
     )
-    return replace(summarize(alone), top1_agreement=json.loads(said)["top1_agreement"])
-
-
-def _show(summaries: Sequence[RunSummary], brought: Margin, console: Console) -> None:
-    console.print()
-    console.print(result_table(summaries, title="Held-out text, the same for all three"))
-    verdict = "lower" if brought.nats > 0 else "HIGHER"
-    console.print(
-        f"With the teacher, the same student on the same tokens ends {abs(brought.nats):.4f} nats"
-        f" per token {verdict} ({abs(brought.share):.1%})."
-    )
-    if brought.gap_closed is not None and brought.nats > 0:
-        console.print(f"That is {brought.gap_closed:.0%} of the way to its teacher.")
-
-
-def _result(outcomes: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
-    margins = [outcome["margin"]["nats"] for outcome in outcomes]  # type: ignore[index]
-    return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": _hardware(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "margin_nats": {
-            "mean": statistics.fmean(margins),
-            "least": min(margins),
-            "most": max(margins),
-        },
-        "seeds": list(outcomes),
-    }
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    about = Path("/proc/cpuinfo")
-    names = about.read_text().splitlines() if about.exists() else []
-    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
-    return f"{model.strip()}, {available_cores()} cores"
+    return replace(summarize(run.log()), top1_agreement=json.loads(said)["top1_agreement"])
 
 
 if __name__ == "__main__":

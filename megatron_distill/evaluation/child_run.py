@@ -5,29 +5,32 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_distill.errors import ConfigError, TrainingError
+from megatron_distill.errors import ConfigError, StoreError, TrainingError
 from megatron_distill.evaluation.report import summarize
 from megatron_distill.evaluation.runs import RunLog, read_run
 from megatron_distill.runtime.torchrun import run_child, threads_per_process, torchrun_command
+from megatron_distill.signals.store import Manifest, Plan
 
-__all__ = ["ChildRun", "RunStoppedError", "ask", "make"]
+__all__ = ["ChildCapture", "ChildRun", "RunStoppedError", "ask", "make"]
 
 
 class RunStoppedError(Exception):
     """A signal ended a child before it was done; what it has done is kept."""
 
 
-@dataclass(frozen=True)
-class ChildRun:
-    """One training run: what it is called, how it is started, and when it is done.
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """One child process: what it is called, how it is started, and when it is done.
 
-    `settings` is its whole configuration as text: a run is never continued under other settings.
-    Beside the run's folder `place/name` stand `name.yaml`, those settings, and, once the run is
-    finished and saved, `name.json`, its summary.
+    `settings` is its whole configuration as text: it is never continued under other settings.
+    Beside its folder `place/name` stand `name.yaml`, those settings, and, once it is finished and
+    saved, `name.json`, its summary.
     """
 
     name: str
@@ -36,22 +39,21 @@ class ChildRun:
     script: Path
     arguments: tuple[str, ...]
     settings: str
-    steps: int
     processes: int
 
     @property
     def folder(self) -> Path:
-        """The run's output folder."""
+        """The child's output folder."""
         return self.place / self.name
 
     @property
     def settings_file(self) -> Path:
-        """The settings that the run was started with."""
+        """The settings that it was started with."""
         return self.place / f"{self.name}.yaml"
 
     @property
     def summary_file(self) -> Path:
-        """There once the run has reached its last step and saved it."""
+        """There once the child has done all and saved it."""
         return self.place / f"{self.name}.json"
 
     @property
@@ -59,49 +61,100 @@ class ChildRun:
         """Whether there is nothing left to do."""
         return self.summary_file.exists()
 
+
+@dataclass(frozen=True, kw_only=True)
+class ChildRun(Child):
+    """One training run."""
+
+    steps: int
+
+    @property
+    def extent(self) -> str:
+        """How much it does, in words."""
+        return f"{self.steps} steps"
+
     def log(self) -> RunLog:
         """Read the run's metrics."""
         return read_run(self.folder, label=self.label)
 
+    def outcome(self, seconds: float) -> Mapping[str, object]:
+        """Return the summary; raises RunStoppedError if the last step is not reached."""
+        del seconds  # a run has its own, start-up apart
+        log = self.log()
+        if log.last_step < self.steps:
+            raise RunStoppedError(f"{self.label}: stopped at step {log.last_step} of {self.steps}")
+        return vars(summarize(log))
 
-def claim(run: ChildRun) -> None:
-    """Keep the settings of a run beside it; raises ConfigError if they are another's."""
-    file = run.settings_file
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCapture(Child):
+    """One capture of a teacher, whose folder is the store."""
+
+    samples: int
+
+    @property
+    def extent(self) -> str:
+        """How much it does, in words."""
+        return f"{self.samples} samples"
+
+    def summary(self) -> Mapping[str, Any]:
+        """Read the summary of the finished capture."""
+        summary: Mapping[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    def outcome(self, seconds: float) -> Mapping[str, object]:
+        """Return the summary; raises RunStoppedError if the store is not finished."""
+        plan = Plan.load(self.folder)
+        try:
+            manifest = Manifest.load(self.folder, plan)
+        except StoreError as error:
+            raise RunStoppedError(f"{self.label}: {error}") from error
+        totals = manifest.totals
+        return {
+            "label": self.label,
+            "tokens": manifest.tokens,
+            "bytes_per_token": manifest.file_bytes / manifest.tokens,
+            "kept_mass": totals.kept_mass / totals.positions,
+            "seconds": seconds,
+        }
+
+
+def claim(child: Child) -> None:
+    """Keep the settings of a child beside it; raises ConfigError if they are another's."""
+    file = child.settings_file
     try:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(run.settings)
+            file.write_text(child.settings)
         before = file.read_text()
     except OSError as error:
         raise ConfigError(
-            f"--output {run.place}: cannot write there ({error.strerror}); name another folder"
+            f"--output {child.place}: cannot write there ({error.strerror}); name another folder"
         ) from error
-    if before != run.settings:
-        was, now = _first_difference(before, run.settings)
+    if before != child.settings:
+        was, now = _first_difference(before, child.settings)
         raise ConfigError(
             f"{file}: that run was started with other settings (there {was!r}, here {now!r}); add"
             " --fresh to throw it away, or name another --output"
         )
 
 
-def make(run: ChildRun) -> None:
-    """Start or continue a run under torchrun and wait until it has reached its last step.
+def make(child: ChildRun | ChildCapture) -> None:
+    """Start or continue a child under torchrun and wait until it has done all.
 
-    Raises ConfigError if the run was started with other settings, RunStoppedError if a signal
-    came, and TrainingError if the run failed.
+    Raises ConfigError if it was started with other settings, RunStoppedError if a signal came, and
+    TrainingError if it failed.
     """
-    claim(run)
-    if run.finished:
+    claim(child)
+    if child.finished:
         return
+    started = time.perf_counter()
     _wait_for(
-        torchrun_command(str(run.script), run.arguments, processes=run.processes),
-        processes=run.processes,
-        label=run.label,
+        torchrun_command(str(child.script), child.arguments, processes=child.processes),
+        processes=child.processes,
+        label=child.label,
     )
-    log = run.log()
-    if log.last_step < run.steps:
-        raise RunStoppedError(f"{run.label}: stopped at step {log.last_step} of {run.steps}")
-    write_json(run.summary_file, vars(summarize(log)))
+    write_json(child.summary_file, child.outcome(time.perf_counter() - started))
 
 
 def ask(script: Path, arguments: Sequence[str], *, answer: Path) -> str:

@@ -91,7 +91,8 @@ def test_the_students_differ_in_the_teacher_alone(
     )
     flow = quickstart.plan(arguments, arguments.seed)
     teacher, alone, distilled = (
-        load_config(run.arguments[1], run.arguments[2:]) for run in flow.runs
+        load_config(run.arguments[1], run.arguments[2:])
+        for run in (flow.teacher, flow.alone, flow.distilled)
     )
     assert {teacher.seed, alone.seed, distilled.seed} == {7}
     assert alone.teacher is None
