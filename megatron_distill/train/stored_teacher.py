@@ -36,6 +36,7 @@ class _Step:
 
     batches: Sequence[Batch]
     on_host: Sequence[HostBatch]
+    is_exchanged: bool = False
     reading: Future[list[bytes]] | None = None
     decoding: Future[list[Recorded]] | None = None
 
@@ -116,8 +117,9 @@ class StoredTeacher:
 
     def _exchange(self, step: _Step) -> None:
         """Bring the packed records to every rank that needs them, and have them decoded."""
-        if step.decoding is not None:
+        if step.is_exchanged:
             return
+        step.is_exchanged = True
         packed: list[bytes] = []
         failure: StoreError | None = None
         if step.reading is not None:

@@ -1,0 +1,174 @@
+"""A stored teacher over ranks: the same words in every layout, errors on all ranks at once.
+
+Regimes: a rank that reads for another; bytes cut wrongly after a broadcast; a context rank with
+another's positions; records of the next step handed out for this one; a failure that only the
+reading rank sees; a stage that needs nothing and waits for nobody.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_distill.data.collation import micro_batch, pack_samples
+from megatron_distill.data.samples import Sample
+from megatron_distill.errors import StoreError
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.signals import Recorded, TopK
+from megatron_distill.signals.store import StoreSet, top_k_signal
+from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
+from tests.unit.store_samples import settings, tokens_of, write_store
+
+SAMPLES, MICRO, STEPS = 12, 2, 3
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
+}
+Said = list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def batches_of(step: int, groups: Any) -> tuple[Batch, ...]:
+    """Two micro-batches of this rank's rows: steps of 4 samples, split over the replicas."""
+    numbers = range(4 * step, 4 * step + 4)
+    mine = numbers[groups.data.rank() :: groups.data.size()]
+    wanted = settings()
+    found = []
+    for first in range(0, len(mine), MICRO):
+        samples = [
+            Sample(**tokens_of(number, wanted), sample_id=number)
+            for number in mine[first : first + MICRO]
+        ]
+        batch = micro_batch(pack_samples(samples), slice(0, MICRO), isolate_documents=True)
+        found.append(batch.context_shard(groups.context.rank(), groups.context.size()))
+    return tuple(found)
+
+
+def _teacher(groups: Any, folder: Path) -> Any:
+    from megatron_distill.losses import Term
+    from megatron_distill.train.stored_teacher import StoredTeacher
+
+    reads = groups.is_last_stage and groups.tensor.rank() == 0
+    return StoredTeacher(
+        StoreSet.open([str(folder)]) if reads else None,
+        settings(),
+        terms=[Term("forward_kl"), Term("forward_kl", temperature=2.0, support="renormalized")],
+        groups=groups,
+        device=torch.device("cpu"),
+    )
+
+
+def _said(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> Said:
+    """What this rank hears in three steps, with the positions it is about."""
+    said: Said = []
+    with megatron_groups(**layout) as groups:
+        teacher = _teacher(groups, folder)
+        steps = [batches_of(step, groups) for step in range(STEPS)]
+        if announce:
+            for batches in steps:
+                teacher.expect(batches)
+        for batches in steps:
+            for batch, signal in zip(batches, teacher.signals(batches), strict=True):
+                assert (signal is not None) == groups.is_last_stage
+                if signal is None:
+                    continue
+                assert isinstance(signal, Recorded)
+                first, second = signal.by_term
+                assert isinstance(first, TopK)
+                assert isinstance(second, TopK)
+                assert second.temperature == 2.0
+                cells = batch.sample_ids_b[:, None] * 16 + batch.sequence_index_s
+                assert signal.entropy is not None
+                said.append(
+                    (
+                        cells.reshape(-1).tolist(),
+                        first.ids,
+                        first.log_probs,
+                        first.log_tail,
+                        signal.entropy,
+                    )
+                )
+        teacher.close()
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "s"
+    write_store(folder, settings(), samples=SAMPLES)
+    return folder
+
+
+@pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_hears_what_the_store_says_of_its_positions(
+    pool: Pool, folder: Path, layout: str, announce: bool
+) -> None:
+    world, arguments = LAYOUTS[layout]
+    heard = pool.run(world, _said, arguments, folder, announce)
+    with StoreSet.open([str(folder)]).stores[0] as reader:
+        records = reader.read(range(SAMPLES))
+    whole = top_k_signal(records)
+    entropy = np.concatenate([record.scalars.entropy_S for record in records if record.scalars])
+    seen: dict[int, int] = {}
+    for said in heard:
+        for cells, ids, log_probs, log_tail, own_entropy in said:
+            torch.testing.assert_close(ids, whole.ids[cells], rtol=0, atol=0)
+            torch.testing.assert_close(log_probs, whole.log_probs[cells], rtol=0, atol=0)
+            torch.testing.assert_close(log_tail, whole.log_tail[cells], rtol=0, atol=0)
+            np.testing.assert_array_equal(own_entropy, entropy[cells])
+            for cell in cells:
+                seen[cell] = seen.get(cell, 0) + 1
+    tensor = arguments.get("tensor", 1)
+    assert seen == dict.fromkeys(range(SAMPLES * 16), tensor)
+
+
+def _failure(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> str:
+    with megatron_groups(**layout) as groups:
+        teacher = _teacher(groups, folder)
+        steps = [batches_of(step, groups) for step in range(STEPS)]
+        if announce:
+            for batches in steps:
+                teacher.expect(batches)
+        try:
+            for batches in steps:
+                teacher.signals(batches)
+        except StoreError as error:
+            return str(error)
+        finally:
+            teacher.close()
+    return "no failure"
+
+
+@pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
+@pytest.mark.parametrize("layout", ["tp2-pp2", "dp2", "tp2-cp2"])
+def test_a_record_that_one_rank_cannot_read_stops_all_with_its_name(
+    pool: Pool, tmp_path: Path, layout: str, announce: bool
+) -> None:
+    write_store(tmp_path / "s", settings(), samples=SAMPLES)
+    path = tmp_path / "s" / "shards" / "logits-000001.array_record"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 100] ^= 4
+    path.write_bytes(content)
+    world, arguments = LAYOUTS[layout]
+    said = pool.run(world, _failure, arguments, tmp_path / "s", announce)
+    assert len(set(said)) == 1, said
+    assert "logits-000001.array_record" in said[0]
+    assert "sample 5" in said[0]
+
+
+def test_another_samples_record_stops_all(pool: Pool, tmp_path: Path) -> None:
+    """The store of another corpus: its tokens are not those of the batch."""
+    write_store(tmp_path / "s", settings(vocab_size=131_072), samples=SAMPLES)
+    said = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)
+    assert len(set(said)) == 1, said
+    assert "sample 0: the store's tokens are not those of this run's sample" in said[0]
