@@ -66,6 +66,15 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
     )
 
 
+def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
+    """Take samples out of the tensors again: the inverse of `pack_samples` for some rows."""
+    tokens, marks = batch.tokens_GS1[rows].numpy(), batch.marks_GS1[rows].numpy()
+    documents = (marks >> _FLAG_BITS) + PADDING_DOCUMENT
+    flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
+    sample_ids = batch.sample_ids_G[rows].tolist()
+    return [Sample(*parts) for parts in zip(tokens, documents, flags, sample_ids, strict=True)]
+
+
 def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tensor]:
     """Which labels are trained, by cross-entropy and by distillation: two bool tensors [.., S].
 

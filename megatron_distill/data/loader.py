@@ -10,8 +10,14 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron_distill.data.collation import BatchLayout, count_labels, micro_batch, pack_samples
-from megatron_distill.data.samples import SampleSource, State
+from megatron_distill.data.collation import (
+    BatchLayout,
+    count_labels,
+    micro_batch,
+    pack_samples,
+    unpack_samples,
+)
+from megatron_distill.data.samples import Sample, SampleSource, State
 from megatron_distill.data.wire import StepData, Wire
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import StepBatches
@@ -89,6 +95,15 @@ class StepLoader:
             for index in range(self._layout.micro_batches)
         )
         return StepBatches(shards, data.ce_tokens, data.kd_tokens, self._positions)
+
+    def taken_samples(self) -> list[list[Sample]]:
+        """The samples of the last step's micro-batches of this rank, whole and on the host."""
+        assert self._last is not None, "no step was taken"
+        batch = self._last.batch
+        return [
+            unpack_samples(batch, self._layout.rows(index))
+            for index in range(self._layout.micro_batches)
+        ]
 
     def state_dict(self) -> State:
         """Samples taken, and the source's state after them; plain values, the same on all ranks.

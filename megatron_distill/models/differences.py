@@ -20,7 +20,7 @@ _NOT_THE_MODEL = frozenset(
 
 def architecture_differences(there: Architecture, here: Architecture) -> list[str]:
     """Say in which dotted fields two architectures compute different things."""
-    theirs, ours = _flat(there.as_dict()), _flat(here.as_dict())
+    theirs, ours = model_fields(there), model_fields(here)
     return [
         f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
         for key in {**ours, **theirs}
@@ -28,12 +28,13 @@ def architecture_differences(there: Architecture, here: Architecture) -> list[st
     ]
 
 
-def _flat(architecture: Mapping[str, object]) -> dict[str, object]:
+def model_fields(architecture: Architecture) -> dict[str, object]:
     """Flatten an architecture to dotted names, less what leaves the model as it is."""
     flat: dict[str, object] = {}
-    if architecture["sliding_layers"] == tuple(range(int(str(architecture["num_layers"])))):
-        architecture = {**architecture, "sliding_layers": None}  # two ways to say all of them
-    for key, value in architecture.items():
+    fields = architecture.as_dict()
+    if architecture.sliding_layers == tuple(range(architecture.num_layers)):
+        fields["sliding_layers"] = None  # two ways to say all of them
+    for key, value in fields.items():
         if isinstance(value, Mapping):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})
         else:

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch", "accumulation_dtype", "allocate", "chunk_tokens_for", "row_blocks"]
+__all__ = [
+    "Scratch",
+    "accumulation_dtype",
+    "allocate",
+    "chunk_tokens_for",
+    "equal_chunks",
+    "row_blocks",
+]
 
 # Elements per core that keep five fp32 blocks in the cache of current CPUs: 8 rows at V = 32,768.
 # All rows at once cost four times as much, because every pass then goes through memory.
@@ -41,6 +48,15 @@ def chunk_tokens_for(columns: int, device: torch.device) -> int:
     """Tokens of a chunk whose logits over so many columns fill the device's usual chunk."""
     elements = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
     return max(1, elements // max(columns, 1))
+
+
+def equal_chunks(count: int, most: int) -> list[slice]:
+    """As few consecutive slices over ``count`` rows as hold ``most`` each, of one size but the
+    last: a short last one would waste its products."""
+    if count == 0:
+        return []
+    size = -(-count // -(-count // most))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate
+from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, equal_chunks
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergence import Model, WeightedDivergence
 from megatron_distill.ops.kept_plan import KeptPlan, SolvedPlan, solve_plans
@@ -193,8 +193,7 @@ class _Executor:
         count, hidden_size = self._rows.count, student.hidden.shape[1]
         self._hidden_rows: Tensor | None = None
         self._weight: WeightGradient | None = None
-        # Chunks of one size: a short last one would waste its products.
-        self._chunks = -(-count // work.chunk_tokens)
+        self._chunks = equal_chunks(count, work.chunk_tokens)
         if needs_hidden:
             self._hidden_rows = student.hidden.new_zeros(count, hidden_size)
         device = student.weight.device
@@ -205,7 +204,7 @@ class _Executor:
                 hidden_size,
                 student.dtype,
                 device,
-                chunks=self._chunks,
+                chunks=len(self._chunks),
             )
         self._bias: BiasGradient | None = None
         if needs_bias:
@@ -223,8 +222,8 @@ class _Executor:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Total and sums; afterwards the gradients that were asked for are there."""
-        work, count = self._work, self._rows.count
-        size = -(-count // self._chunks) if self._chunks else 1
+        work = self._work
+        size = self._chunks[0].stop if self._chunks else 1
         scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
         heads: dict[Model, LinearHead] = {"student": self._student}
         if isinstance(work.teacher, LinearHead):
@@ -233,8 +232,8 @@ class _Executor:
             model: allocate(size, self._columns, head.dtype, head.weight.device)
             for model, head in heads.items()
         }
-        for first in range(0, count, size):
-            self._run_chunk(slice(first, min(first + size, count)), heads, buffers, scratch)
+        for rows in self._chunks:
+            self._run_chunk(rows, heads, buffers, scratch)
         return self._total(), self._sums.to(self._dtype)
 
     def _total(self) -> Tensor:

@@ -12,6 +12,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron_distill.train.metrics import Record
+from megatron_distill.train.quantities import duration, gigabytes, short_count
 
 __all__ = ["LiveProgress", "PlainProgress", "open_progress"]
 
@@ -82,7 +83,7 @@ class _Run:
     def closing_line(self) -> str:
         if not self.record:
             return f"no step was needed: {self.step} of {self.total_steps} steps were done before"
-        elapsed = _duration(self.clock() - self.started)
+        elapsed = duration(self.clock() - self.started)
         parts = [
             f"finished {self.step} steps in {elapsed}"
             if self.step >= self.total_steps
@@ -90,7 +91,7 @@ class _Run:
         ]
         tokens = _number(self.record, "tokens")
         if tokens is not None:
-            parts.append(f"{_count(tokens)} tokens")
+            parts.append(f"{short_count(tokens)} tokens")
         loss = _number(self.record, "ce_loss")
         if loss is not None:
             parts.append(f"ce {loss:.4f}")
@@ -99,9 +100,9 @@ class _Run:
             parts.append(f"held-out ce {held_out:.4f}")
         rate = self.mean_tokens_per_second()
         if rate is not None:
-            parts.append(f"{_count(rate)} tokens/s")
+            parts.append(f"{short_count(rate)} tokens/s")
         if self.peak_memory:
-            parts.append(f"peak memory {_gigabytes(self.peak_memory)}")
+            parts.append(f"peak memory {gigabytes(self.peak_memory)}")
         return ", ".join(parts)
 
 
@@ -205,11 +206,11 @@ def _status(run: _Run, *, short: bool) -> str:
                 parts.append(f"{label} {value:{form}}")
     rate = _number(record, "tokens_per_second")
     if rate is not None:
-        parts.append(f"{_count(rate)} tok/s")
+        parts.append(f"{short_count(rate)} tok/s")
     if run.peak_memory:
-        parts.append(("" if short else "peak ") + _gigabytes(run.peak_memory))
+        parts.append(("" if short else "peak ") + gigabytes(run.peak_memory))
     left = run.seconds_left()
-    parts.append(f"eta {'-' if left is None else _duration(left)}")
+    parts.append(f"eta {'-' if left is None else duration(left)}")
     return "  ".join(parts)
 
 
@@ -234,20 +235,3 @@ def _validation_line(record: Record, validation: Record) -> str:
 def _number(record: Record, name: str) -> float | None:
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def _count(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

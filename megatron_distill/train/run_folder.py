@@ -39,7 +39,7 @@ def run_folder(output: str, configuration: str) -> Iterator[Path]:
             if dist.get_rank() == 0:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    lock = _take_lock(folder / _LOCK_FILE, output)
+                    lock = take_lock(folder / _LOCK_FILE, named=f"output={output}")
                     (folder / "config.yaml").write_text(configuration)
                 except OSError as error:
                     raise ConfigError(
@@ -52,8 +52,12 @@ def run_folder(output: str, configuration: str) -> Iterator[Path]:
             os.close(lock)
 
 
-def _take_lock(path: Path, output: str) -> int:
-    """Return the descriptor that holds the lock; raises ConfigError, OSError."""
+def take_lock(path: Path, *, named: str) -> int:
+    """Return a descriptor that holds a lock on a file, which ends with it or with the process.
+
+    Waits for another process for some time. `named` says key and value of the folder. Raises
+    ConfigError: another run keeps it; OSError: the file cannot be made.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     waited = False
@@ -66,11 +70,11 @@ def _take_lock(path: Path, output: str) -> int:
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 raise ConfigError(
-                    f"output={output}: another run ({holder}) is writing there; wait for its end "
-                    "or set `output` to another folder"
+                    f"{named}: another run ({holder}) is writing there; wait for its end or name "
+                    "another folder"
                 ) from None
             if not waited:
-                _LOGGER.warning("waiting for another run (%s) to leave %s", holder, output)
+                _LOGGER.warning("%s: waiting for another run (%s) to leave it", named, holder)
             waited = True
             time.sleep(_POLL_SECONDS)
         except OSError as error:

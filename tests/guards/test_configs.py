@@ -6,12 +6,20 @@ refuse; a reference page older than the schema; a key without description or exa
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatron_distill.config import RunConfig, check_layout, load_config, to_yaml
+from megatron_distill.config import (
+    JobConfig,
+    RunConfig,
+    check_layout,
+    load_capture_config,
+    load_config,
+    to_yaml,
+)
 from megatron_distill.config.describe import field_key
 from megatron_distill.config.reference import reference_page
 from megatron_distill.config.schema import Section
@@ -20,6 +28,12 @@ from tests.guards.source_tree import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 COMMAND = re.compile(r"^#\s+(torchrun .*)$", re.MULTILINE)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Load the file of a run, or that of a capture, which alone says where a store goes."""
+    is_capture = "store" in yaml.safe_load(path.read_text(encoding="utf-8"))
+    return (load_capture_config if is_capture else load_config)(path, overrides)
 
 
 def documented_runs(root: Path, path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -49,16 +63,16 @@ def sections() -> list[type[Section]]:
 
 
 def test_the_smallest_run_is_shipped():
-    assert {"tiny.yaml", "tiny_moe.yaml"} <= {path.name for path in CONFIGS}
+    assert {"tiny.yaml", "tiny_moe.yaml", "cache.yaml"} <= {path.name for path in CONFIGS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_shipped_config_loads_opens_with_a_comment_and_survives_printing(path, tmp_path):
     assert path.read_text(encoding="utf-8").startswith("# ")
-    config = load_config(path)
+    config = load(path)
     printed = tmp_path / "printed.yaml"
     printed.write_text(to_yaml(config), encoding="utf-8")
-    assert load_config(printed) == config
+    assert load(printed) == config
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -66,7 +80,7 @@ def test_the_commands_in_a_configs_head_fit_their_layout(path):
     runs = list(documented_runs(ROOT, path))
     assert runs, "the head comment shows the command that runs it"
     for world_size, overrides in runs:
-        check_layout(load_config(path, overrides), world_size)
+        check_layout(load(path, overrides), world_size)
 
 
 def test_a_documented_command_with_a_wrong_layout_is_found(tmp_path):
@@ -102,3 +116,11 @@ def test_every_key_is_described_and_every_required_key_has_an_example():
             assert field.description, f"{section.__name__}.{name}"
             if field.is_required():
                 assert field_key(field).example is not None, f"{section.__name__}.{name}"
+
+
+def test_a_capture_and_its_students_run_read_the_same_samples():
+    capture = load(ROOT / "configs" / "cache.yaml")
+    run = load(ROOT / "configs" / "quickstart_student.yaml")
+    assert (capture.seed, capture.data) == (run.seed, run.data)
+    assert capture.teacher == run.teacher
+    assert capture.store.samples == run.train.steps * run.train.global_batch_size

@@ -75,6 +75,11 @@ class StoreWriter:
     def _sidecar(self, shard: int) -> Path:
         return shard_folder(self.folder) / sidecar_name(shard)
 
+    def shard_bytes(self, shard: int) -> int:
+        """Size of a shard's file; 0 where there is none."""
+        path = shard_folder(self.folder) / data_name(shard)
+        return path.stat().st_size if path.is_file() else 0
+
     def shard(self, shard: int) -> ShardWriter:
         """A context that adds a shard's records and commits it at its end.
 
@@ -98,8 +103,7 @@ class StoreWriter:
         proofs = []
         for shard in range(self.plan.shards):
             proof = ShardProof.load(self.folder, self.plan, shard)
-            path = shard_folder(self.folder) / data_name(shard)
-            size = path.stat().st_size if path.is_file() else 0
+            path, size = shard_folder(self.folder) / data_name(shard), self.shard_bytes(shard)
             if size != proof.file_bytes:
                 raise StoreError(
                     f"{path}: {size} bytes instead of {proof.file_bytes}; repair the store and "
@@ -153,17 +157,24 @@ class ShardWriter:
         self._root.update(token_digest(record.tokens_S1))
         self._totals.append(Totals.of_record(record))
 
+    def abandon(self) -> None:
+        """Leave without a trace, in place of the context's end."""
+        try:
+            self._file.abandon()
+        finally:
+            self._claim.__exit__(None, None, None)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.abandon()
+            return
         try:
-            if error is None:
-                self._commit()
-            else:
-                self._file.abandon()
+            self._commit()
         finally:
             self._claim.__exit__(None, None, None)
 

@@ -1,0 +1,298 @@
+"""From the configuration of a capture to a teacher store."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill import __version__, log
+from megatron_distill.config import CaptureConfig
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.sources import open_training
+from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.device import Device
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.signals.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
+from megatron_distill.signals.store.record_bytes import usual_samples_per_shard
+from megatron_distill.train.assemble_data import data_options, source_specs
+from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
+from megatron_distill.train.assemble_groups import execution_on, job_groups
+from megatron_distill.train.assemble_models import build_online_teacher, teacher_seed
+from megatron_distill.train.assemble_origin import Origin, find_origin
+from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
+from megatron_distill.train.capture import CaptureParts, fill_holes
+from megatron_distill.train.capture_folder import (
+    finish_store,
+    held_for_job,
+    is_complete,
+    keep_tokenizer,
+    open_begun_store,
+    open_store,
+    working_folder,
+)
+from megatron_distill.train.capture_order import CaptureOrder, HoleSource
+from megatron_distill.train.capture_places import StreamPlaces
+from megatron_distill.train.capture_positions import PositionCapture
+from megatron_distill.train.capture_progress import CaptureProgress, Work, summary
+from megatron_distill.train.capture_writer import ShardFiller
+from megatron_distill.train.teacher_identity import teacher_digest
+
+_LOGGER = get_logger(__name__)
+_PREFETCH = 2
+
+
+def run_capture(config: CaptureConfig, device: Device, termination: TerminationRequest) -> bool:
+    """Assemble and run one capture in the current world; return whether all of its part is written.
+
+    Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
+    another job may follow in the same processes.
+    """
+    folder = Path(config.store.path)
+    with job_groups(config, trains=False) as groups, ExitStack() as resources:
+        tokenizer, vocabulary = open_tokenizer(config)
+        assert config.teacher is not None, "the rules of a capture ask for one"
+        origin = find_origin(config.teacher, "teacher", config, vocabulary)
+        plan = _plan(config, origin, vocabulary, groups)
+        store = _begin(folder, plan)
+        if store is None:
+            return True
+        resources.enter_context(held_for_job(folder, config.store.job))
+        with together():
+            if tokenizer is not None:
+                keep_tokenizer(folder, tokenizer, _tokenizer_source(config, tokenizer))
+        order = _order(config, plan, store, groups)
+        if order.holes:
+            parts = _assemble(config, device, groups, resources, origin, tokenizer, plan, order)
+            if not fill_holes(parts, termination):
+                _LOGGER.info(
+                    "stopped by a signal; start the same command again to write what is missing"
+                )
+                return False
+        _finish(config, store)
+        return True
+
+
+def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups: Groups) -> Plan:
+    """Return what the store is to hold, the same on all ranks. Raises on all of them.
+
+    Collective: world, those of `teacher_digest` and one broadcast of a short object.
+    """
+    teacher = teacher_digest(origin, seed=teacher_seed(config), group=groups.world)
+    said: list[Plan | None] = [None]
+    with together():
+        settings = _settings(config, origin)
+        if dist.get_rank() == 0:
+            dataset = dataset_settings(config)
+            identity = Identity(
+                teacher=teacher,
+                tokenizer=vocabulary.identity,
+                dataset=dataset_digest(dataset, vocabulary.identity),
+                settings={
+                    "teacher": _teacher_name(config),
+                    "precision": config.capture.precision,
+                    "version": __version__,
+                    "dataset": dataset,
+                },
+            )
+            store = config.store
+            per_shard = store.samples_per_shard or usual_samples_per_shard(settings, store.samples)
+            said = [Plan(settings, identity, store.samples, per_shard)]
+    dist.broadcast_object_list(said, src=0)
+    assert said[0] is not None
+    return said[0]
+
+
+def _settings(config: CaptureConfig, origin: Origin) -> CaptureSettings:
+    store, vocab_size = config.store, origin.architecture.vocab_size
+    if store.mode == "top_k" and store.k > vocab_size:
+        raise ConfigError(
+            f"store.k = {store.k}: the teacher's vocabulary has {vocab_size} tokens; lower it"
+        )
+    return CaptureSettings(
+        k=store.k,
+        vocab_size=vocab_size,
+        sequence_length=config.data.sequence_length,
+        mode=store.mode,
+        codec=store.codec,
+        top_p=store.top_p,
+        temperatures=store.temperatures,
+        sampling_seed=config.seed if store.mode == "sampled" else None,
+    )
+
+
+def _teacher_name(config: CaptureConfig) -> str:
+    assert config.teacher is not None
+    path = config.teacher.hf or config.teacher.checkpoint
+    return "random weights" if path is None else Path(path).expanduser().resolve().name
+
+
+def _tokenizer_source(config: CaptureConfig, tokenizer: Tokenizer) -> Path:
+    return Path(config.data.tokenizer.path or tokenizer.name).expanduser()
+
+
+def _begin(folder: Path, plan: Plan) -> StoreWriter | None:
+    """Begin the store on rank 0 and open it on the others; None on all where it is complete.
+
+    Collective: world, two all-gathers and a broadcast of short objects.
+    """
+    is_first = dist.get_rank() == 0
+    store: StoreWriter | None = None
+    complete = [False]
+    with together():
+        if is_first:
+            store = open_store(folder, plan)
+            complete = [is_complete(store)]
+    dist.broadcast_object_list(complete, src=0)
+    if complete[0]:
+        if is_first:
+            _LOGGER.info("nothing to do: the store is complete")
+            _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
+        return None
+    with together():
+        if not is_first:
+            store = open_begun_store(folder, plan)
+    assert store is not None
+    return store
+
+
+def _order(config: CaptureConfig, plan: Plan, store: StoreWriter, groups: Groups) -> CaptureOrder:
+    """Return which sample stands where, from the holes that rank 0 finds.
+
+    Collective: world, an all-gather and a broadcast of short objects.
+    """
+    holes: list[list[int]] = [[]]
+    with together():
+        if dist.get_rank() == 0:
+            jobs, job = config.store.jobs, config.store.job
+            holes = [[shard for shard in store.holes() if shard % jobs == job]]
+    dist.broadcast_object_list(holes, src=0)
+    return CaptureOrder(
+        holes=tuple(holes[0]),
+        samples=plan.samples,
+        samples_per_shard=plan.samples_per_shard,
+        replicas=groups.data.size(),
+        micro_batch_size=config.capture.micro_batch_size,
+        micro_batches=config.capture.micro_batches,
+    )
+
+
+def _assemble(
+    config: CaptureConfig,
+    device: Device,
+    groups: Groups,
+    resources: ExitStack,
+    origin: Origin,
+    tokenizer: Tokenizer | None,
+    plan: Plan,
+    order: CaptureOrder,
+) -> CaptureParts:
+    folder = Path(config.store.path)
+    places = StreamPlaces(working_folder(folder), plan.uid)
+    source = _open_source(config, tokenizer, places, order)
+    loader = StepLoader(
+        source,
+        sequence_length=config.data.sequence_length,
+        global_batch_size=order.global_batch_size,
+        micro_batch_size=order.micro_batch_size,
+        data_parallel_rank=groups.data.rank(),
+        data_parallel_size=groups.data.size(),
+        context_parallel_rank=groups.context.rank(),
+        context_parallel_size=groups.context.size(),
+        isolate_documents=config.data.isolate_documents,
+        device=device.torch_device,
+        group=groups.world,
+        prefetch=_PREFETCH,
+    )
+    resources.callback(loader.close)
+    teacher = build_online_teacher(
+        config,
+        origin,
+        groups=groups,
+        execution=execution_on(device, precision=config.capture.precision),
+    )
+    filler: ShardFiller | None = None
+    if groups.is_last_stage and groups.tensor.rank() == 0 and groups.context.rank() == 0:
+        filler = ShardFiller(open_store(folder, plan), most_waiting=2 * order.micro_batches)
+        resources.callback(filler.close)
+    return CaptureParts(
+        order=order,
+        teacher=teacher,
+        loader=loader,
+        positions=PositionCapture(
+            plan.settings,
+            vocab_shard(origin.architecture, groups),
+            groups.tensor,
+            config.capture.chunk_tokens,
+        ),
+        filler=filler,
+        source=source,
+        places=places,
+        progress=_open_progress(config, plan, order),
+        groups=groups,
+        device=device.torch_device,
+    )
+
+
+def _open_source(
+    config: CaptureConfig,
+    tokenizer: Tokenizer | None,
+    places: StreamPlaces,
+    order: CaptureOrder,
+) -> HoleSource | None:
+    """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
+    source: HoleSource | None = None
+    with together():
+        if tokenizer is not None:
+            stream = open_training(
+                source_specs(config.data.sources),
+                tokenizer=tokenizer,
+                options=data_options(config.data),
+                seed=config.seed,
+            )
+            source = HoleSource(
+                stream,
+                order,
+                known=places.load(),
+                sequence_length=config.data.sequence_length,
+                padding_token=tokenizer.eos_id,
+            )
+    return source
+
+
+def _open_progress(
+    config: CaptureConfig, plan: Plan, order: CaptureOrder
+) -> CaptureProgress | None:
+    if dist.get_rank() != 0:
+        return None
+    shards = len(range(config.store.job, plan.shards, config.store.jobs))
+    work = Work(
+        shards=shards,
+        shards_before=shards - len(order.holes),
+        samples=order.wanted_samples,
+        sequence_length=plan.settings.sequence_length,
+    )
+    if work.shards_before:
+        _LOGGER.info("%d of %d shards are there from before", work.shards_before, work.shards)
+    progress = CaptureProgress(sys.stderr, work, samples_per_shard=plan.samples_per_shard)
+    # Log lines go above the bar, not through it.
+    log.configure(dist.get_rank(), stream=progress.stream)
+    return progress
+
+
+def _finish(config: CaptureConfig, store: StoreWriter) -> None:
+    """Finish the store where this job is the last. Raises StoreError on all ranks."""
+    with together():
+        if dist.get_rank() == 0:
+            manifest = finish_store(store, job=config.store.job, jobs=config.store.jobs)
+            if manifest is None:
+                _LOGGER.info("this job's shards are written; other jobs still have some to write")
+            else:
+                _LOGGER.info("%s", summary(config.store.path, manifest))

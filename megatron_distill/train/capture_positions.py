@@ -1,0 +1,164 @@
+"""What a store keeps of a teacher's distributions, from hidden states, on vocabulary shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops import LogitRule, VocabShard
+from megatron_distill.ops.blocks import accumulation_dtype, chunk_tokens_for
+from megatron_distill.ops.logits import LinearHead
+from megatron_distill.ops.output_chunks import OutputChunk, output_chunks, row_statistics
+from megatron_distill.ops.topk import gather_ranks, select
+from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.signals import HiddenState
+from megatron_distill.signals.store import CaptureSettings
+from megatron_distill.signals.store.sampling import draw_at, uniforms
+
+
+@dataclass(frozen=True)
+class CapturedPositions:
+    """What is kept of positions: [N] of a rank, or [b, S] of whole sequences.
+
+    integers [.., I] int32: the ids, and behind them how often each was drawn where they were.
+    floats [.., F] fp32, columns in this order: log-sum-exp at temperature one and at each further
+    one, entropy, label's log-probability; of a top-k also the log tail at each temperature, and the
+    ids' log-probabilities.
+    """
+
+    integers: Tensor
+    floats: Tensor
+
+    def whole(self, batch: Batch, group: dist.ProcessGroup) -> CapturedPositions:
+        """Return the same of whole sequences [b, S], the zig-zag of context ranks undone.
+
+        Collective: `group`, two all-gathers of 4 bytes per number, where it has several ranks.
+        """
+        count, length = batch.tokens_bs.shape
+        return CapturedPositions(
+            *(
+                _whole_sequences(values.view(count, length, -1), group)
+                for values in (self.integers, self.floats)
+            )
+        )
+
+    def on_host(self) -> CapturedPositions:
+        """Return a copy in the memory of the host."""
+        return CapturedPositions(self.integers.cpu(), self.floats.cpu())
+
+
+def _whole_sequences(values_bsC: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    if size == 1:
+        return values_bsC
+    parts = gather_ranks(values_bsC, group)
+    joined = torch.cat(parts.unbind(), dim=1)
+    order = [
+        zigzag_index(joined.shape[1], rank=rank, size=size, device=joined.device)
+        for rank in range(size)
+    ]
+    whole = torch.empty_like(joined)
+    whole[:, torch.cat(order)] = joined
+    return whole
+
+
+@dataclass(frozen=True)
+class PositionCapture:
+    """Turns a teacher's hidden states into what is kept; logits exist for a chunk of tokens only.
+
+    Attributes:
+        settings: what is kept.
+        shard: this rank's columns.
+        group: the ranks that hold the other columns.
+        chunk_tokens: tokens whose logits exist at one time; None: as many as the objective takes.
+    """
+
+    settings: CaptureSettings
+    shard: VocabShard
+    group: dist.ProcessGroup
+    chunk_tokens: int | None = None
+
+    @torch.no_grad()
+    def __call__(self, state: HiddenState, batch: Batch) -> CapturedPositions:
+        """Return what is kept of this rank's positions [N], in (b, s) order.
+
+        A top-k's numbers have the bits that the objective of a live teacher chooses from the same
+        micro-batch in the same layout.
+
+        Collective: tensor group, per chunk those of `row_statistics` and of `select` or `draw_at`.
+        """
+        assert batch.trained_rows_n is not None
+        rule = LogitRule(state.logit_softcap, state.logit_scale)
+        head = LinearHead(state.hidden, state.weight, rule, state.bias)
+        labels, device = batch.labels_bs.reshape(-1), state.hidden.device
+        keep = self._keep_top_k
+        if self.settings.mode == "sampled":
+            keep = partial(self._keep_draws, fractions=_fractions(batch, self.settings))
+        found: CapturedPositions | None = None
+        for chunk in output_chunks(
+            head,
+            batch.trained_rows_n,
+            chunk_tokens=self.chunk_tokens or chunk_tokens_for(self.shard.width, device),
+            columns=self.shard.real_width,
+        ):
+            part = keep(chunk, rule, labels[chunk.rows])
+            if found is None:
+                found = CapturedPositions(
+                    *(one.new_empty(len(labels), one.shape[1]) for one in vars(part).values())
+                )
+            found.integers[chunk.rows] = part.integers
+            found.floats[chunk.rows] = part.floats
+        assert found is not None, "a micro-batch has positions"
+        return found
+
+    def _keep_top_k(self, chunk: OutputChunk, rule: LogitRule, labels: Tensor) -> CapturedPositions:
+        further = self.settings.temperatures
+        statistics = row_statistics(
+            chunk.raw, rule, self.shard, self.group, labels=labels, temperatures=further
+        )
+        kept = select(
+            chunk.raw,
+            rule,
+            self.shard,
+            self.group,
+            k=self.settings.k,
+            temperatures=(1.0, *further),
+        )
+        rows = [*statistics.log_sum_exp, statistics.entropy, statistics.label_log_prob]
+        rows += [one.log_tail for one in kept]
+        floats = torch.cat([torch.stack([row.float() for row in rows], 1), kept[0].log_probs], 1)
+        return CapturedPositions(kept[0].ids.int(), floats)
+
+    def _keep_draws(
+        self, chunk: OutputChunk, rule: LogitRule, labels: Tensor, *, fractions: Tensor
+    ) -> CapturedPositions:
+        statistics = row_statistics(chunk.raw, rule, self.shard, self.group, labels=labels)
+        dtype = accumulation_dtype(chunk.raw.dtype)
+        log_probs = rule.apply_(chunk.raw.to(dtype, copy=True))
+        log_probs.sub_(statistics.log_sum_exp[0].to(dtype).unsqueeze(1))
+        ids, counts = draw_at(log_probs, fractions[chunk.rows.cpu()], self.shard, self.group)
+        rows = [*statistics.log_sum_exp, statistics.entropy, statistics.label_log_prob]
+        floats = torch.stack([row.float() for row in rows], 1)
+        return CapturedPositions(torch.cat([ids, counts], 1).to(floats.device), floats)
+
+
+def _fractions(batch: Batch, settings: CaptureSettings) -> Tensor:
+    """Return uniform numbers [N, M] for this rank's positions, a function of sample and place."""
+    assert settings.sampling_seed is not None
+    length = batch.document_ids_bS.shape[1]
+    of_samples = [
+        uniforms(
+            seed=settings.sampling_seed,
+            sample_id=max(0, sample_id),  # below zero: nothing that is kept
+            first=0,
+            positions=length,
+            draws=settings.k,
+        )
+        for sample_id in batch.sample_ids_b.tolist()
+    ]
+    index = batch.sequence_index_s.cpu()
+    return torch.cat([numbers[index] for numbers in of_samples])
