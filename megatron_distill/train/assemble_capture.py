@@ -22,11 +22,11 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
 from megatron_distill.signals.store.record_bytes import usual_samples_per_shard
-from megatron_distill.train.assemble_data import data_options, source_specs
 from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
 from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import build_online_teacher, teacher_seed
 from megatron_distill.train.assemble_origin import Origin, find_origin
+from megatron_distill.train.assemble_sources import data_options, source_specs
 from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.capture import CaptureParts, fill_holes
 from megatron_distill.train.capture_folder import (

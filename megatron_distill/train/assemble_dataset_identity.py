@@ -10,7 +10,7 @@ from typing import Any
 from megatron_distill.config import JobConfig
 from megatron_distill.data.corpora import SourceSpec, fingerprint, source_files
 from megatron_distill.errors import DataError
-from megatron_distill.train.assemble_data import data_options, source_specs
+from megatron_distill.train.assemble_sources import data_options, source_specs
 
 
 def dataset_settings(config: JobConfig) -> dict[str, Any]:

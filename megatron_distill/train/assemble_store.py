@@ -29,8 +29,12 @@ from megatron_distill.signals.store import (
     StoreSet,
     find_stores,
 )
+from megatron_distill.train.assemble_dataset_identity import dataset_settings
+from megatron_distill.train.assemble_models import teacher_seed
+from megatron_distill.train.assemble_origin import find_origin
 from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.stored_teacher import StoredTeacher
+from megatron_distill.train.teacher_identity import teacher_digest
 
 _LOGGER = get_logger(__name__)
 
@@ -79,19 +83,21 @@ def open_stored(
         return None
     is_first = dist.get_rank() == 0
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
-    said: list[tuple[CaptureSettings, int] | None] = [None]
+    said: list[tuple[CaptureSettings, int, str] | None] = [None]
     corpus = reading = None
     with together():
         if is_first:
             corpus = _open(config, entries, vocabulary, student)
             _check(config, corpus, terms)
-            said = [(corpus.stores[0].settings, corpus.samples)]
+            first = corpus.stores[0]
+            said = [(first.settings, corpus.samples, first.identity.teacher)]
             _LOGGER.info("the teacher is read from %s", _described(corpus))
         if is_reader:
             reading = _open(config, entries, vocabulary, student)
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
-    settings, samples = said[0]
+    settings, samples, digest = said[0]
+    _check_teacher(config, digest, vocabulary)
     teacher = StoredTeacher(reading, settings, terms=terms, groups=groups, device=device)
     return Stored(settings, samples, teacher, corpus)
 
@@ -141,6 +147,7 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
                 _check_sampled(store, term, index)
             else:
                 store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
+        _check_documents(config, store)
     if not config.data.sources:
         return
     if len(stores.stores) > 1:
@@ -155,6 +162,56 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
             f"{config.train.steps} of train.global_batch_size={config.train.global_batch_size} "
             f"read {needed}; lower train.steps, capture more, or leave data.sources out to go "
             "through the store's samples more than once"
+        )
+    _check_corpus(config, stores.stores[0])
+
+
+def _check_documents(config: RunConfig, store: StoreReader) -> None:
+    captured = store.identity.settings.get("dataset", {})
+    isolated = captured.get("isolate_documents", config.data.isolate_documents)
+    if isolated != config.data.isolate_documents:
+        raise StoreError(
+            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, so that"
+            " its teacher saw other contexts than this student would; set it so here too"
+        )
+
+
+def _check_corpus(config: RunConfig, store: StoreReader) -> None:
+    """Raise StoreError, naming the keys, unless a corpus is the one the store was captured on."""
+    there = store.identity.settings.get("dataset")
+    if there is None:
+        return  # not captured by this library; every sample's tokens are compared all the same
+    here = dataset_settings(config)
+    differences = [
+        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise StoreError(
+            f"{store.folder}: captured on another stream of samples ({'; '.join(differences)}); "
+            "restore these settings, or leave data.sources out to train on the store's samples"
+        )
+
+
+def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
+    """Raise StoreError, on all ranks, if the model beside `teacher.store` did not say all this.
+
+    Collective: world, those of `find_origin` and `teacher_digest`.
+    """
+    teacher = config.teacher
+    assert teacher is not None
+    described = (teacher.hf, teacher.checkpoint, teacher.architecture)
+    if all(source is None for source in described):
+        return
+    origin = find_origin(teacher, "teacher", config, vocabulary)
+    assert dist.group.WORLD is not None
+    found = teacher_digest(origin, seed=teacher_seed(config), group=dist.group.WORLD)
+    if found != digest:
+        source = teacher.hf or teacher.checkpoint or "teacher.architecture"
+        raise StoreError(
+            f"teacher.store was captured from a teacher of weights {digest[:19]}, and {source} has "
+            f"{found[:19]}; name that teacher, or only teacher.store"
         )
 
 

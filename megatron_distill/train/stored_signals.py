@@ -20,6 +20,7 @@ from megatron_distill.signals.store import (
     PositionScalars,
     SampleRecord,
     SampleTokens,
+    Support,
     TopKEntries,
     cut_to_k,
     sampled_signal,
@@ -92,7 +93,7 @@ def recorded_signal(
     known: dict[tuple[object, ...], TopK | Sampled] = {}
     by_term = []
     for term in terms:
-        key = (term.top_k, term.temperature, term.support == "renormalized")
+        key = (term.top_k, *_reading(term, settings))
         if key not in known:
             known[key] = _kept(records, term, settings, batch.sequence_index_s)
         by_term.append(known[key])
@@ -105,6 +106,17 @@ def recorded_signal(
             [one.label_log_prob_S[index_s] for one in scalars if one is not None]
         )
     return Recorded(tuple(by_term), entropy, label_log_prob)
+
+
+def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
+    """At which temperature records are read for a term, and for which support.
+
+    Ratios of probabilities are known at every temperature, so that renormalised ones are read as
+    they were stored; the objective renormalises them.
+    """
+    if term.support != "renormalized":
+        return term.temperature, "tail"
+    return 1.0, "renormalized" if settings.normalised_over == "kept" else "tail"
 
 
 def _kept(
@@ -120,10 +132,9 @@ def _kept(
         drawn = sampled_signal(records)
         return Sampled(drawn.ids[rows_n], drawn.counts[rows_n])
     k = term.top_k or settings.k
+    temperature, support = _reading(term, settings)
     whole = top_k_signal(
-        [cut_to_k(record, k) for record in records],
-        temperature=term.temperature,
-        support=term.support,
+        [cut_to_k(record, k) for record in records], temperature=temperature, support=support
     )
     if len(index_s) == settings.sequence_length:
         return whole

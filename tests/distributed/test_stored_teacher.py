@@ -85,7 +85,7 @@ def _said(rank: int, world: int, layout: dict[str, Any], folder: Path, announce:
                 first, second = signal.by_term
                 assert isinstance(first, TopK)
                 assert isinstance(second, TopK)
-                assert second.temperature == 2.0
+                assert second is first  # of a renormalised term
                 cells = batch.sample_ids_b[:, None] * 16 + batch.sequence_index_s
                 assert signal.entropy is not None
                 said.append(

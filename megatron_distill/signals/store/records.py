@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 __all__ = [
@@ -219,11 +220,10 @@ def _with_tails(
 
 
 def _joined(log_tail_S: Floats, dropped: NDArray[Any]) -> Floats:
-    """log(e^tail + sum e^dropped), rows at once; -inf where there is nothing."""
-    peak = np.maximum(log_tail_S, dropped.max(axis=1, initial=-np.inf))
-    peak = np.where(np.isneginf(peak), 0.0, peak).astype(np.float32)
-    mass = np.exp((dropped - peak[:, None]).astype(np.float32, copy=False)).sum(1)
-    mass += np.exp(log_tail_S - peak)
-    with np.errstate(divide="ignore"):
-        joined: Floats = np.log(mass) + peak
+    """log(e^tail + sum e^dropped), rows at once; -inf where there is nothing.
+
+    In the very operations of a live teacher's top-k that is cut, so that the bits are the same.
+    """
+    parts = np.concatenate([dropped.astype(np.float32, copy=False), log_tail_S[:, None]], axis=1)
+    joined: Floats = torch.from_numpy(parts).logsumexp(1).numpy()
     return joined

@@ -1,0 +1,294 @@
+"""Training from a store is training from the teacher that it was captured from.
+
+Regimes: a record joined with another sample; another position's distribution; a temperature or a
+top-k that is not the term's; masks or documents lost on the way; a store in one layout and a run
+in another; epochs and orders that a resumed run does not repeat; figures that only a live teacher
+would report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.runs import Inputs, assembled, quick_and_slow, run
+
+STEPS, ROWS = 8, 8
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=2")
+K = 12
+FIRST, LAST = 1e-6, 1e-4
+# Seconds, bytes and what a live teacher costs are not what a course is compared by.
+MEASURED = {
+    *("step_seconds", "teacher_seconds", "tokens_per_second", "peak_memory_bytes"),
+    *("model_flops_per_second", "tflops_per_device", "mfu"),
+}
+ALL_TERMS = f"""objective.terms=[
+    {{divergence: forward_kl, weight: 1.0, top_k: {K}}},
+    {{divergence: reverse_kl, weight: 0.5, top_k: 5}},
+    {{divergence: js_divergence, weight: 0.5, top_k: {K}, beta: 0.3}},
+    {{divergence: skewed_forward_kl, weight: 0.3, top_k: {K}}},
+    {{divergence: skewed_reverse_kl, weight: 0.3, top_k: {K}, support: raw}},
+    {{divergence: adaptive_kl, weight: 0.3, top_k: {K}}},
+    {{divergence: total_variation, weight: 0.2, top_k: 3, support: raw}},
+    {{divergence: squared_hellinger, weight: 0.2, top_k: {K}, support: renormalized}}]"""
+WARM = f"""objective.terms=[
+    {{divergence: forward_kl, temperature: 2.0, top_k: {K}, scale_by_temperature_squared: true}},
+    {{divergence: reverse_kl, temperature: 0.5, top_k: 4}},
+    {{divergence: forward_kl, temperature: 3.0, top_k: 6, support: renormalized}}]"""
+ONE_TERM = f"objective.terms=[{{divergence: forward_kl, top_k: {K}}}]"
+
+Course = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def capture(pool: Pool, inputs: Inputs) -> Callable[..., Path]:
+    """Capture the runs' teacher on their own samples; the same request is captured once."""
+    known: dict[tuple[Any, ...], Path] = {}
+    config = write_capture(inputs, "offline", samples=STEPS * ROWS)
+
+    def captured(*overrides: str, world: int = 1) -> Path:
+        key = (world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"store-{len(known)}"
+            assert run_in(pool, world, config, folder, *overrides) is True
+            known[key] = folder
+        return known[key]
+
+    return captured
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
+    """Train the small dense student; the same request runs once."""
+    known: dict[tuple[Any, ...], Course] = {}
+
+    def trained(world: int, *overrides: str) -> Course:
+        key = (world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"offline-{len(known)}"
+            config = inputs.folder / "dense.yaml"
+            known[key] = run(pool, world, config, folder, *SHORT, *overrides)
+        return known[key]
+
+    return trained
+
+
+def figures(course: Course) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in course]
+
+
+def assert_same_course(found: Course, expected: Course, *, first: float, last: float) -> None:
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for ours, theirs in zip(figures(found), figures(expected), strict=True):
+        tolerance = first if ours["step"] == 1 else last
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (ours["step"], name)
+
+
+def test_in_the_same_layout_every_figure_has_the_same_bits(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    online = train(1, ALL_TERMS)
+    offline = train(1, ALL_TERMS, f"teacher.store={capture()}")
+    losses = ("total_loss", "ce_loss", "kd_loss", "grad_norm", "topk_mass", "top1_agreement")
+    for ours, theirs in zip(offline, online, strict=True):
+        for name in losses:
+            assert ours[name] == theirs[name], (ours["step"], name)
+    # The teacher's own figures too, which the store has in fp32.
+    assert_same_course(offline, online, first=1e-6, last=1e-6)
+    assert {"teacher_ce_loss", "teacher_entropy", "student_entropy"} <= offline[0].keys()
+
+
+def test_temperatures_that_were_captured_are_exact(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    offline = train(1, WARM, f"teacher.store={capture()}")
+    assert_same_course(offline, train(1, WARM), first=1e-5, last=LAST)
+
+
+READERS = {
+    "TP2": (2, ("parallel.tensor=2",)),
+    "TP2+sequence": (2, ("parallel.tensor=2", "parallel.sequence=true")),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "PP2+virtual": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    "DP2": (2, ()),
+    "CP2": (2, ("parallel.context=2",)),
+    "TP2xPP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
+    "TP2xCP2": (4, ("parallel.tensor=2", "parallel.context=2")),
+    "micro-batch 1": (1, ("train.micro_batch_size=1",)),
+    "micro-batch 8": (1, ("train.micro_batch_size=8",)),
+}
+
+
+@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["PP2+virtual", "CP2", "TP2xPP2"]))
+def test_no_layout_of_the_reader_changes_a_loss(
+    reader: str, capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    world, layout = READERS[reader]
+    offline = train(world, ALL_TERMS, f"teacher.store={capture()}", *layout)
+    assert_same_course(offline, train(1, ALL_TERMS), first=5 * FIRST, last=LAST)
+
+
+WRITERS = {
+    "TP2": (2, ("parallel.tensor=2",)),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "CP2": (2, ("parallel.context=2",)),
+    "DP2": (2, ()),
+    "TP2xPP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
+    "micro-batch 4": (1, ("capture.micro_batch_size=4", "capture.micro_batches=1")),
+}
+
+
+@pytest.mark.parametrize("writer", quick_and_slow(WRITERS, ["TP2xPP2", "CP2"]))
+def test_no_layout_of_the_writer_changes_a_loss(
+    writer: str, capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    world, layout = WRITERS[writer]
+    offline = train(1, ALL_TERMS, f"teacher.store={capture(*layout, world=world)}")
+    assert_same_course(offline, train(1, ALL_TERMS), first=5 * FIRST, last=LAST)
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [("f16", 1e-4), ("u8", 1e-2)])
+def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
+    codec: str, tolerance: float, capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    offline = train(1, ONE_TERM, f"teacher.store={capture(f'store.codec={codec}')}")
+    online = train(1, ONE_TERM)
+    for ours, theirs in zip(offline, online, strict=True):
+        for name in ("total_loss", "ce_loss", "kd_loss"):
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+    assert offline[0]["kd_loss"] != online[0]["kd_loss"]
+
+
+def test_all_ids_are_the_dense_teacher(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    term = "objective.terms=[{divergence: forward_kl}, {divergence: reverse_kl, weight: 0.5}]"
+    offline = train(1, term, f"teacher.store={capture('store.k=301')}")
+    dense = train(1, term)
+    for ours, theirs in zip(offline, dense, strict=True):
+        for name in ("total_loss", "ce_loss", "kd_loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), (ours["step"], name)
+        assert ours["topk_mass"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    """Every id of a nucleus of 0.9: the mass kept is at least that, with fewer ids than k."""
+    cut = train(1, "objective.terms=[{divergence: forward_kl}]",
+                f"teacher.store={capture('store.top_p=0.5', 'store.k=301')}")  # fmt: skip
+    assert all(0.5 <= record["topk_mass"] < 0.95 for record in cut)
+    term = "objective.terms=[{divergence: forward_kl, top_k: 4}]"
+    smaller = train(1, term, f"teacher.store={capture()}")
+    assert_same_course(smaller, train(1, term), first=FIRST, last=LAST)
+
+
+def test_drawn_ids_train_and_report_what_they_know(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    term = "objective.terms=[{divergence: forward_kl}]"
+    store = capture("store.mode=sampled", "store.k=200", "store.temperatures=[]")
+    drawn, dense = train(1, term, f"teacher.store={store}"), train(1, term)
+    for ours, theirs in zip(drawn, dense, strict=True):
+        assert not {"topk_mass", "top1_agreement"} & ours.keys()
+        assert ours["teacher_entropy"] == pytest.approx(theirs["teacher_entropy"], rel=1e-5)
+        # Samples give the cross-entropy of the student under the teacher: KL and entropy.
+        expected = theirs["kd_loss"] + theirs["teacher_entropy"]
+        assert ours["kd_loss"] == pytest.approx(expected, rel=0.03)
+
+
+ALONE = ("data.sources=[]", "train.steps=20")
+
+
+def test_the_store_is_a_corpus_of_its_own_in_every_layout(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    """20 steps of 8 go through 64 samples in two and a half epochs."""
+    store = f"teacher.store={capture()}"
+    one = train(1, ONE_TERM, store, *ALONE)
+    assert one[-1]["step"] == 20
+    assert one[-1]["ce_loss"] < one[0]["ce_loss"]
+    for world, layout in ((2, ()), (4, ("parallel.tensor=2", "parallel.pipeline=2"))):
+        assert_same_course(
+            train(world, ONE_TERM, store, *ALONE, *layout), one, first=5 * FIRST, last=LAST
+        )
+    other_order = train(1, ONE_TERM, store, *ALONE, "seed=8", "teacher=null", "objective.terms=[]")
+    assert other_order != one
+
+
+@pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "self-contained"])
+def test_a_stopped_run_goes_on_bit_by_bit(
+    own_corpus: bool,
+    pool: Pool,
+    inputs: Inputs,
+    capture: Callable[..., Path],
+    train: Callable[..., Course],
+    tmp_path: Path,
+) -> None:
+    arguments = [ONE_TERM, f"teacher.store={capture()}", *(ALONE if own_corpus else ())]
+    whole = train(1, *arguments)
+    config = inputs.folder / "dense.yaml"
+    saved = (*SHORT, *arguments, "checkpoint.save=true")
+    run(pool, 1, config, tmp_path, *saved, stop_after=3)
+    run(pool, 2, config, tmp_path, *saved, stop_after=2)
+    again = run(pool, 1, config, tmp_path, *saved)
+    assert_same_course(again, whole, first=FIRST, last=LAST)
+    assert figures(again)[:3] == figures(whole)[:3]
+
+
+def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+) -> None:
+    from tests.e2e.runs import records
+
+    held_out = ("validation.samples=11", "validation.interval=10", "train.micro_batch_size=4")
+    arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
+    run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *SHORT, *arguments)
+    found = [one["validation"] for one in records(tmp_path) if "validation" in one]
+    assert len(found) == 2
+    assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
+    assert found[1]["kd_loss"] < found[0]["kd_loss"]
+    # Joined with a corpus, nobody knows what the teacher says of held-out text.
+    joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
+    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)
+    (last,) = [one["validation"] for one in records(tmp_path / "joined") if "validation" in one]
+    assert "ce_loss" in last
+    assert not {"kd_loss", "teacher_ce_loss"} & last.keys()
+
+
+def test_several_stores_share_the_steps_by_weight(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, second = capture(), capture(world=2)
+    said = pool.run(
+        1, _sample_numbers, inputs.folder / "dense.yaml",
+        [
+            *SHORT, ONE_TERM, "data.sources=[]", f"output={tmp_path}",
+            f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}}}]",
+        ],
+        timeout=120.0,
+    )[0]  # fmt: skip
+    of_first = [number for number in said if number < STEPS * ROWS]
+    assert len(of_first) == 3 * (len(said) - len(of_first))
+
+
+def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:
+    """The samples of four steps; also shows that nothing but the store is the teacher."""
+    from megatron_distill.train.stored_teacher import StoredTeacher
+
+    with assembled(rank, world, config, overrides) as (_, parts):
+        assert isinstance(parts.teacher, StoredTeacher)
+        steps = [parts.loader.take(step) for step in range(1, 5)]
+        return [
+            number
+            for step in steps
+            for batch in step.micro_batches
+            for number in batch.sample_ids_b.tolist()
+        ]
