@@ -105,6 +105,7 @@ def test_in_the_same_layout_every_figure_has_the_same_bits(
     assert {"teacher_ce_loss", "teacher_entropy", "student_entropy"} <= offline[0].keys()
 
 
+@pytest.mark.slow
 def test_temperatures_that_were_captured_are_exact(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -126,7 +127,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["PP2+virtual", "CP2", "TP2xPP2"]))
+@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["CP2", "TP2xPP2"]))
 def test_no_layout_of_the_reader_changes_a_loss(
     reader: str, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -145,7 +146,7 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", quick_and_slow(WRITERS, ["TP2xPP2", "CP2"]))
+@pytest.mark.parametrize("writer", quick_and_slow(WRITERS, ["TP2xPP2"]))
 def test_no_layout_of_the_writer_changes_a_loss(
     writer: str, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -178,6 +179,7 @@ def test_all_ids_are_the_dense_teacher(
         assert ours["topk_mass"] == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -219,11 +221,11 @@ def test_the_store_is_a_corpus_of_its_own_in_every_layout(
         assert_same_course(
             train(world, ONE_TERM, store, *ALONE, *layout), one, first=5 * FIRST, last=LAST
         )
-    other_order = train(1, ONE_TERM, store, *ALONE, "seed=8", "teacher=null", "objective.terms=[]")
-    assert other_order != one
 
 
-@pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "self-contained"])
+@pytest.mark.parametrize(
+    "own_corpus", [pytest.param(False, marks=pytest.mark.slow), True], ids=["joined", "own"]
+)
 def test_a_stopped_run_goes_on_bit_by_bit(
     own_corpus: bool,
     pool: Pool,
@@ -254,7 +256,8 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     found = [one["validation"] for one in records(tmp_path) if "validation" in one]
     assert len(found) == 2
     assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
-    assert found[1]["kd_loss"] < found[0]["kd_loss"]
+    assert found[1]["ce_loss"] < found[0]["ce_loss"]
+    assert found[1]["teacher_ce_loss"] == found[0]["teacher_ce_loss"]
     # Joined with a corpus, nobody knows what the teacher says of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)

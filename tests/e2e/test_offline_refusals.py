@@ -1,0 +1,214 @@
+"""A store that cannot be trusted, or is not this run's, stops every rank with the same sentence.
+
+Regimes: another tokenizer, corpus, packing, teacher, length or vocabulary; a store that is not
+finished; shards missing, cut, exchanged or flipped; terms that the store cannot serve; a step that
+is taken although the record belongs to another sample.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.runs import Inputs, failure, step_records
+
+STEPS, ROWS, K = 8, 8, 12
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=2")
+ONE_TERM = f"objective.terms=[{{divergence: forward_kl, top_k: {K}}}]"
+TENSOR = "parallel.tensor=2"
+
+
+@pytest.fixture(scope="module")
+def store(pool: Pool, inputs: Inputs) -> Path:
+    config = write_capture(inputs, "refused", samples=STEPS * ROWS)
+    folder = inputs.folder / "store-refused"
+    assert run_in(pool, 1, config, folder) is True
+    return folder
+
+
+@pytest.fixture
+def copy(store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store, tmp_path / "copy"))
+
+
+# overrides -> what the message must hold
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "another teacher": (
+        ("teacher.architecture.init_std=0.1",),
+        ("teacher.store was captured from a teacher of weights sha256:", "name that teacher"),
+    ),
+    "another order": (
+        ("teacher.architecture=null", "data.shuffle_samples=41"),
+        ("captured on another stream", "shuffle_samples is 40 there and 41 here"),
+    ),
+    "another seed": (
+        ("teacher.architecture=null", "seed=8"),
+        ("captured on another stream", "seed is 7 there and 8 here"),
+    ),
+    "documents mixed": (
+        ("data.isolate_documents=false",),
+        ("captured with data.isolate_documents=true", "set it so here too"),
+    ),
+    "another length": (
+        ("data.sequence_length=64",),
+        ("its sequence_length is 32, this run's 64", "capture a store"),
+    ),
+    "another vocabulary": (
+        ("teacher.architecture=null", "student.architecture.vocab_size=302"),
+        ("its vocab_size is 301, this run's 302",),
+    ),
+    "too many ids": (
+        (f"objective.terms=[{{divergence: forward_kl, top_k: {K + 1}}}]",),
+        ("holds 12 ids per position, not a top-13", "a larger k"),
+    ),
+    "unknown temperature": (
+        ("objective.terms=[{divergence: forward_kl, temperature: 1.5}]",),
+        ("not captured at temperature 1.5, only at 1, 0.5, 2",),
+    ),
+    "too few samples": (
+        ("train.steps=9",),
+        ("holds 64 samples", "read 72", "leave data.sources out"),
+    ),
+    "nothing to learn": (
+        ("objective.terms=[]",),
+        ("objective.terms = []: nothing is learned from teacher.store",),
+    ),
+    "all held out": (
+        ("data.sources=[]", "validation.samples=64"),
+        ("validation.samples is 64, but the stores hold only 64 samples",),
+    ),
+    "a student in a store": (
+        ("student.store=somewhere",),
+        ("student.store: a student is trained, a store only speaks",),
+    ),
+    "two stores beside a corpus": (
+        ("teacher.store=[a, b]",),
+        ("teacher.store names 2 entries and data.sources are given",),
+    ),
+    "no store": (
+        ("teacher.store=stores/nowhere",),
+        ("stores/nowhere: names no teacher store",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_belong_together_is_named(
+    case: str, pool: Pool, inputs: Inputs, store: Path, tmp_path: Path
+) -> None:
+    overrides, parts = WRONG[case]
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", tmp_path,
+        *SHORT, ONE_TERM, TENSOR, f"teacher.store={store}", *overrides,
+    )  # fmt: skip
+    for part in parts:
+        assert part in said
+
+
+def _unfinished(store: Path) -> None:
+    (store / "manifest.json").unlink()
+
+
+def _missing(store: Path) -> None:
+    (store / "shards" / "logits-000003.array_record").unlink()
+
+
+def _cut(store: Path) -> None:
+    path = store / "shards" / "logits-000003.array_record"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _exchanged(store: Path) -> None:
+    one, other = (store / "shards" / f"logits-00000{n}.array_record" for n in (3, 4))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def _flipped(store: Path) -> None:
+    path = store / "shards" / "logits-000003.array_record"
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 16
+    path.write_bytes(content)
+
+
+def _foreign(store: Path) -> None:
+    """A shard of another store, which is sound by itself."""
+    other = store.with_name("other")
+    path = other / "shards" / "logits-000003.array_record"
+    shutil.copy(path, store / "shards" / path.name)
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "unfinished": (_unfinished, ("incomplete, 13 of 13 shards are there and no manifest.json",)),
+    "missing": (_missing, ("logits-000003.array_record", "sample")),
+    "cut": (_cut, ("logits-000003.array_record", "bytes instead of")),
+    "exchanged": (_exchanged, ("logits-00000", "sample 2", "swapped or duplicated")),
+    "flipped": (_flipped, ("logits-000003.array_record", "damaged", "sample")),
+    "foreign": (_foreign, ("logits-000003.array_record", "belongs to another store")),
+}
+
+
+@pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "own"])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_store_stops_all_ranks_before_the_step(
+    case: str, own_corpus: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
+    damage, parts = DAMAGED[case]
+    if case == "foreign":
+        config = write_capture(inputs, "foreign", samples=STEPS * ROWS)
+        run_in(pool, 1, config, copy.with_name("other"), "teacher.architecture.init_std=0.3")
+    damage(copy)
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
+        *SHORT, ONE_TERM, TENSOR, f"teacher.store={copy}",
+        *(("data.sources=[]",) if own_corpus else ()),
+    )  # fmt: skip
+    assert said.startswith("StoreError: ")
+    for part in parts:
+        assert part in said
+    # Samples 15 to 19 are of shard 3: the second step reads them, one or two steps ahead.
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists() or len(step_records(tmp_path / "run")) < STEPS
+
+
+@pytest.mark.parametrize("keeps_files", [True, False], ids=["with files", "by digest"])
+def test_another_tokenizer_is_refused(
+    keeps_files: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
+    if not keeps_files:
+        shutil.rmtree(copy / "tokenizer")
+    said = failure(
+        pool, 1, inputs.folder / "dense.yaml", tmp_path / "run",
+        *SHORT, ONE_TERM, f"teacher.store={copy}", "teacher.architecture=null",
+        "data.tokenizer.path=null", "data.tokenizer.train_vocab_size=301",
+        "data.tokenizer.train_bytes=5000",
+    )  # fmt: skip
+    if keeps_files:
+        assert "use one tokenizer for data and models" in said
+    else:
+        assert "its tokenizer is" in said
+        assert "leave data.tokenizer out to use the store's" in said
+
+
+def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
+    pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
+    """Names and sizes are those of the capture, so that only the tokens can tell."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    text = inputs.corpus.read_text().replace("self", "flex")
+    (folder / inputs.corpus.name).write_text(text)
+    assert len(text) == len(inputs.corpus.read_text())
+    said = failure(
+        pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
+        *SHORT, ONE_TERM, f"teacher.store={copy}",
+        f"data.sources.0.paths={folder / inputs.corpus.name}",
+    )  # fmt: skip
+    assert "the store's tokens are not those of this run's sample" in said
+    assert "logits-000000.array_record: sample" in said
