@@ -1,0 +1,138 @@
+"""A teacher's digest: the same for the same weights wherever they lie, another for any other.
+
+Regimes: a Hugging Face folder and the checkpoint imported from it; one, two and four ranks; one
+weight that differs in its last bit; a field that decides what is computed, and fields that do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.hugging_face_models import save_model
+from tests.distributed.megatron_world import small_architecture
+from tests.distributed.pool import Pool
+
+FAMILIES = ("llama3.1", "qwen2", "gemma3", "gpt2", "mixtral")
+
+
+def imported(rank: int, world: int, source: Path, output: Path) -> None:
+    small_architecture()
+    from megatron_distill.train.conversion import import_checkpoint
+
+    import_checkpoint(source, output, dtype=None, overwrite=False)
+
+
+def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
+    """The digest of what lies in a folder of either kind."""
+    small_architecture()
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+    from megatron_distill.train.assemble_origin import Origin
+    from megatron_distill.train.checkpoint import Description
+    from megatron_distill.train.checkpoint_weights import CheckpointWeights
+    from megatron_distill.train.run_state import saved_architecture
+    from megatron_distill.train.teacher_identity import teacher_digest
+
+    if (folder / "config.json").is_file():
+        described = describe(folder)
+        architecture = replace(described.architecture, **changes)
+        origin = Origin(architecture, lambda: HuggingFaceWeights(folder, described))
+    else:
+        saved = saved_architecture(Description.read(folder), folder)
+        origin = Origin(replace(saved, **changes), lambda: CheckpointWeights(folder, saved))
+    assert dist.group.WORLD is not None
+    return teacher_digest(origin, seed=1, group=dist.group.WORLD)
+
+
+def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
+    (said,) = set(pool.run(world, digest, folder, changes))
+    return str(said)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, family: str
+) -> None:
+    folder = save_model(tmp_path / "hf", family)
+    pool.run(2, imported, folder, tmp_path / "checkpoint")
+    found = one_digest(pool, folder)
+    assert found.startswith("sha256:")
+    for world in (1, 2, 4):
+        assert one_digest(pool, tmp_path / "checkpoint", world) == found
+        assert one_digest(pool, folder, world) == found
+
+
+def test_weights_of_another_dtype_are_the_same_values(pool: Pool, tmp_path: Path) -> None:
+    narrow = save_model(tmp_path / "bf16", "llama2", dtype=torch.bfloat16)
+    assert one_digest(pool, narrow) != one_digest(pool, save_model(tmp_path / "fp32", "llama2"))
+    widen(narrow, tmp_path / "wide")
+    assert one_digest(pool, tmp_path / "wide") == one_digest(pool, narrow)
+
+
+def widen(narrow: Path, wide: Path, **changes: float) -> None:
+    """The same values in fp32, but for the tensors named, whose first number is changed."""
+    from safetensors.torch import load_file, save_file
+
+    wide.mkdir()
+    (wide / "config.json").write_text((narrow / "config.json").read_text())
+    tensors = {
+        name: tensor.float() for name, tensor in load_file(narrow / "model.safetensors").items()
+    }
+    for name, change in changes.items():
+        tensors[name].view(-1)[-1] += change
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_one_number_that_differs_makes_another_teacher(pool: Pool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hf", "llama2")
+    changed = {"model.layers.2.mlp.down_proj.weight": 1e-6}
+    widen(folder, tmp_path / "changed", **changed)
+    widen(folder, tmp_path / "same")
+    found = one_digest(pool, folder)
+    assert one_digest(pool, tmp_path / "same") == found
+    assert one_digest(pool, tmp_path / "changed") != found
+
+
+def test_what_is_computed_counts_and_how_it_is_padded_does_not(pool: Pool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hf", "llama2")
+    found = one_digest(pool, folder)
+    for field, value in (
+        ("rope_base", 5e5),
+        ("norm_epsilon", 1e-3),
+        ("logit_softcap", 30.0),
+        ("sliding_window", 5),
+    ):
+        assert one_digest(pool, folder, **{field: value}) != found, field
+    for field, value in (
+        ("vocab_divisible_by", 64),
+        ("init_std", 0.5),
+        ("hidden_dropout", 0.1),
+        ("max_position_embeddings", 4096),
+        ("sliding_layers", (0, 1, 2)),
+    ):
+        assert one_digest(pool, folder, **{field: value}) == found, field
+
+
+def random_digest(rank: int, world: int, seed: int, changes: dict[str, Any]) -> str:
+    architecture = small_architecture(**changes)
+    from megatron_distill.train.assemble_origin import Origin
+    from megatron_distill.train.teacher_identity import teacher_digest
+
+    assert dist.group.WORLD is not None
+    return teacher_digest(Origin(architecture), seed=seed, group=dist.group.WORLD)
+
+
+def test_random_weights_are_their_seed_and_their_shape(pool: Pool) -> None:
+    (found,) = pool.run(1, random_digest, 1, {})
+    assert pool.run(2, random_digest, 1, {"vocab_divisible_by": 128}) == [found, found]
+    others = [
+        pool.run(1, random_digest, 2, {})[0],
+        pool.run(1, random_digest, 1, {"init_std": 0.1})[0],
+        pool.run(1, random_digest, 1, {"num_layers": 3})[0],
+    ]
+    assert len({found, *others}) == 4

@@ -1,0 +1,303 @@
+"""A capture that is killed, asked to stop, or finds the disk full, goes on to the very same store.
+
+Regimes: SIGKILL at any moment; SIGTERM and SIGINT; a disk that fills up on the reading rank and on
+another; jobs side by side; a start in another layout; other settings; a complete store.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.signals.store import StoreReader, verify
+from tests.distributed.pool import Pool
+from tests.e2e.captures import (
+    SCRIPT,
+    contents,
+    has_shards,
+    partial_files,
+    run_in,
+    shards_of,
+    write_capture,
+)
+from tests.e2e.processes import Started, torchrun
+from tests.e2e.runs import Inputs
+from tests.e2e.test_kill import kill_everything
+
+LONG = 600  # samples: some seconds
+LONG_SHARD = 24
+SHARDS = LONG // LONG_SHARD
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_capture(inputs, "long_capture", samples=LONG, per_shard=LONG_SHARD)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    pool: Pool, config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """The files that every capture here must come to."""
+    store = tmp_path_factory.mktemp("undisturbed") / "store"
+    assert run_in(pool, 2, config, store) is True
+    assert not verify(store).problems
+    assert not (store / "capture").exists()
+    found = contents(store)
+    shutil.rmtree(store)
+    return found
+
+
+def arguments(config: Path, store: Path, *overrides: str) -> list[str]:
+    return ["--config", str(config), f"store.path={store}", *overrides]
+
+
+def test_killed_in_the_middle_it_goes_on_to_the_same_files(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store = tmp_path / "store"
+    with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
+        started.wait_until(has_shards(store, 5))
+        kill_everything(started)
+    before = contents(store / "shards")
+    there = shards_of(store)
+    assert 5 <= len(there) < SHARDS, started.log.read_text()
+    assert (store / "capture").is_dir()
+    assert run_in(pool, 2, config, store) is True
+    assert contents(store) == undisturbed
+    for name in there:
+        assert before[f"{name}.json"] == undisturbed[f"shards/{name}.json"]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_arrives(
+    config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store, chance = tmp_path / "store", random.Random(3)
+    given = arguments(config, store)
+    for _ in range(8):
+        before = len(shards_of(store))
+        with torchrun(tmp_path, given, script=SCRIPT) as started:
+            if chance.random() < 0.7:
+                started.wait_until(
+                    lambda before=before: (  # type: ignore[misc]
+                        len(shards_of(store)) > before or (store / "manifest.json").exists()
+                    )
+                )
+            time.sleep(chance.uniform(0.0, 1.5))
+            started.look()
+            kill_everything(started)
+    with torchrun(tmp_path, given, script=SCRIPT) as started:
+        assert started.wait() == 0, started.log.read_text()
+    assert contents(store) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_asked_to_stop_the_ranks_leave_nothing_half(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes], number: int
+) -> None:
+    store = tmp_path / "store"
+    with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
+        started.wait_until(has_shards(store, 3))
+        started.ranks()[-1].send_signal(number)
+        assert started.wait() == 0, started.log.read_text()
+        started.wait_for_all()
+    assert_ended_well(started, store)
+    # What is there is not written again, in a layout of another number of replicas.
+    times = {path: path.stat().st_mtime_ns for path in (store / "shards").iterdir()}
+    assert run_in(pool, 1, config, store) is True
+    assert contents(store) == undisturbed
+    assert times.items() <= {p: p.stat().st_mtime_ns for p in (store / "shards").iterdir()}.items()
+
+
+def assert_ended_well(started: Started, store: Path) -> None:
+    said = started.log.read_text()
+    assert started.statuses() == ["0", "0"], said
+    assert "stopped by a signal; start the same command again" in said
+    assert 3 <= len(shards_of(store)) < SHARDS
+    assert partial_files(store) == []
+    assert not (store / "manifest.json").exists()
+
+
+def test_a_start_goes_on_where_the_first_hole_begins(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 2, config, store, stop_after=30) is False
+    there = shards_of(store)
+    assert 3 <= len(there) < SHARDS
+    kept = sorted((store / "capture").glob("stream-*.json"))
+    assert len(kept) >= len(there)
+    # A place that was tampered with is found, and only one of the first hole or before is used.
+    value = json.loads(kept[0].read_text())
+    kept[0].write_text(json.dumps(value | {"shard": 3}))
+    said = run_in(pool, 2, config, store)
+    assert f"StoreError: {kept[0]}: damaged, its content does not match its seal" in str(said)
+    for path in kept[:2]:
+        path.unlink()
+    assert run_in(pool, 2, config, store) is True
+    assert contents(store) == undisturbed
+
+
+def test_without_any_place_the_stream_is_read_from_its_beginning(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, config, store, stop_after=30) is False
+    shutil.rmtree(store / "capture")
+    assert run_in(pool, 2, config, store) is True
+    assert contents(store) == undisturbed
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_file_that_one_rank_cannot_write_ends_all(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes], failing: int
+) -> None:
+    store = tmp_path / "store"
+    said = str(run_in(pool, 2, config, store, limits={failing: 100_000}))
+    assert said.startswith(f"StoreError: cannot write {store}/shards/logits-00000{failing}.array")
+    assert "free disk space or name another folder" in said
+    assert partial_files(store) == []
+    assert run_in(pool, 2, config, store) is True
+    assert contents(store) == undisturbed
+
+
+def test_a_disk_that_is_full_costs_the_open_shards_alone(
+    pool: Pool,
+    config: Path,
+    undisturbed: dict[str, bytes],
+    small_disk: Callable[[str], Path],
+) -> None:
+    disk = small_disk("3m")
+    store = disk / "store"
+    said = str(run_in(pool, 2, config, store))
+    assert said.startswith(f"StoreError: cannot write {store}/")
+    assert "No space left on device" in said or "free disk space" in said
+    assert partial_files(store) == []
+    assert 1 <= len(shards_of(store)) < SHARDS
+    subprocess.run(["mount", "-o", "remount,size=60m", str(disk)], check=True)
+    assert run_in(pool, 2, config, store) is True
+    assert contents(store) == undisturbed
+
+
+def test_jobs_write_one_store_and_the_last_one_finishes_it(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 2, config, store, "store.jobs=2", "store.job=1") is True
+    assert [int(name[-6:]) % 2 for name in shards_of(store)] == [1] * (SHARDS // 2)
+    assert not (store / "manifest.json").exists()
+    assert run_in(pool, 1, config, store, "store.jobs=2", "store.job=0") is True
+    assert contents(store) == undisturbed
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side(config: Path, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    store, folders = tmp_path / "store", [tmp_path / f"job{job}" for job in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    given = [arguments(config, store, "store.jobs=2", f"store.job={job}") for job in range(2)]
+    with (
+        torchrun(folders[0], given[0], script=SCRIPT) as one,
+        torchrun(folders[1], given[1], script=SCRIPT) as other,
+    ):
+        assert one.wait() == 0, one.log.read_text()
+        assert other.wait() == 0, other.log.read_text()
+    assert contents(store) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    store = tmp_path / "store"
+    with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
+        started.wait_until(has_shards(store, 3))
+        started.process.kill()
+        started.wait()
+        assert run_in(pool, 2, config, store) is True
+        started.wait_for_all()
+    assert contents(store) == undisturbed
+
+
+@pytest.fixture(scope="module")
+def short(inputs: Inputs) -> Path:
+    return write_capture(inputs, "short_capture", samples=9, per_shard=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("store.k=13", "capture.k is 12 there and 13 here"),
+        ("store.codec=u8", "capture.codec is 'f32' there and 'u8' here"),
+        ("store.samples=10", "samples is 9 there and 10 here"),
+        ("seed=8", "identity.settings.dataset.seed is 7 there and 8 here"),
+        ("data.shuffle_buffer=4", "dataset.shuffle_buffer is 16 there and 4 here"),
+        ("data.isolate_documents=false", "dataset.isolate_documents is True there and False here"),
+        ("teacher.architecture.norm_epsilon=0.001", "identity.teacher is 'sha256:"),
+        ("capture.precision=bf16", "identity.settings.precision is 'fp32' there and 'bf16' here"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    pool: Pool, short: Path, tmp_path: Path, change: str, words: str
+) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, short, store, stop_after=2) is False
+    before = contents(store)
+    said = str(run_in(pool, 2, short, store, change))
+    assert said.startswith(f"StoreError: {store}: the store was begun with another plan (")
+    assert words in said
+    assert contents(store) == before
+
+
+def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, short, store) is True
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    assert run_in(pool, 2, short, store) is True
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
+    assert StoreReader.open(store).samples == 9
+    assert (store / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_shard_that_was_taken_out_is_written_again(
+    pool: Pool, short: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, short, store) is True
+    before = contents(store)
+    (store / "shards" / "logits-000001.json").unlink()
+    assert run_in(pool, 1, short, store) is True
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("store.k=400", "ConfigError: store.k = 400: the teacher's vocabulary has 301 tokens"),
+        ("data.sources.0.paths=/absent/*.jsonl", "DataError: /absent/*.jsonl: the glob matches no"),
+        ("teacher.checkpoint=/absent", "/absent"),
+    ],
+)
+def test_what_cannot_be_captured_ends_all_ranks_with_one_message(
+    pool: Pool, short: Path, tmp_path: Path, change: str, words: str
+) -> None:
+    said = str(run_in(pool, 2, short, tmp_path / "store", change))
+    assert words in said
+    assert not (tmp_path / "store" / "plan.json").exists()
+
+
+def test_a_store_in_the_place_of_a_file_is_refused(pool: Pool, short: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = str(run_in(pool, 2, short, tmp_path / "file" / "store"))
+    assert said.startswith(f"StoreError: cannot write {tmp_path}/file/store: Not a directory")

@@ -1,0 +1,202 @@
+"""What a capture writes against whole float64 logits of its teacher, in every layout.
+
+Regimes: padded vocabulary columns; vocabulary, sequence, layers and context split; replicas that
+have no shard left while others have; experts over replicas; a last shard that is short; rows of a
+step that no sample fills; equal files wherever the numbers are equal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_distill.signals.store import SampleRecord, StoreReader, verify
+from tests.distributed.pool import Pool
+from tests.e2e.captures import SAMPLES, configure, contents, run_in, write_capture
+from tests.e2e.runs import CPU, Inputs
+
+K = 12
+TEMPERATURES = (0.5, 2.0)
+MOE = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "TP1": (1, ()),
+    "TP2": (2, ("parallel.tensor=2",)),
+    "TP2 SP": (2, ("parallel.tensor=2", "parallel.sequence=true")),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "CP2": (2, ("parallel.context=2",)),
+    "DP2": (2, ()),
+    "TP2 PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
+    "TP4": (4, ("parallel.tensor=4",)),
+}
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_capture(inputs, "capture")
+
+
+def samples_of(store: Path) -> list[SampleRecord]:
+    """Every record of a store that is sound."""
+    assert not verify(store).problems
+    reader = StoreReader.open(store)
+    return reader.read(range(reader.samples))
+
+
+def whole_logits(
+    rank: int, world: int, path: Path, overrides: list[str], tokens: np.ndarray, docs: np.ndarray
+) -> np.ndarray:
+    """The teacher's logits [n, S, G] of real columns, head and softmax in float64, on one rank."""
+    config = configure(rank, world, path, overrides)
+    from megatron_distill.data.collation import GlobalBatch, micro_batch
+    from megatron_distill.train.assemble_groups import execution_on, job_groups
+    from megatron_distill.train.assemble_models import build_online_teacher
+    from megatron_distill.train.assemble_origin import find_origin
+    from megatron_distill.train.assemble_tokenizer import open_tokenizer
+
+    with job_groups(config, trains=False) as groups:
+        _, vocabulary = open_tokenizer(config)
+        assert config.teacher is not None
+        origin = find_origin(config.teacher, "teacher", config, vocabulary)
+        execution = execution_on(CPU, precision="fp32")
+        teacher = build_online_teacher(config, origin, groups=groups, execution=execution)
+        batch = GlobalBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy((docs + 1) << 2 | 3),
+            torch.arange(len(tokens)),
+        )
+        whole = micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
+        (state,) = teacher.signals([whole])
+        assert state is not None
+        logits = state.hidden.double() @ state.weight[: vocabulary.size].double().t()
+        return logits.view(len(tokens), -1, vocabulary.size).numpy()
+
+
+def assert_is_what_the_logits_say(record: SampleRecord, logits: np.ndarray) -> None:
+    """One record against float64 logits [S, G]."""
+    entries, scalars = record.top_k, record.scalars
+    assert scalars is not None
+    sums = np.logaddexp.reduce(logits, axis=1)
+    dense = logits - sums[:, None]
+    order = np.lexsort((np.broadcast_to(np.arange(dense.shape[1]), dense.shape), -dense))
+    ranked = np.take_along_axis(dense, order, 1)
+    np.testing.assert_allclose(entries.log_probs_SK, ranked[:, :K], **CLOSE)
+    # Two logits that are nearer than their rounding may change places.
+    clear = (np.diff(ranked[:, : K + 1], axis=1) < -1e-5).all(1)
+    assert clear.mean() > 0.9
+    np.testing.assert_array_equal(entries.ids_SK[clear], order[clear, :K])
+    of_ids = np.take_along_axis(dense, entries.ids_SK.astype(np.int64), 1)
+    np.testing.assert_allclose(entries.log_probs_SK, of_ids, **CLOSE)
+    tail = np.logaddexp.reduce(ranked[:, K:], axis=1)
+    np.testing.assert_allclose(entries.log_tail_S, tail, **CLOSE)
+    np.testing.assert_allclose(scalars.log_sum_exp_S, sums, **CLOSE)
+    np.testing.assert_allclose(scalars.entropy_S, -(np.exp(dense) * dense).sum(1), **CLOSE)
+    label = np.take_along_axis(dense, record.tokens_S1[1:, None].astype(np.int64), 1)[:, 0]
+    np.testing.assert_allclose(scalars.label_log_prob_S, label, **CLOSE)
+    for row, temperature in enumerate(TEMPERATURES):
+        assert entries.log_sum_exp_TS is not None
+        assert entries.log_tail_TS is not None
+        whole = np.logaddexp.reduce(logits / temperature, axis=1)
+        np.testing.assert_allclose(entries.log_sum_exp_TS[row], whole, **CLOSE)
+        others = np.take_along_axis(logits, order[:, K:], 1) / temperature
+        tail = np.logaddexp.reduce(others, axis=1) - whole
+        np.testing.assert_allclose(entries.log_tail_TS[row], tail, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of one rank, whose records are those of the logits."""
+    store = tmp_path_factory.mktemp("capture") / "one"
+    assert run_in(pool, 1, config, store) is True
+    return store
+
+
+def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides: str) -> np.ndarray:
+    tokens = np.stack([record.tokens_S1 for record in records])
+    documents = np.stack([record.document_ids_S1 for record in records])
+    arguments = (config, list(overrides), tokens, documents)
+    found: np.ndarray = pool.run(1, whole_logits, *arguments, timeout=120.0)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_writes_what_the_whole_logits_say(
+    pool: Pool, config: Path, reference: Path, tmp_path: Path, name: str
+) -> None:
+    world, layout = LAYOUTS[name]
+    assert run_in(pool, world, config, tmp_path / "store", *layout) is True
+    records, expected = samples_of(tmp_path / "store"), samples_of(reference)
+    assert [record.sample_id for record in records] == list(range(SAMPLES))
+    logits = logits_of(pool, config, expected)
+    for record, one, of_sample in zip(records, expected, logits, strict=True):
+        for field in ("tokens_S1", "document_ids_S1", "flags_S1"):
+            np.testing.assert_array_equal(getattr(record, field), getattr(one, field))
+        assert_is_what_the_logits_say(record, of_sample)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((2, ()), id="two replicas"),
+        pytest.param((4, ()), id="four replicas"),
+        pytest.param((1, ("capture.micro_batches=3",)), id="other steps"),
+        pytest.param((2, ("parallel.pipeline=2",)), id="two stages"),
+    ],
+)
+def test_where_the_numbers_are_equal_so_are_the_files(
+    pool: Pool,
+    config: Path,
+    reference: Path,
+    tmp_path: Path,
+    overrides: tuple[int, tuple[str, ...]],
+) -> None:
+    world, changes = overrides
+    changes = (*changes, "capture.micro_batch_size=1")
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert run_in(pool, 1, config, one, "capture.micro_batch_size=1") is True
+    assert run_in(pool, world, config, other, *changes) is True
+    assert contents(other) == contents(one)
+    assert contents(one).keys() == contents(reference).keys()
+
+
+def test_experts_speak_over_replicas_of_which_one_has_nothing_left(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    overrides = (MOE, "store.samples=13", "parallel.expert=2")
+    assert run_in(pool, 2, config, store, *overrides) is True
+    records = samples_of(store)
+    for record, logits in zip(records, logits_of(pool, config, records, MOE), strict=True):
+        assert_is_what_the_logits_say(record, logits)
+
+
+def test_a_cut_at_a_mass_keeps_the_shortest_head(
+    pool: Pool, config: Path, reference: Path, tmp_path: Path
+) -> None:
+    assert run_in(pool, 2, config, tmp_path / "store", "store.top_p=0.3") is True
+    for record, whole in zip(samples_of(tmp_path / "store"), samples_of(reference), strict=True):
+        entries = record.top_k
+        assert entries.n_kept_S is not None
+        kept = np.arange(K) < entries.n_kept_S[:, None]
+        np.testing.assert_array_equal(entries.ids_SK[kept], whole.top_k.ids_SK[kept])
+        mass = np.exp(entries.log_probs_SK).sum(1)
+        assert ((mass > 0.3 - 1e-5) | (entries.n_kept_S == K)).all()
+
+
+def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: Path) -> None:
+    changes = ("store.mode=sampled", "store.temperatures=[]", "store.k=40")
+    stores = []
+    for name in ("TP1", "TP2", "CP2", "PP2", "DP2"):
+        world, layout = LAYOUTS[name]
+        stores.append(tmp_path / name)
+        assert run_in(pool, world, config, stores[-1], *layout, *changes) is True
+    first, *others = (samples_of(store) for store in stores)
+    for records in others:
+        differing = 0
+        for record, one in zip(records, first, strict=True):
+            differing += int((record.draws.ids_SM != one.draws.ids_SM).any(1).sum())
+        # A number that falls within a rounding of an edge may go to the neighbour.
+        assert differing <= 1
