@@ -180,7 +180,7 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
     capture = offline = None
     if arguments.offline:
         stored = f"teacher.store={place / STORE}"
-        label = "distilled from the store"
+        label = "from the store"
         offline = run("student_offline", label, student, tokenizer, teacher, stored)
         capture = plan_capture(place, load_config(student, offline.arguments[2:]))
     return Flow(

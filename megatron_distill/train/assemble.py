@@ -57,12 +57,16 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     # through would stop all ranks for a tenth of a second or more.
     gc.collect()
     gc.freeze()
-    with job_groups(config, trains=True) as groups, ExitStack() as resources:
-        parts = _assemble(config, device, groups, resources)
-        if parts.state.step >= config.train.steps:
-            _LOGGER.info("nothing to do: step %d of %d", parts.state.step, config.train.steps)
-            return True
-        return train(parts, _plan(config), termination)
+    try:
+        with job_groups(config, trains=True) as groups, ExitStack() as resources:
+            parts = _assemble(config, device, groups, resources)
+            if parts.state.step >= config.train.steps:
+                _LOGGER.info("nothing to do: step %d of %d", parts.state.step, config.train.steps)
+                return True
+            return train(parts, _plan(config), termination)
+    finally:
+        # Else Triton's bindings, which Megatron-Core imports, report leaks when the process ends.
+        gc.unfreeze()
 
 
 def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:

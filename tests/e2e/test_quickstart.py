@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_distill.signals.store import StoreReader, verify
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
     assert child.returncode == 0, said
     for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
         assert promised in said
+    assert "leaked" not in said  # what bindings say at the end of a process whose objects linger
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "sample.txt").read_text().startswith("def __init__(self, ")
     exported = {path.name for path in (tmp_path / "student_hf").iterdir()}
@@ -48,6 +50,25 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
     assert str(checkpoint) in said
     steps = [one for one in records(tmp_path / "student_alone") if "validation" not in one]
     assert [one["step"] for one in steps] == [1, 2, 3, 4]
+
+
+def test_the_offline_route_stands_beside_the_online_one(tmp_path: Path) -> None:
+    child = start(tmp_path, "--offline", "--steps", "4", "validation.samples=8")
+    said, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, said
+    for promised in ("from the store", "bytes per token", "times as fast", "beside the live"):
+        assert promised in said
+    store = tmp_path / "teacher_store"
+    assert not verify(store).problems
+    assert StoreReader.open(store).samples == 4 * 8
+    online, offline = (
+        [one for one in records(tmp_path / name) if "validation" not in one]
+        for name in ("student_distilled", "student_offline")
+    )
+    # The same weights on the same tokens, and a teacher known by 64 of its ids in 8 bits each.
+    assert offline[0]["ce_loss"] == pytest.approx(online[0]["ce_loss"], rel=1e-6)
+    assert offline[0]["teacher_ce_loss"] == pytest.approx(online[0]["teacher_ce_loss"], rel=1e-3)
+    assert offline[-1]["ce_loss"] == pytest.approx(online[-1]["ce_loss"], rel=0.05)
 
 
 def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from launch import quickstart
-from megatron_distill.config import load_config
+from megatron_distill.config import load_capture_config, load_config
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation import child_run
 from megatron_distill.runtime.torchrun import ChildOutcome
@@ -139,6 +139,35 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert "def __init__(self, [x]):" in said
     assert (tmp_path / "curves.png").stat().st_size > 0
     assert "| distilled student | 3.5000 |" in (tmp_path / "result.md").read_text()
+
+
+def test_the_offline_students_run_differs_in_the_store_alone(
+    tmp_path: Path, children: Children
+) -> None:
+    arguments = quickstart._parse(["--output", str(tmp_path), "--offline", "--steps", "10"])
+    flow = quickstart.plan(arguments, arguments.seed)
+    assert flow.capture is not None
+    assert flow.offline is not None
+    online, offline = (
+        load_config(run.arguments[1], run.arguments[2:]) for run in (flow.distilled, flow.offline)
+    )
+    assert online.teacher is not None
+    assert offline.teacher is not None
+    assert [source.path for source in offline.teacher.store or ()] == [str(flow.capture.folder)]
+    assert offline.teacher.checkpoint == online.teacher.checkpoint
+    for section in ("student", "data", "objective", "optimizer", "train", "parallel", "seed"):
+        assert getattr(offline, section) == getattr(online, section), section
+    flow.capture.settings_file.write_text(flow.capture.settings)
+    capture = load_capture_config(flow.capture.settings_file)
+    assert capture.data == online.data
+    assert capture.seed == online.seed
+    assert capture.store.samples == 10 * online.train.global_batch_size
+    assert capture.capture.micro_batch_size == online.train.micro_batch_size
+    assert capture.teacher is not None
+    assert capture.teacher.checkpoint == online.teacher.checkpoint
+    assert [child.name for child in flow.children] == [
+        *("teacher", "student_alone", "student_distilled", "teacher_store", "student_offline")
+    ]
 
 
 def test_a_second_call_makes_nothing_again_and_shows_the_same(
