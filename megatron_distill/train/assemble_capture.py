@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,6 +50,24 @@ _LOGGER = get_logger(__name__)
 _PREFETCH = 2
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is known of a capture once its store is open; the tokenizer is on rank 0 only."""
+
+    config: CaptureConfig
+    device: Device
+    groups: Groups
+    origin: Origin
+    tokenizer: Tokenizer | None
+    plan: Plan
+    store: StoreWriter | None  # on rank 0 and on ranks that write
+
+    @property
+    def folder(self) -> Path:
+        """The store's folder."""
+        return Path(self.config.store.path)
+
+
 def run_capture(config: CaptureConfig, device: Device, termination: TerminationRequest) -> bool:
     """Assemble and run one capture in the current world; return whether all of its part is written.
 
@@ -61,22 +80,23 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         assert config.teacher is not None, "the rules of a capture ask for one"
         origin = find_origin(config.teacher, "teacher", config, vocabulary)
         plan = _plan(config, origin, vocabulary, groups)
-        store = _begin(folder, plan)
-        if store is None:
+        if _begin(folder, plan):
             return True
+        store = _open_where_written(folder, plan, groups)
         resources.enter_context(held_for_job(folder, config.store.job))
         with together():
             if tokenizer is not None:
                 keep_tokenizer(folder, tokenizer, _tokenizer_source(config, tokenizer))
-        order = _order(config, plan, store, groups)
+        job = _Job(config, device, groups, origin, tokenizer, plan, store)
+        order = _order(job)
         if order.holes:
-            parts = _assemble(config, device, groups, resources, origin, tokenizer, plan, order)
+            parts = _assemble(job, order, resources)
             if not fill_holes(parts, termination):
                 _LOGGER.info(
                     "stopped by a signal; start the same command again to write what is missing"
                 )
                 return False
-        _finish(config, store)
+        _finish(job)
         return True
 
 
@@ -138,65 +158,64 @@ def _tokenizer_source(config: CaptureConfig, tokenizer: Tokenizer) -> Path:
     return Path(config.data.tokenizer.path or tokenizer.name).expanduser()
 
 
-def _begin(folder: Path, plan: Plan) -> StoreWriter | None:
-    """Begin the store on rank 0 and open it on the others; None on all where it is complete.
+def _begin(folder: Path, plan: Plan) -> bool:
+    """Begin the store on rank 0; return on all ranks whether it is complete already.
 
-    Collective: world, two all-gathers and a broadcast of short objects.
+    Collective: world, an all-gather and a broadcast of short objects.
     """
-    is_first = dist.get_rank() == 0
-    store: StoreWriter | None = None
     complete = [False]
     with together():
-        if is_first:
-            store = open_store(folder, plan)
-            complete = [is_complete(store)]
+        if dist.get_rank() == 0:
+            complete = [is_complete(open_store(folder, plan))]
+            if complete[0]:
+                _LOGGER.info("nothing to do: the store is complete")
+                _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
     dist.broadcast_object_list(complete, src=0)
-    if complete[0]:
-        if is_first:
-            _LOGGER.info("nothing to do: the store is complete")
-            _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
-        return None
+    return complete[0]
+
+
+def _open_where_written(folder: Path, plan: Plan, groups: Groups) -> StoreWriter | None:
+    """Open the begun store on rank 0 and on the ranks that write; raises on all.
+
+    Collective: world, an all-gather of short objects.
+    """
+    store: StoreWriter | None = None
     with together():
-        if not is_first:
+        if dist.get_rank() == 0 or _writes(groups):
             store = open_begun_store(folder, plan)
-    assert store is not None
     return store
 
 
-def _order(config: CaptureConfig, plan: Plan, store: StoreWriter, groups: Groups) -> CaptureOrder:
+def _writes(groups: Groups) -> bool:
+    """Return whether this rank writes what its replica captures."""
+    return groups.is_last_stage and groups.tensor.rank() == 0 and groups.context.rank() == 0
+
+
+def _order(job: _Job) -> CaptureOrder:
     """Return which sample stands where, from the holes that rank 0 finds.
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
+    ours = job.config.store
     holes: list[list[int]] = [[]]
     with together():
-        if dist.get_rank() == 0:
-            jobs, job = config.store.jobs, config.store.job
-            holes = [[shard for shard in store.holes() if shard % jobs == job]]
+        if job.store is not None and dist.get_rank() == 0:
+            holes = [[shard for shard in job.store.holes() if shard % ours.jobs == ours.job]]
     dist.broadcast_object_list(holes, src=0)
     return CaptureOrder(
         holes=tuple(holes[0]),
-        samples=plan.samples,
-        samples_per_shard=plan.samples_per_shard,
-        replicas=groups.data.size(),
-        micro_batch_size=config.capture.micro_batch_size,
-        micro_batches=config.capture.micro_batches,
+        samples=job.plan.samples,
+        samples_per_shard=job.plan.samples_per_shard,
+        replicas=job.groups.data.size(),
+        micro_batch_size=job.config.capture.micro_batch_size,
+        micro_batches=job.config.capture.micro_batches,
     )
 
 
-def _assemble(
-    config: CaptureConfig,
-    device: Device,
-    groups: Groups,
-    resources: ExitStack,
-    origin: Origin,
-    tokenizer: Tokenizer | None,
-    plan: Plan,
-    order: CaptureOrder,
-) -> CaptureParts:
-    folder = Path(config.store.path)
-    places = StreamPlaces(working_folder(folder), plan.uid)
-    source = _open_source(config, tokenizer, places, order)
+def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CaptureParts:
+    config, groups, device = job.config, job.groups, job.device.torch_device
+    places = StreamPlaces(working_folder(job.folder), job.plan.uid)
+    source = _open_source(job, places, order)
     loader = StepLoader(
         source,
         sequence_length=config.data.sequence_length,
@@ -207,72 +226,62 @@ def _assemble(
         context_parallel_rank=groups.context.rank(),
         context_parallel_size=groups.context.size(),
         isolate_documents=config.data.isolate_documents,
-        device=device.torch_device,
+        device=device,
         group=groups.world,
         prefetch=_PREFETCH,
     )
     resources.callback(loader.close)
-    teacher = build_online_teacher(
-        config,
-        origin,
-        groups=groups,
-        execution=execution_on(device, precision=config.capture.precision),
-    )
+    execution = execution_on(job.device, precision=config.capture.precision)
+    teacher = build_online_teacher(config, job.origin, groups=groups, execution=execution)
     filler: ShardFiller | None = None
-    if groups.is_last_stage and groups.tensor.rank() == 0 and groups.context.rank() == 0:
-        filler = ShardFiller(open_store(folder, plan), most_waiting=2 * order.micro_batches)
+    if job.store is not None and _writes(groups):
+        filler = ShardFiller(job.store, most_waiting=2 * order.micro_batches)
         resources.callback(filler.close)
     return CaptureParts(
         order=order,
         teacher=teacher,
         loader=loader,
         positions=PositionCapture(
-            plan.settings,
-            vocab_shard(origin.architecture, groups),
+            job.plan.settings,
+            vocab_shard(job.origin.architecture, groups),
             groups.tensor,
             config.capture.chunk_tokens,
         ),
         filler=filler,
         source=source,
         places=places,
-        progress=_open_progress(config, plan, order),
+        progress=_open_progress(job, order),
         groups=groups,
-        device=device.torch_device,
+        device=device,
     )
 
 
-def _open_source(
-    config: CaptureConfig,
-    tokenizer: Tokenizer | None,
-    places: StreamPlaces,
-    order: CaptureOrder,
-) -> HoleSource | None:
+def _open_source(job: _Job, places: StreamPlaces, order: CaptureOrder) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
-    source: HoleSource | None = None
+    data, source = job.config.data, None
     with together():
-        if tokenizer is not None:
+        if job.tokenizer is not None:
             stream = open_training(
-                source_specs(config.data.sources),
-                tokenizer=tokenizer,
-                options=data_options(config.data),
-                seed=config.seed,
+                source_specs(data.sources),
+                tokenizer=job.tokenizer,
+                options=data_options(data),
+                seed=job.config.seed,
             )
             source = HoleSource(
                 stream,
                 order,
                 known=places.load(),
-                sequence_length=config.data.sequence_length,
-                padding_token=tokenizer.eos_id,
+                sequence_length=data.sequence_length,
+                padding_token=job.tokenizer.eos_id,
             )
     return source
 
 
-def _open_progress(
-    config: CaptureConfig, plan: Plan, order: CaptureOrder
-) -> CaptureProgress | None:
+def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
     if dist.get_rank() != 0:
         return None
-    shards = len(range(config.store.job, plan.shards, config.store.jobs))
+    ours, plan = job.config.store, job.plan
+    shards = len(range(ours.job, plan.shards, ours.jobs))
     work = Work(
         shards=shards,
         shards_before=shards - len(order.holes),
@@ -287,12 +296,13 @@ def _open_progress(
     return progress
 
 
-def _finish(config: CaptureConfig, store: StoreWriter) -> None:
+def _finish(job: _Job) -> None:
     """Finish the store where this job is the last. Raises StoreError on all ranks."""
+    ours = job.config.store
     with together():
-        if dist.get_rank() == 0:
-            manifest = finish_store(store, job=config.store.job, jobs=config.store.jobs)
+        if job.store is not None and dist.get_rank() == 0:
+            manifest = finish_store(job.store, job=ours.job, jobs=ours.jobs)
             if manifest is None:
                 _LOGGER.info("this job's shards are written; other jobs still have some to write")
             else:
-                _LOGGER.info("%s", summary(config.store.path, manifest))
+                _LOGGER.info("%s", summary(ours.path, manifest))

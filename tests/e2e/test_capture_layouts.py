@@ -7,13 +7,16 @@ step that no sample fills; equal files wherever the numbers are equal.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
 from megatron_distill.signals.store import SampleRecord, StoreReader, verify
+from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import SAMPLES, configure, contents, run_in, write_capture
 from tests.e2e.runs import CPU, Inputs
@@ -200,3 +203,48 @@ def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: 
             differing += int((record.draws.ids_SM != one.draws.ids_SM).any(1).sum())
         # A number that falls within a rounding of an edge may go to the neighbour.
         assert differing <= 1
+
+
+def write_hugging_face(rank: int, world: int, folder: Path, tokenizer: Path) -> None:
+    """A small Llama of the session's tokenizer in a folder, and the checkpoint imported from it."""
+    prepare_megatron_core(on_cuda=False)
+    save_model(folder / "Llama-0B", "llama2", vocab_size=304)
+    for path in tokenizer.iterdir():
+        shutil.copy(path, folder / "Llama-0B")
+    from megatron_distill.train.conversion import import_checkpoint
+
+    import_checkpoint(folder / "Llama-0B", folder / "imported", dtype=None, overwrite=False)
+
+
+def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
+    pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer, timeout=120.0)
+    models = {"hf": tmp_path / "Llama-0B", "checkpoint": tmp_path / "imported"}
+    overrides = ["teacher.architecture=null", "store.samples=6"]
+    stores = []
+    for kind, folder in models.items():
+        # The checkpoint's assets are no tokenizer of the configuration's; the folder's own is.
+        where = "null" if kind == "hf" else inputs.tokenizer
+        given = [*overrides, f"teacher.{kind}={folder}", f"data.tokenizer.path={where}"]
+        stores.append(tmp_path / f"store_{kind}")
+        assert run_in(pool, 2, config, stores[-1], *given) is True
+    one, other = (StoreReader.open(store) for store in stores)
+    for name in ("teacher", "tokenizer", "dataset"):
+        assert getattr(one.identity, name) == getattr(other.identity, name)
+    assert one.identity.settings["teacher"] == "Llama-0B"
+    assert other.identity.settings["teacher"] == "imported"
+    assert one.settings.vocab_size == 304
+    kept = (stores[0] / "tokenizer" / "tokenizer.json").read_bytes()
+    assert kept == (inputs.tokenizer / "tokenizer.json").read_bytes()
+    for record, same in zip(samples_of(stores[0]), samples_of(stores[1]), strict=True):
+        np.testing.assert_array_equal(record.top_k.log_probs_SK, same.top_k.log_probs_SK)
+    # In another precision it is another store, near to this one.
+    given = [*overrides, f"teacher.hf={models['hf']}", "data.tokenizer.path=null"]
+    narrow = tmp_path / "narrow"
+    assert run_in(pool, 2, config, narrow, *given, "capture.precision=bf16") is True
+    for record, same in zip(samples_of(narrow), samples_of(stores[0]), strict=True):
+        assert record.scalars is not None
+        assert same.scalars is not None
+        apart = np.abs(record.scalars.entropy_S - same.scalars.entropy_S)
+        assert 0 < apart.max() < 0.2

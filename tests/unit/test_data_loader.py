@@ -184,3 +184,29 @@ def test_a_list_of_samples_is_filled_up_and_can_be_read_again() -> None:
             assert not last.micro_batches[1].ce_mask_bs.any()
             assert last.ce_tokens == 2 * LENGTH - 2
             loader.load_state_dict(beginning)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_the_samples_of_a_step_are_those_that_were_read_row_by_row(rank: int, size: int) -> None:
+    wanted = {"data_parallel_rank": rank, "data_parallel_size": size, "micro_batch_size": 1}
+    with loader_of(Numbers(), **wanted) as loader:
+        for step in range(3):
+            batches = loader.take(step)
+            taken = loader.taken_samples()
+            assert [[one.sample_id for one in part] for part in taken] == sample_ids(batches)
+            for (sample,), batch in zip(taken, batches.micro_batches, strict=True):
+                expected = numbered_sample(sample.sample_id)
+                for name in ("tokens_S1", "document_ids_S1", "flags_S1"):
+                    found = getattr(sample, name)
+                    assert found.dtype == getattr(expected, name).dtype
+                    assert (found == getattr(expected, name)).all()
+                assert (batch.tokens_bs[0].numpy() == sample.tokens_S1[:-1]).all()
+
+
+def test_padding_comes_back_as_padding() -> None:
+    with loader_of(SampleList([numbered_sample(3)]), global_batch_size=2) as loader:
+        loader.take(0)
+        ((first, second),) = loader.taken_samples()
+    assert (first.document_ids_S1 >= 0).all()
+    assert (second.document_ids_S1 == -1).all()
+    assert (second.flags_S1 == 0).all()

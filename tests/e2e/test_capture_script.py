@@ -1,0 +1,91 @@
+"""The entry script of a capture: what it says, and the status it ends with.
+
+Regimes: configurations that contradict themselves; layouts that do not fit; one message for all
+ranks; a configuration printed and read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import load_capture_config
+from tests.distributed.pool import Pool
+from tests.e2e.captures import SCRIPT, shards_of, write_capture
+from tests.e2e.failing import Ending, message, script
+from tests.e2e.runs import SECONDS, Inputs
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_capture(inputs, "script", samples=5, per_shard=2)
+
+
+def call_script(rank: int, world: int, arguments: Sequence[str]) -> Ending:
+    """Call the script's main function as torchrun would."""
+    places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(places)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            status = script(SCRIPT).main(arguments)
+    finally:
+        for name in places:
+            del os.environ[name]
+    return Ending(status, said.getvalue())
+
+
+def call(pool: Pool, world: int, config: Path, *overrides: str) -> list[Ending]:
+    arguments = ["--config", str(config), *overrides]
+    return pool.run(world, call_script, arguments, timeout=SECONDS)
+
+
+def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
+    store = f"store.path={tmp_path}/store"
+    first, second = call(pool, 2, config, store)
+    assert (first.status, second.status) == (0, 0)
+    assert "shards 3/3, samples 5/5" in first.said
+    summary = first.said.strip().splitlines()[-1]
+    for words in (f"{tmp_path}/store: 160 tokens", "bytes/token", "kept mass", "ce", "entropy"):
+        assert words in summary
+    assert second.said == ""
+    assert len(shards_of(tmp_path / "store")) == 3
+    again = call(pool, 1, config, store)[0]
+    assert again.status == 0
+    assert "nothing to do: the store is complete" in again.said
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("teacher=null", "nobody speaks; give teacher.hf or teacher.checkpoint"),
+        ("teacher={store: stores/x}", "a store is captured from a model"),
+        ("store.job=1", "jobs are counted from 0 and store.jobs = 1"),
+        ("store.temperatures=[1.0]", "list positive numbers other than 1, ascending"),
+        ("store.mode=sampled", "draws are not cut and are of temperature 1"),
+        ("parallel.tensor=4", "does not divide the 2 processes"),
+        ("store.kk=3", "store.kk"),
+    ],
+)
+def test_what_contradicts_itself_is_one_message(
+    pool: Pool, config: Path, tmp_path: Path, override: str, words: str
+) -> None:
+    said = message(call(pool, 2, config, f"store.path={tmp_path}/store", override))
+    assert words in said
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_printed_configuration_is_the_same_when_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script(SCRIPT).main(["--config", str(config), "--print-config", "store.k=5"]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert load_capture_config(printed) == load_capture_config(config, ["store.k=5"])

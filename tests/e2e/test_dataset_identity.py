@@ -1,0 +1,122 @@
+"""What names a stream of samples: all that decides it, and nothing that does not.
+
+Regimes: each setting alone; files that moved, that grew, that are gone; a run and a capture of one
+file; weights that say the same shares.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.config import load_capture_config, load_config
+from megatron_distill.errors import DataError
+from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from tests.distributed.pool import Pool
+from tests.e2e.captures import write_capture
+from tests.e2e.runs import Inputs
+
+Settings = dict[str, Any]
+
+
+def settings_of(
+    rank: int, world: int, path: Path, overrides: list[str], is_capture: bool
+) -> Settings | str:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
+
+    config = (load_capture_config if is_capture else load_config)(path, overrides)
+    try:
+        found = dataset_settings(config)
+    except DataError as error:
+        return str(error)
+    assert dataset_digest(found, "a") != dataset_digest(found, "b")
+    return {**found, "digest": dataset_digest(found, "a")}
+
+
+def ask(pool: Pool, path: Path, *overrides: str, is_capture: bool = True) -> Any:
+    return pool.run(1, settings_of, path, list(overrides), is_capture)[0]
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_capture(inputs, "identity")
+
+
+def changed(one: Settings, other: Settings) -> set[str]:
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("seed=8", "seed"),
+        ("data.sequence_length=16", "sequence_length"),
+        ("data.isolate_documents=false", "isolate_documents"),
+        ("data.validation_fraction=0.2", "validation_fraction"),
+        ("data.shuffle_buffer=17", "shuffle_buffer"),
+        ("data.shuffle_samples=41", "shuffle_samples"),
+        ("data.on_error=skip", "on_error"),
+        ("data.sources.0.text_key=body", "sources"),
+        ("data.sources.0.format=text", "sources"),
+    ],
+)
+def test_each_setting_counts_under_its_name(
+    pool: Pool, config: Path, override: str, key: str
+) -> None:
+    assert changed(ask(pool, config), ask(pool, config, override)) == {key, "digest"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.sources.0.weight=3",
+        "data.sources.0.documents=line",
+        "data.cache=/tmp/cache",
+        "parallel.tensor=2",
+        "store.k=5",
+        "capture.micro_batch_size=7",
+    ],
+)
+def test_what_changes_no_sample_does_not_count(pool: Pool, config: Path, override: str) -> None:
+    assert ask(pool, config, override) == ask(pool, config)
+
+
+def test_own_validation_sources_hold_nothing_back(pool: Pool, inputs: Inputs, config: Path) -> None:
+    own = f"data.validation_sources=[{{format: jsonl, paths: {inputs.corpus}}}]"
+    assert ask(pool, config, own)["validation_fraction"] == 0.0
+
+
+def test_files_may_move_but_not_grow(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / inputs.corpus.name
+    shutil.copy(inputs.corpus, moved)
+    override = f"data.sources.0.paths={moved}"
+    assert ask(pool, config, override) == ask(pool, config)
+    with moved.open("a") as stream:
+        stream.write('{"text": "more"}\n')
+    assert changed(ask(pool, config, override), ask(pool, config)) == {"sources", "digest"}
+    moved.unlink()
+    assert f"{moved}: no such file" in ask(pool, config, override)
+
+
+def test_indexed_files_count_by_their_sizes(pool: Pool, config: Path, tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"corpus.{end}").write_bytes(b"12345678")
+    override = f"data.sources=[{{format: megatron, paths: {tmp_path}/corpus}}]"
+    before = ask(pool, config, override)
+    (tmp_path / "corpus.bin").write_bytes(b"123456789")
+    assert changed(before, ask(pool, config, override)) == {"sources", "digest"}
+    (tmp_path / "corpus.idx").unlink()
+    assert "corpus.idx: no such file" in ask(pool, config, override)
+
+
+def test_a_run_and_a_capture_of_the_same_data_agree(
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
+    run = inputs.folder / "dense.yaml"
+    assert ask(pool, run, is_capture=False) == ask(pool, config)
