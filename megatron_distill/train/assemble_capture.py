@@ -37,6 +37,7 @@ from megatron_distill.train.capture_folder import (
     keep_tokenizer,
     open_begun_store,
     open_store,
+    remove_working_folder,
     working_folder,
 )
 from megatron_distill.train.capture_order import CaptureOrder, HoleSource
@@ -168,6 +169,7 @@ def _begin(folder: Path, plan: Plan) -> bool:
         if dist.get_rank() == 0:
             complete = [is_complete(open_store(folder, plan))]
             if complete[0]:
+                remove_working_folder(folder)  # it was killed between the manifest and this
                 _LOGGER.info("nothing to do: the store is complete")
                 _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
     dist.broadcast_object_list(complete, src=0)

@@ -123,5 +123,10 @@ def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
     if holes:
         return None
     manifest = store.finish()
-    shutil.rmtree(working_folder(store.folder), ignore_errors=True)
+    remove_working_folder(store.folder)
     return manifest
+
+
+def remove_working_folder(store: Path) -> None:
+    """Remove what a finished store has no need of, as far as it is there."""
+    shutil.rmtree(working_folder(store), ignore_errors=True)

@@ -149,6 +149,7 @@ def test_a_start_goes_on_where_the_first_hole_begins(
     assert contents(store) == undisturbed
 
 
+@pytest.mark.slow
 def test_without_any_place_the_stream_is_read_from_its_beginning(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -268,6 +269,26 @@ def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
     assert StoreReader.open(store).samples == 9
     assert (store / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_killed_after_the_manifest_it_is_tidied_up(pool: Pool, short: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, short, store) is True
+    before = contents(store)
+    (store / "capture").mkdir()
+    (store / "capture" / "stream-000001.json").write_text("{}")
+    assert run_in(pool, 1, short, store) is True
+    assert contents(store) == before
+    assert not (store / "capture").exists()
+
+
+def test_killed_before_the_manifest_it_is_finished(pool: Pool, short: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert run_in(pool, 1, short, store) is True
+    before = contents(store)
+    (store / "manifest.json").unlink()
+    assert run_in(pool, 1, short, store) is True
+    assert contents(store) == before
 
 
 def test_a_shard_that_was_taken_out_is_written_again(
