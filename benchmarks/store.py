@@ -1,4 +1,4 @@
-"""The teacher store: bytes per token, what codecs lose, tokens per second; beside other layouts.
+"""The teacher store: bytes per token, what codecs lose, tokens per second, and training from it.
 
     python benchmarks/store.py                                # some ten minutes, 2 GB of disk
     python benchmarks/store.py --folder /scratch --only speed --rounds 3 --name try
@@ -29,6 +29,9 @@ _POSITIONS = 4096
 _DISTINCT = 16
 _ON_DISK = 64
 _CHILD_SECONDS = 3000.0
+# Steps in a row of each workload: some seconds.
+_TRAINED = {"v32k": 3, "quickstart": 30}
+_TRAINED_K = 64
 _WIDTH = 140
 
 
@@ -93,7 +96,24 @@ def _speed(place: Path, arguments: argparse.Namespace) -> Any:
     )
 
 
-_MEASURE = {"sizes": _sizes, "errors": _errors, "speed": _speed}
+def _training(place: Path, arguments: argparse.Namespace) -> Sequence[dict[str, Any]]:
+    rows = []
+    for workload, steps in _TRAINED.items():
+        words = ["--workload", workload, "--k", str(_TRAINED_K), "--steps", str(steps)]
+        words += ["--rounds", str(2 * arguments.rounds), "--folder", str(place)]
+        rows.append(
+            run_child(
+                "store_training_worker.py",
+                words,
+                processes=1,
+                name=f"training {workload}",
+                seconds=_CHILD_SECONDS,
+            )
+        )
+    return rows
+
+
+_MEASURE = {"sizes": _sizes, "errors": _errors, "speed": _speed, "training": _training}
 
 if __name__ == "__main__":
     sys.exit(main())
