@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final
 
 from benchmarks.environment import ROOT
 
-__all__ = ["PARTS", "part_text", "write_store_report"]
+__all__ = ["PARTS", "earlier_parts", "part_text", "write_store_report"]
 
 _MEGA: Final = 1e6
 _MIN_TOKENS: Final = 2e6
@@ -18,6 +18,8 @@ _MIN_BANDWIDTH: Final = 0.8
 _MAX_BYTES: Final = 220.0
 _MAX_SLOWDOWN: Final = 1.03
 _K: Final = 64
+# Each part may be measured at another time.
+_OWN: Final = ("command", "date", "commit", "load average at the start")
 _QUICKSTART: Final = ROOT / "benchmarks" / "results" / "quickstart.json"
 
 _SIZES_NOTE = """\
@@ -64,30 +66,47 @@ with u8 on disk (read, checked, compared with the batch's tokens and decoded by 
 steps ahead, as in training) beside the same steps whose signals were decoded before the clock. Both
 take turns in one process, some steps in a row, in changing order; a row's first step finds nothing
 read ahead. `ratio` is the median over the rounds of the store's time over that from memory, above
-one if the store is slower; `in processor time` the same of all threads' seconds, which others on
-the machine disturb less. `v32k` is a student of 4 layers, width 256 and 32,768 tokens with 512
-positions per step, `quickstart` that of `configs/quickstart_student.yaml` with 1,024, in samples of
-128.
+one if the store is slower, and in brackets its quartiles; `in processor time` the same of all
+threads' seconds, which others on the machine disturb less. `alone` is the processor time that the
+records of a step take when nothing else runs, and its share of a step from memory: what the store
+can cost at most if nothing of it is hidden. `v32k` is a student of 4 layers, width 256 and 32,768
+tokens with one sample of 512 positions per step, `quickstart` that of
+`configs/quickstart_student.yaml` with eight samples of 128, the student for which a store is
+hardest to hide.
 """
 
 
-def write_store_report(
-    folder: Path, name: str, environment: Mapping[str, str], measured: Mapping[str, Any]
-) -> None:
+def earlier_parts(folder: Path, name: str) -> dict[str, Any]:
+    """What `name`.json holds of an earlier measurement."""
+    path = folder / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def write_store_report(folder: Path, name: str, measured: Mapping[str, Any]) -> None:
     """Write `name`.md and `name`.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {"environment": dict(environment), **measured}
-    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    described = "\n".join(f"- {key}: {value}" for key, value in environment.items())
-    parts = ["# The teacher store\n", f"{described}\n"]
-    parts += [part_text(part, measured) for part in PARTS if part in measured]
-    (folder / f"{name}.md").write_text("\n".join(parts), encoding="utf-8")
+    ordered = {part: measured[part] for part in PARTS if part in measured}
+    content = json.dumps(ordered, indent=1) + "\n"
+    (folder / f"{name}.json").write_text(content, encoding="utf-8")
+    environments = [part["environment"] for part in ordered.values()]
+    shared = {
+        key: value
+        for key, value in environments[0].items()
+        if key not in _OWN and all(other.get(key) == value for other in environments)
+    }
+    described = "\n".join(f"- {key}: {value}" for key, value in shared.items())
+    texts = [part_text(part, ordered[part]) for part in ordered]
+    (folder / f"{name}.md").write_text(
+        "\n".join(["# The teacher store\n", f"{described}\n", *texts]), encoding="utf-8"
+    )
 
 
 def part_text(part: str, measured: Mapping[str, Any]) -> str:
     """One part as Markdown."""
     title, note, table = _TEXTS[part]
-    return "\n".join([f"## {title}\n", note, *table(measured[part]), ""])
+    environment = measured["environment"]
+    own = "\n".join(f"- {key}: {environment[key]}" for key in _OWN)
+    return "\n".join([f"## {title}\n", f"{own}\n", note, *table(measured["found"]), ""])
 
 
 def _sizes_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -214,27 +233,26 @@ def _speed_verdicts(by_key: Mapping[tuple[str, int, str], Mapping[str, Any]]) ->
 
 def _training_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "| student | tokens/step | memory, ms | store, ms | ratio | in processor time |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| student | tokens/step | memory, ms | store, ms | ratio | in processor time | alone, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         ms = {name: median(row["seconds"][name]) / row["steps"] * 1e3 for name in row["seconds"]}
+        alone = median(row["cpu_seconds"]["reading alone"])
+        share = alone / median(row["cpu_seconds"]["memory"])
         lines.append(
             f"| {row['workload']} | {row['tokens_per_step']:,} | {ms['memory']:.1f} | "
-            f"{ms['store']:.1f} | {_slowdown(row['seconds']):.3f} | "
-            f"{_slowdown(row['cpu_seconds']):.3f} |"
+            f"{ms['store']:.1f} | {_slowdown(row['seconds'])} | {_slowdown(row['cpu_seconds'])} | "
+            f"{alone / row['steps'] * 1e3:.2f} ({share:.1%}) |"
         )
-    said = ", ".join(
-        f"{row['workload']} {'met' if _slowdown(row['cpu_seconds']) <= _MAX_SLOWDOWN else 'MISSED'}"
-        for row in rows
-    )
-    lines.append(f"\nAsked: a ratio of at most {_MAX_SLOWDOWN}. In processor time: {said}.")
-    return lines
+    return [*lines, f"\nAsked: a ratio of at most {_MAX_SLOWDOWN}."]
 
 
-def _slowdown(seconds: Mapping[str, Sequence[float]]) -> float:
+def _slowdown(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The median ratio, and the quarter of the rounds below and above which it lies."""
     pairs = zip(seconds["store"], seconds["memory"], strict=True)
-    return median(store / memory for store, memory in pairs)
+    low, middle, high = quantiles([store / memory for store, memory in pairs], n=4)
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
 _TEXTS: Final[dict[str, tuple[str, str, Callable[[Any], list[str]]]]] = {

@@ -144,7 +144,13 @@ def _measure(
             losses.append(steps.take(batches, teacher.signals(batches.micro_batches)))
         return losses
 
-    timed = _in_turns({"memory": from_memory, "store": from_store}, rounds=given.rounds)
+    def reading_alone() -> list[Any]:
+        for step in loaded.steps:
+            teacher.expect(step.micro_batches)
+        return [teacher.signals(step.micro_batches) for step in loaded.steps]
+
+    subjects = {"memory": from_memory, "store": from_store, "reading alone": reading_alone}
+    timed = _in_turns(subjects, rounds=given.rounds)
     # Before it is used again, to see that both subjects learn from the same words.
     largest = _largest_difference(
         in_memory, [teacher.signals(s.micro_batches) for s in loaded.steps]
