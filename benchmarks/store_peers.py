@@ -9,7 +9,6 @@ import io
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
+from benchmarks.environment import installed
 from benchmarks.store_data import MadeUpSample
 from megatron_distill.signals.store.example_wire import read_example
 
@@ -150,7 +150,7 @@ class ExampleParser:
 def example_parsers() -> list[ExampleParser]:
     """Ours, all numpy, and protobuf's own where it is installed. TensorFlow's is not asked for."""
     parsers = [ExampleParser("numpy parser", _parse_by_numpy)]
-    if find_spec("google.protobuf") is not None:
+    if installed("protobuf") is not None:
         parsers.append(ExampleParser("protobuf parser", _protobuf_parser()))
     return parsers
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.environment import installed
 from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of
 from benchmarks.store_peers import (
     compressed,
@@ -80,7 +80,9 @@ def measure_sizes(place: Path, *, positions: int, distinct: int, count: int) -> 
     yield _distillkit(place / "parquet", samples, "budget", BUDGET, _BUDGET_K)
 
 
-def _own(folder: Path, samples: Sequence[MadeUpSample], *, k: int, codec: str, count: int) -> Size:
+def _own(
+    folder: Path, samples: Sequence[MadeUpSample], *, k: int, codec: str, count: int
+) -> Iterator[Size]:
     positions = len(samples[0].logits_SK)
     settings = CaptureSettings(k=k, vocab_size=VOCAB_SIZE, sequence_length=positions, codec=codec)
     records = (
@@ -133,7 +135,7 @@ def _distillkit(
         ids.append(encode_bits(entries.ids_SK[:, :k], VOCAB_SIZE))
     count = sum(map(len, tokens))
     record = sum(len(part) for row in (*values, *ids) for part in row) / count
-    if find_spec("pyarrow") is None:
+    if installed("pyarrow") is None:
         return Size(f"DistillKit, {name}", k, record, None)
     write_parquet(path, tokens, values, ids)
     return _removed(path, f"DistillKit, {name}", k, record, count)

@@ -7,10 +7,10 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from megatron_distill.signals.store import CaptureSettings, SampleRecord, StoreR
 if TYPE_CHECKING:
     from megatron_distill.data.samples import State
     from megatron_distill.runtime.groups import Groups
-    from megatron_distill.signals import Recorded
+    from megatron_distill.signals import Signal
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.step import Student
 
@@ -67,7 +67,7 @@ class Steps:
     schedule: Any
     objective: TokenObjective
 
-    def take(self, batches: StepBatches, signals: Sequence[Recorded]) -> float:
+    def take(self, batches: StepBatches, signals: Sequence[Signal | None]) -> float:
         """One optimizer step; its loss."""
         from benchmarks.subject import OPTIMIZER
         from megatron_distill.train.step import train_step
@@ -137,7 +137,7 @@ def _measure(
         return [steps.take(*pair) for pair in zip(loaded.steps, in_memory, strict=True)]
 
     def from_store() -> list[float]:
-        source = Lookahead(loaded, last_step=given.steps, expect=teacher.expect)
+        source = Lookahead(cast(Any, loaded), last_step=given.steps, expect=teacher.expect)
         losses = []
         for number in range(1, given.steps + 1):
             batches = source.take(number)
@@ -165,7 +165,7 @@ def _measure(
     }
 
 
-def _in_turns(subjects: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, Any]:
+def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Any]:
     """Seconds of each subject's steps in each round; the order changes, the first warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in subjects}
