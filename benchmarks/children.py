@@ -18,9 +18,17 @@ __all__ = ["run_child"]
 
 
 def run_child(
-    worker: str, words: Sequence[str], *, processes: int, name: str, seconds: float
+    worker: str,
+    words: Sequence[str],
+    *,
+    processes: int,
+    name: str,
+    seconds: float,
+    threads: int | None = None,
 ) -> Any:
     """Run a script of this folder, which writes what it measured to the file of ``--result``.
+
+    Each process has its share of the cores, or `threads`.
 
     Raises SystemExit with the end of its output if it fails.
     """
@@ -31,10 +39,10 @@ def run_child(
         command = [sys.executable, script, *told]
         if processes > 1:
             command = torchrun_command(script, told, processes=processes)
-        threads = str(threads_per_process(processes))
+        share = str(threads or threads_per_process(processes))
         child = subprocess.run(
             command,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": share},
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -23,6 +23,7 @@ from benchmarks.subject import (
 )
 from megatron_distill.losses import Term
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
+from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
@@ -30,6 +31,8 @@ from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
 from megatron_distill.train.step import Student, train_step
 from megatron_distill.train.teacher import OnlineTeacher
+
+_METRICS = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
 
 
 class MarkedObjective(TokenObjective):
@@ -95,8 +98,8 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
             terms=(Term("forward_kl"),),
             chunk_tokens=case.chunk_tokens,
             shard=vocab_shard(shape, groups),
-            logit_softcap=None,
-            has_teacher=True,
+            logit_rule=LogitRule(None, 1.0),
+            metrics=_METRICS,
             groups=groups,
         ),
         training=training_state(wrapped, dtype=run.dtype),

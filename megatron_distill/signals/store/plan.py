@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -185,7 +186,7 @@ class Plan:
         """The bytes of plan.json."""
         return sealed(self.as_json())
 
-    @property
+    @cached_property  # asked for with every record
     def uid(self) -> bytes:
         """Eight bytes that tie records to this plan: the head of SHA-256 of plan.json."""
         return hashlib.sha256(self.content).digest()[:UID_BYTES]

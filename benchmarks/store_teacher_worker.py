@@ -1,0 +1,79 @@
+"""A trained teacher's words on held-out text, whole and exact; started by benchmarks/store.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.world import joined_world
+from megatron_distill.train.trained_run import load_trained_run
+
+
+def main() -> None:
+    """Write log-probabilities of every trained held-out position, most probable first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--arrays", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    overrides = [f"validation.samples={given.samples}"]
+    config = load_trained_run(given.run, overrides, world_size=1)
+    with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
+        from megatron_distill.signals import HiddenState
+        from megatron_distill.train.assemble_data import read_validation
+        from megatron_distill.train.assemble_groups import execution_on, job_groups
+        from megatron_distill.train.assemble_models import build_online_teacher
+        from megatron_distill.train.assemble_origin import find_origin
+        from megatron_distill.train.assemble_tokenizer import open_tokenizer
+
+        with job_groups(config, trains=False) as groups:
+            tokenizer, vocabulary = open_tokenizer(config)
+            teacher = build_online_teacher(
+                config,
+                find_origin(config.student, "student", config, vocabulary),
+                groups=groups,
+                execution=execution_on(device, precision="fp32"),
+            )
+            held_out = read_validation(
+                config, tokenizer, None, groups=groups, device=torch.device("cpu")
+            )
+            batches = [batch for step in held_out for batch in step.micro_batches]
+            parts, sums, labels = [], [], []
+            for batch in batches:
+                (signal,) = teacher.signals([batch])
+                assert isinstance(signal, HiddenState), "one stage, so that the head is here"
+                trained = batch.ce_mask_bs.reshape(-1)
+                logits_NV = (signal.hidden[trained].double() @ signal.weight.double().T)[
+                    :, : vocabulary.size
+                ]
+                parts.append(logits_NV.log_softmax(1))
+                sums.append(logits_NV.logsumexp(1))
+                labels.append(batch.labels_bs.reshape(-1)[trained])
+    log_probs_NV, labels_N = torch.cat(parts), torch.cat(labels)
+    label_log_probs = log_probs_NV.gather(1, labels_N[:, None])
+    descending, ids = log_probs_NV.sort(dim=1, descending=True, stable=True)
+    np.savez(
+        given.arrays,
+        log_probs=descending.numpy(),
+        ids=ids.numpy().astype(np.int32),
+        log_sum_exp=torch.cat(sums).numpy(),
+    )
+    entropy = -(log_probs_NV.exp() * log_probs_NV).sum(1)
+    figures = {
+        "positions": len(labels_N),
+        "vocab_size": vocabulary.size,
+        "cross_entropy": -float(label_log_probs.mean()),
+        "entropy": float(entropy.mean()),
+        "top_1": float(descending[:, 0].exp().mean()),
+    }
+    given.result.write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
