@@ -60,6 +60,7 @@ def arguments(config: Path, store: Path, *overrides: str) -> list[str]:
     return ["--config", str(config), f"store.path={store}", *overrides]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_to_the_same_files(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -100,9 +101,8 @@ def test_killed_again_and_again_it_arrives(
     assert contents(store) == undisturbed
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_asked_to_stop_the_ranks_leave_nothing_half(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes], number: int
 ) -> None:
