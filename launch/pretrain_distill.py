@@ -2,70 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_distill import log
-from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.train.assemble_command import JobCommand
 
 if TYPE_CHECKING:
-    from megatron_distill.runtime.launch import Launch
+    from megatron_distill.config import RunConfig
+    from megatron_distill.runtime.device import Device
+    from megatron_distill.runtime.termination import TerminationRequest
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    given = _parse(arguments)
-    log.configure(int(os.environ.get("RANK", "0")))
-    if given.print_config:
-        return _print_config(given)
-    # From here on a signal waits for the end of a step; torch alone takes seconds to import.
-    with TerminationRequest() as termination:
-        from megatron_distill.runtime.launch import Launch
+def _load(path: str, overrides: Sequence[str]) -> RunConfig:
+    from megatron_distill.config import load_config
 
-        termination.expect_from_torchrun()
-        launch = Launch.from_environment()
-        return launch.status_of(lambda: _train(given, launch, termination))
+    return load_config(path, overrides)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved keys, stop")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=2 output=runs/a"
-    )
-    return parser.parse_args(arguments)
+def _train(config: RunConfig, device: Device, termination: TerminationRequest) -> bool:
+    # Only now: this imports Megatron-Core, which had to be prepared first.
+    from megatron_distill.train.assemble import run_training
+
+    return run_training(config, device, termination)
 
 
-def _print_config(given: argparse.Namespace) -> int:
-    from megatron_distill.config import load_config, to_yaml
-
-    try:
-        text = to_yaml(load_config(given.config, given.overrides))
-    except MegatronDistillError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    sys.stdout.write(text)
-    return 0
-
-
-def _train(given: argparse.Namespace, launch: Launch, termination: TerminationRequest) -> None:
-    from megatron_distill.config import check_layout, load_config
-    from megatron_distill.runtime.world import joined_world
-
-    with launch.together("configuration"):
-        config = load_config(given.config, given.overrides)
-        check_layout(config, launch.size)
-    with joined_world(**config.runtime.model_dump(), launch=launch) as device:
-        # Only now: this imports Megatron-Core, which had to be prepared first.
-        from megatron_distill.train.assemble import run_training
-
-        run_training(config, device, termination)
-
+main = JobCommand(
+    description=__doc__,
+    example="e.g. parallel.tensor=2 output=runs/a",
+    load=_load,
+    run=_train,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

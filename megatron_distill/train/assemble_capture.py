@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_distill import __version__, log
 from megatron_distill.config import CaptureConfig
-from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.sources import open_training
 from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
@@ -23,6 +22,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
 from megatron_distill.signals.store.record_bytes import usual_samples_per_shard
+from megatron_distill.train.assemble_data import open_loader
 from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
 from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import build_online_teacher, teacher_seed
@@ -218,18 +218,13 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
     config, groups, device = job.config, job.groups, job.device.torch_device
     places = StreamPlaces(working_folder(job.folder), job.plan.uid)
     source = _open_source(job, places, order)
-    loader = StepLoader(
+    loader = open_loader(
         source,
-        sequence_length=config.data.sequence_length,
+        config.data,
         global_batch_size=order.global_batch_size,
         micro_batch_size=order.micro_batch_size,
-        data_parallel_rank=groups.data.rank(),
-        data_parallel_size=groups.data.size(),
-        context_parallel_rank=groups.context.rank(),
-        context_parallel_size=groups.context.size(),
-        isolate_documents=config.data.isolate_documents,
+        groups=groups,
         device=device,
-        group=groups.world,
         prefetch=_PREFETCH,
     )
     resources.callback(loader.close)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_distill.config import RunConfig
+from megatron_distill.config import DataConfig, RunConfig
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
@@ -46,7 +46,15 @@ def open_training_loader(
                 options=data_options(config.data),
                 seed=config.seed,
             )
-    return _loader(source, config, groups=groups, device=device, prefetch=2)
+    return open_loader(
+        source,
+        config.data,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        groups=groups,
+        device=device,
+        prefetch=2,
+    )
 
 
 def read_validation(
@@ -77,7 +85,15 @@ def read_validation(
                 samples=config.validation.samples,
             )
     steps = -(-config.validation.samples // config.train.global_batch_size)
-    loader = _loader(source, config, groups=groups, device=device, prefetch=0)
+    loader = open_loader(
+        source,
+        config.data,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        groups=groups,
+        device=device,
+        prefetch=0,
+    )
     try:
         return [loader.take(step) for step in range(1, steps + 1)]
     finally:
@@ -88,24 +104,27 @@ def _whole(options: DataOptions) -> DataOptions:
     return replace(options, validation_fraction=1.0)
 
 
-def _loader(
+def open_loader(
     source: SampleSource | None,
-    config: RunConfig,
+    data: DataConfig,
     *,
+    global_batch_size: int,
+    micro_batch_size: int,
     groups: Groups,
     device: torch.device,
     prefetch: int,
 ) -> StepLoader:
+    """Open the loader of a source that lives on the first rank, on every rank."""
     return StepLoader(
         source,
-        sequence_length=config.data.sequence_length,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        sequence_length=data.sequence_length,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
         data_parallel_rank=groups.data.rank(),
         data_parallel_size=groups.data.size(),
         context_parallel_rank=groups.context.rank(),
         context_parallel_size=groups.context.size(),
-        isolate_documents=config.data.isolate_documents,
+        isolate_documents=data.isolate_documents,
         device=device,
         group=groups.world,
         prefetch=prefetch,

@@ -14,21 +14,9 @@ import pytest
 from megatron_distill import log
 from megatron_distill.train.capture_progress import CaptureProgress, Done, Work
 from megatron_distill.train.quantities import duration, short_count, size
+from tests.unit.test_progress import Clock, Terminal
 
 WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
