@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
+TEST_PROCESSES ?= 2
 
 .PHONY: help venv quickstart quickstart-offline test slow lint format docs pins clean
 .DEFAULT_GOAL := help
@@ -43,7 +44,7 @@ quickstart-offline: $(STAMP)
 	$(BIN)/python launch/quickstart.py --offline
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 # Status 5 of pytest says that no test is marked slow, which is no failure.
 slow: $(STAMP)

@@ -202,7 +202,7 @@ def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> No
     teacher = config.teacher
     assert teacher is not None
     described = (teacher.hf, teacher.checkpoint, teacher.architecture)
-    if all(source is None for source in described):
+    if digest == UNKNOWN or all(source is None for source in described):
         return
     origin = find_origin(teacher, "teacher", config, vocabulary)
     assert dist.group.WORLD is not None

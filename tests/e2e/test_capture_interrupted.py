@@ -129,6 +129,7 @@ def assert_ended_well(started: Started, store: Path) -> None:
     assert not (store / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_start_goes_on_where_the_first_hole_begins(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_disk_that_is_full_costs_the_open_shards_alone(
     assert contents(store) == undisturbed
 
 
+@pytest.mark.slow
 def test_jobs_write_one_store_and_the_last_one_finishes_it(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

@@ -19,7 +19,7 @@ from megatron_distill.signals.store import SampleRecord, StoreReader, verify
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import SAMPLES, configure, contents, run_in, write_capture
-from tests.e2e.runs import CPU, Inputs
+from tests.e2e.runs import CPU, Inputs, quick_and_slow
 
 K = 12
 TEMPERATURES = (0.5, 2.0)
@@ -125,7 +125,7 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_and_slow(LAYOUTS, ["TP1", "CP2", "DP2", "TP2 PP2"]))
 def test_every_layout_writes_what_the_whole_logits_say(
     pool: Pool, config: Path, reference: Path, tmp_path: Path, name: str
 ) -> None:
@@ -189,6 +189,7 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(
         assert ((mass > 0.3 - 1e-5) | (entries.n_kept_S == K)).all()
 
 
+@pytest.mark.slow
 def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: Path) -> None:
     changes = ("store.mode=sampled", "store.temperatures=[]", "store.k=40")
     stores = []

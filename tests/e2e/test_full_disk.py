@@ -41,7 +41,7 @@ FULL = "free disk space or change `output`"
 @pytest.mark.parametrize(
     ("failing", "asynchronous"),
     [
-        (0, "true"),
+        pytest.param(0, "true", marks=pytest.mark.slow),
         (1, "false"),
         pytest.param(0, "false", marks=pytest.mark.slow),
         pytest.param(1, "true", marks=pytest.mark.slow),

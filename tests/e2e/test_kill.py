@@ -97,17 +97,16 @@ def to_torchrun(started: Started, number: int) -> None:
     os.kill(started.process.pid, number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "number", "status"),
     [
         pytest.param(to_the_last_rank, signal.SIGTERM, 0, id="rank TERM"),
-        pytest.param(to_the_last_rank, signal.SIGINT, 0, id="rank INT", marks=pytest.mark.slow),
+        pytest.param(to_the_last_rank, signal.SIGINT, 0, id="rank INT"),
         # torchrun itself ends with 1, but its ranks are given the time to end well.
-        pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM", marks=pytest.mark.slow),
-        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT", marks=pytest.mark.slow),
-        pytest.param(
-            to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL", marks=pytest.mark.slow
-        ),
+        pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM"),
+        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT"),
+        pytest.param(to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL"),
     ],
 )
 def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(

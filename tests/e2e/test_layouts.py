@@ -144,10 +144,7 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
 
 
 QUICK_COMBINATIONS = (
-    "overlapped parameter gather, virtual",
-    "recompute layers",
     "teacher padded otherwise",
-    "documents see each other",
     "six terms TP2",
     "GPT-like TP2",
     "experts TP2xEP2",

@@ -148,7 +148,7 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", quick_and_slow(WRITERS, ["TP2xPP2"]))
+@pytest.mark.parametrize("writer", quick_and_slow(WRITERS, []))
 def test_no_layout_of_the_writer_changes_a_loss(
     writer: str, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -212,21 +212,27 @@ def test_drawn_ids_train_and_report_what_they_know(
 ALONE = ("data.sources=[]", "train.steps=20")
 
 
-def test_the_store_is_a_corpus_of_its_own_in_every_layout(
+def test_the_store_is_a_corpus_of_its_own(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
     """20 steps of 8 go through 64 samples in two and a half epochs."""
-    store = f"teacher.store={capture()}"
-    one = train(1, ONE_TERM, store, *ALONE)
+    one = train(1, ONE_TERM, f"teacher.store={capture()}", *ALONE)
     assert one[-1]["step"] == 20
     assert one[-1]["ce_loss"] < one[0]["ce_loss"]
+
+
+@pytest.mark.slow
+def test_the_stores_own_samples_are_the_same_in_every_layout(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
+    store = f"teacher.store={capture()}"
+    one = train(1, ONE_TERM, store, *ALONE)
     split = train(4, ONE_TERM, store, *ALONE, "parallel.tensor=2")
     assert_same_course(split, one, first=5 * FIRST, last=LAST)
 
 
-@pytest.mark.parametrize(
-    "own_corpus", [pytest.param(False, marks=pytest.mark.slow), True], ids=["joined", "own"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "own"])
 def test_a_stopped_run_goes_on_bit_by_bit(
     own_corpus: bool,
     pool: Pool,
@@ -249,6 +255,7 @@ def test_a_stopped_run_goes_on_bit_by_bit(
     assert figures(run(pool, 1, config, same, *saved)) == figures(whole)
 
 
+@pytest.mark.slow
 def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -317,8 +324,6 @@ def test_maxtexts_files_train_as_far_as_they_know(
     assert course[-1]["kd_loss"] < course[0]["kd_loss"]
     assert not {"teacher_ce_loss", "teacher_entropy"} & course[0].keys()
     assert {"top1_agreement", "student_entropy"} <= course[0].keys()
-    split = train(2, *own, f"objective.terms=[{term}]", "train.steps=12", "parallel.tensor=2")
-    assert_same_course(split, course, first=5 * FIRST, last=LAST)
     said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path / "tail", *SHORT, *own)
     assert "cannot serve support tail (it lacks log_tail, log_sum_exp" in said
     assert "it serves renormalized" in said

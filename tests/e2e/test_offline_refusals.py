@@ -154,7 +154,9 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "own"])
+@pytest.mark.parametrize(
+    "own_corpus", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["joined", "own"]
+)
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_store_stops_all_ranks_before_the_step(
     case: str, own_corpus: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
@@ -177,6 +179,7 @@ def test_a_damaged_store_stops_all_ranks_before_the_step(
     assert not metrics.exists() or len(step_records(tmp_path / "run")) < STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_files", [True, False], ids=["with files", "by digest"])
 def test_another_tokenizer_is_refused(
     keeps_files: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path

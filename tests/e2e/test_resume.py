@@ -64,7 +64,7 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
 
 
 # One of each kind; the others take minutes and run with the slow tests.
-QUICK_SAME = ("one rank", "DP2, saved meanwhile", "PP2+virtual")
+QUICK_SAME = ("DP2, saved meanwhile", "PP2+virtual")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
@@ -121,11 +121,7 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 }  # fmt: skip
 
 
-QUICK_OTHER = (
-    "DP2xTP2 to PP2+virtual",
-    "uneven PP2+virtual to DP2",
-    "experts EP2 to one rank",
-)
+QUICK_OTHER = ("DP2xTP2 to PP2+virtual",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(OTHER, QUICK_OTHER))

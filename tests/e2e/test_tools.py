@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.pool import Pool
 from tests.e2e.runs import Inputs, environment, run
 
@@ -20,6 +22,7 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_corpus_tokenised_once_trains_a_student(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
