@@ -48,7 +48,8 @@ test: $(STAMP)
 
 # Status 5 of pytest says that no test is marked slow, which is no failure.
 slow: $(STAMP)
-	$(BIN)/python -m pytest tests -m 'slow and not gpu' || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest tests -m 'slow and not gpu' \
+		--numprocesses $(TEST_PROCESSES) --dist loadfile || [ $$? -eq 5 ]
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
