@@ -75,7 +75,7 @@ def test_each_setting_counts_under_its_name(
     [
         "data.sources.0.weight=3",
         "data.sources.0.documents=line",
-        "data.cache=/tmp/cache",
+        "data.cache=indices",
         "parallel.tensor=2",
         "store.k=5",
         "capture.micro_batch_size=7",
