@@ -68,6 +68,10 @@ class Interruption(TerminationRequest):
     ) -> None:
         if not self.received:
             super().__exit__(kind, value, traceback)
+        elif value is not None and not isinstance(value, KeyboardInterrupt):
+            # What was underway may have taken the interruption for a failure of its own, and broke
+            # where it told ranks of it that had left by then.
+            raise KeyboardInterrupt from value
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received:

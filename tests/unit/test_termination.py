@@ -1,0 +1,70 @@
+"""What a termination signal does to work in progress, whatever the work makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from megatron_distill.runtime.termination import Interruption, TerminationRequest
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in TerminationRequest.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupt(number: signal.Signals = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_interrupts_and_the_second_is_not_heard(number: signal.Signals) -> None:
+    def work() -> None:
+        with interruption:
+            try:
+                interrupt(number)
+            finally:
+                interrupt(number)
+
+    interruption = Interruption()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert interruption.status == 128 + number
+
+
+def test_what_breaks_after_a_swallowed_interruption_is_the_interruption() -> None:
+    """As where torch hands it to the other ranks, and these have left by then."""
+
+    def work() -> None:
+        with interruption:
+            with suppress(KeyboardInterrupt):
+                interrupt()
+            raise RuntimeError("connection closed by peer")
+
+    interruption = Interruption()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert interruption.status == 130
+
+
+def test_without_a_signal_an_error_is_itself_and_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError, match="broken"), Interruption():
+        raise RuntimeError("broken")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_request_is_remembered_and_the_work_goes_on() -> None:
+    with TerminationRequest() as termination:
+        assert not termination.received
+        interrupt(signal.SIGTERM)
+        assert termination.received
+    assert termination.signal_number == signal.SIGTERM
