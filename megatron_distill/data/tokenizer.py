@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,19 @@ from megatron_distill.errors import DataError
 END_OF_TEXT: Final = "<|endoftext|>"
 SMALLEST_BPE: Final = 257  # every byte and the end-of-document token
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The tokens of a text and the characters each stands for.
+
+    Token i covers text[starts_n[i]:stops_n[i]]. Tokens that share a character (bytes of one emoji)
+    all cover it; a token that stands for nothing in the text covers an empty span.
+    """
+
+    ids_n: NDArray[np.int32]
+    starts_n: NDArray[np.int32]
+    stops_n: NDArray[np.int32]
 
 
 class Tokenizer:
@@ -55,6 +69,23 @@ class Tokenizer:
             return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         rows = self.hugging_face(list(texts), add_special_tokens=False)["input_ids"]
         return [np.array(row, dtype=np.int32) for row in rows]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
+        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+
+        Raises DataError if the tokenizer does not know its offsets.
+        """
+        if self._fast is None:
+            raise DataError(
+                f"{self.name}: a tokenizer without a tokenizer.json does not say which characters "
+                "a token stands for; convert it with transformers' save_pretrained of a fast one"
+            )
+        encodings = self._fast.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            Encoding(np.array(encoding.ids, np.int32), offsets_n2[:, 0], offsets_n2[:, 1])
+            for encoding in encodings
+            for offsets_n2 in (np.array(encoding.offsets, np.int32).reshape(-1, 2),)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
