@@ -97,15 +97,20 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     resources.callback(loader.close)
     state = _build_state(config, origin, execution, groups, vocabulary)
     resources.callback(state.checkpoints.close)
+    source: StepSource = loader
+    if stored is not None:
+        source = Lookahead(
+            loader,
+            last_step=config.train.steps,
+            expect=stored.teacher.expect,
+            stores=stored.identities,
+        )
     newest = _checkpoint_to_resume(config, state.checkpoints)
     if newest is not None:
-        state.restore(newest, loader)
+        state.restore(newest, source)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
-    source: StepSource = loader
-    if stored is not None:
-        source = Lookahead(loader, last_step=config.train.steps, expect=stored.teacher.expect)
     return Parts(
         state=state,
         teacher=distillation.teacher,

@@ -46,12 +46,14 @@ class Stored:
     Attributes:
         settings: of the capture, the same for all stores.
         samples: of all stores.
+        identities: of each store, by what it was captured with.
         teacher: answers micro-batches.
         corpus: the stores as the first rank reads samples of them; None elsewhere.
     """
 
     settings: CaptureSettings
     samples: int
+    identities: tuple[str, ...]
     teacher: StoredTeacher
     corpus: StoreSet | None
 
@@ -83,23 +85,24 @@ def open_stored(
         return None
     is_first = dist.get_rank() == 0
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
-    said: list[tuple[CaptureSettings, int, str] | None] = [None]
+    said: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
     corpus = reading = None
     with together():
         if is_first:
             corpus = _open(config, entries, vocabulary, student)
             _check(config, corpus, terms)
             first = corpus.stores[0]
-            said = [(first.settings, corpus.samples, first.identity.teacher)]
+            identities = tuple(store.plan.uid.hex() for store in corpus.stores)
+            said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
             _LOGGER.info("the teacher is read from %s", _described(corpus))
         if is_reader:
             reading = _open(config, entries, vocabulary, student)
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
-    settings, samples, digest = said[0]
+    settings, samples, identities, digest = said[0]
     _check_teacher(config, digest, vocabulary)
     teacher = StoredTeacher(reading, settings, terms=terms, groups=groups, device=device)
-    return Stored(settings, samples, teacher, corpus)
+    return Stored(settings, samples, identities, teacher, corpus)
 
 
 def _open(

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
+from megatron_distill.errors import StoreError
 from megatron_distill.runtime.batch import Batch, StepBatches
 
 __all__ = ["Lookahead", "StepSource"]
@@ -36,7 +37,7 @@ class Lookahead:
     """Takes steps from a loader before they are asked for, and says so; a `StepSource`.
 
     `expect` is called with the micro-batches of each step when they are taken. No step after
-    `last_step` is taken.
+    `last_step` is taken. `stores` identify what the teacher is read from, the same on all ranks.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Lookahead:
         *,
         last_step: int,
         expect: Callable[[Sequence[Batch]], None],
+        stores: Sequence[str],
     ) -> None:
         self._loader = loader
         self._last_step = last_step
         self._expect = expect
+        self._stores = list(stores)
         self._ahead: deque[tuple[int, StepBatches, State]] = deque()
         self._state = loader.state_dict()
 
@@ -69,16 +72,23 @@ class Lookahead:
         return batches
 
     def state_dict(self) -> State:
-        """Where the steps that were handed out end."""
-        return self._state
+        """Where the steps that were handed out end, and which stores spoke of them."""
+        return {**self._state, "teacher_stores": self._stores}
 
     def load_state_dict(self, state: State) -> None:
         """Continue after the steps that `state` has taken; before the first step is taken here.
 
-        Raises DataError, on all ranks alike, if the source does not read the same data.
+        Raises DataError, on all ranks alike, if the source does not read the same data, and
+        StoreError if other stores spoke of the steps before.
 
         Collective: that of the loader.
         """
         assert not self._ahead, "a state is loaded before steps are taken"
+        # Until now there may have been a live teacher.
+        if state.get("teacher_stores", self._stores) != self._stores:
+            raise StoreError(
+                "teacher.store: not what the checkpoint was trained with; name the same stores in "
+                "the same order, or start a new run with another output"
+            )
         self._loader.load_state_dict(state)
-        self._state = state
+        self._state = self._loader.state_dict()

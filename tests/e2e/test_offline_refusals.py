@@ -15,7 +15,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import Inputs, failure, step_records
+from tests.e2e.runs import Inputs, failure, run, step_records
 
 STEPS, ROWS, K = 8, 8, 12
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=2")
@@ -215,3 +215,19 @@ def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
     )  # fmt: skip
     assert "the store's tokens are not those of this run's sample" in said
     assert "logits-000000.array_record: sample" in said
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_from_a_store_of_another_teacher(
+    pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
+    """Captured anew under the same name, of the same samples; nothing else names the teacher."""
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    asked = (*SHORT, ONE_TERM, f"teacher.store={copy}", "teacher.architecture=null")
+    saved = (*asked, "checkpoint.save=true")
+    run(pool, 2, config, output, *saved, TENSOR, stop_after=3)
+    shutil.rmtree(copy)
+    capture = inputs.folder / "refused.yaml"
+    assert run_in(pool, 1, capture, copy, "teacher.architecture.init_std=0.1") is True
+    said = failure(pool, 2, config, output, *saved, TENSOR)
+    assert "teacher.store: not what the checkpoint was trained with" in said

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, StoreError
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.train.lookahead import Lookahead
 from tests.unit.test_data_loader import Numbers, loader_of, sample_ids
 
 LAST = 6
+STORES = ("0a", "0b")
 
 
 def ahead_of(source: Numbers, said: list[Sequence[Batch]] | None = None) -> Lookahead:
     said = [] if said is None else said
-    return Lookahead(loader_of(source), last_step=LAST, expect=said.append)
+    return Lookahead(loader_of(source), last_step=LAST, expect=said.append, stores=STORES)
 
 
 def test_it_hands_out_what_the_loader_does_and_says_so_two_steps_before() -> None:
@@ -25,7 +26,7 @@ def test_it_hands_out_what_the_loader_does_and_says_so_two_steps_before() -> Non
     for step in range(1, LAST + 1):
         batches = ahead.take(step)
         assert sample_ids(batches) == sample_ids(plain.take(step))
-        assert ahead.state_dict() == plain.state_dict()
+        assert ahead.state_dict() == {**plain.state_dict(), "teacher_stores": list(STORES)}
         assert len(said) == min(step + 2, LAST)
         # The very object, by which a teacher knows what it was told about.
         assert said[step - 1] is batches.micro_batches
@@ -52,16 +53,22 @@ def test_it_goes_on_from_any_state() -> None:
             assert sample_ids(again.take(step)) == batches[step - 1]
 
 
-def test_a_state_restored_in_the_loader_before_is_the_first_state() -> None:
+def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher() -> None:
     loader = loader_of(Numbers())
     for step in range(1, 4):
         loader.take(step)
-    state = loader.state_dict()
-    other = loader_of(Numbers())
-    other.load_state_dict(state)
-    ahead = Lookahead(other, last_step=LAST, expect=lambda _: None)
-    assert ahead.state_dict() == state
+    ahead = ahead_of(Numbers())
+    ahead.load_state_dict(loader.state_dict())
     assert sample_ids(ahead.take(4))[0][0] == 12
+
+
+@pytest.mark.parametrize("others", [["0b", "0a"], ["0a"], []])
+def test_other_stores_than_those_of_the_steps_before_are_refused(others: list[str]) -> None:
+    ahead = ahead_of(Numbers())
+    ahead.take(1)
+    state = {**ahead.state_dict(), "teacher_stores": others}
+    with pytest.raises(StoreError, match="name the same stores in the same order"):
+        ahead_of(Numbers()).load_state_dict(state)
 
 
 def test_an_error_comes_at_most_two_steps_early() -> None:
