@@ -85,7 +85,7 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
 }
 
 
-QUICK_LAYOUTS = ("TP2+sequence", "PP2+virtual", "DP2", "CP2", "EP2", "TP2xPP2", "micro-batch 1")
+QUICK_LAYOUTS = ("TP2+sequence", "PP2+virtual", "DP2", "CP2", "TP2xPP2")
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK_LAYOUTS))
@@ -143,12 +143,7 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-QUICK_COMBINATIONS = (
-    "teacher padded otherwise",
-    "six terms TP2",
-    "GPT-like TP2",
-    "experts TP2xEP2",
-)
+QUICK_COMBINATIONS = ("teacher padded otherwise", "GPT-like TP2")
 
 
 @pytest.mark.parametrize("combination", quick_and_slow(COMBINATIONS, QUICK_COMBINATIONS))
@@ -171,7 +166,7 @@ BALANCED: dict[str, tuple[int, Sequence[str]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(BALANCED, ("EP2", "CP2")))
+@pytest.mark.parametrize("layout", quick_and_slow(BALANCED, ["EP2"]))
 def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, layout: str) -> None:
     world, overrides = BALANCED[layout]
     expected = train("moe", 1, SHORT, AUXILIARY)
@@ -221,11 +216,7 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 }
 
 
-QUICK_FAMILIES = (
-    "tied PP2",
-    "uneven PP2+virtual",
-    "Gemma-like PP2+virtual, recompute",
-)
+QUICK_FAMILIES = ("tied PP2", "Gemma-like PP2+virtual, recompute")
 
 
 @pytest.mark.parametrize("family", quick_and_slow(FAMILIES, QUICK_FAMILIES))

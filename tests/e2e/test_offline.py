@@ -129,7 +129,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["TP2xPP2"]))
+@pytest.mark.parametrize("reader", quick_and_slow(READERS, []))
 def test_no_layout_of_the_reader_changes_a_loss(
     reader: str, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
@@ -157,7 +157,9 @@ def test_no_layout_of_the_writer_changes_a_loss(
     assert_same_course(offline, train(1, ALL_TERMS), first=5 * FIRST, last=LAST)
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("f16", 1e-4), ("u8", 1e-2)])
+@pytest.mark.parametrize(
+    ("codec", "tolerance"), [pytest.param("f16", 1e-4, marks=pytest.mark.slow), ("u8", 1e-2)]
+)
 def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
     codec: str, tolerance: float, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
