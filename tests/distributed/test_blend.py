@@ -148,7 +148,7 @@ def test_a_blend_goes_on_in_the_middle_with_other_ranks(
     assert resumed[0][1] == whole[0][1]
 
 
-def test_held_out_samples_are_shared_by_weight_and_never_trained_on(
+def test_held_out_samples_are_shared_by_weight_and_know_their_source(
     specs: list[SourceSpec],
 ) -> None:
     held_out = read_held_out(specs, tokenizer=ByteTokenizer(), options=OPTIONS, samples=20)
