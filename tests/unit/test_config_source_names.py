@@ -34,7 +34,8 @@ def test_a_name_that_is_given_and_a_source_without_paths() -> None:
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "a@b", "-a", "\u00fc"])
 def test_a_name_that_would_confuse_the_log_is_refused(tmp_path: Path, name: str) -> None:
     (said,) = complaints(load_tree, tmp_path, MINIMAL, f"data.sources.0.name='{name}'")
-    assert said.startswith("data.sources.0.name")
+    pattern = r"`^[A-Za-z0-9][A-Za-z0-9_.-]*$`"
+    assert said == f"data.sources.0.name = {name!r}: must be text matching {pattern}, or null"
 
 
 def test_names_repeat_between_lists_and_not_within_one(tmp_path: Path) -> None:

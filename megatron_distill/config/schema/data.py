@@ -15,13 +15,6 @@ SourceFormat = Literal["text", "jsonl", "megatron", "python_stdlib"]
 class SourceConfig(Section):
     """One corpus of the blend."""
 
-    name: str | None = Field(
-        default=None,
-        pattern=SOURCE_NAME,
-        examples=["wiki"],
-        description="What the log calls this source; left out: the first path's file without its "
-        "endings, for a pattern its folder, else the format.",
-    )
     format: SourceFormat = Field(
         examples=["text"],
         description="`text` and `jsonl` (plain, .gz or .zst), `megatron` (.bin/.idx pairs), or "
@@ -41,6 +34,13 @@ class SourceConfig(Section):
     )
     documents: Literal["file", "line"] = Field(
         default="file", description="What one document is in a `text` source."
+    )
+    name: str | None = Field(
+        default=None,
+        pattern=SOURCE_NAME,
+        examples=["wiki"],
+        description="What the log calls this source; left out: the first path's file without its "
+        "endings, for a pattern its folder, else the format.",
     )
 
     @field_validator("paths", mode="before")
