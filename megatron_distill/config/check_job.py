@@ -1,13 +1,13 @@
 """Rules over several keys that hold for every job, whether a student is trained or not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_distill.config.check_model import architecture_problems
 from megatron_distill.config.check_model_source import source_problems
 from megatron_distill.config.problems import Problem
 from megatron_distill.config.schema import JobConfig, SourceConfig
 
-__all__ = ["job_problems", "layout_problems"]
+__all__ = ["job_problems", "layout_problems", "repeated_names"]
 
 
 def job_problems(job: JobConfig) -> Iterator[Problem]:
@@ -98,6 +98,19 @@ def _sources(job: JobConfig) -> Iterator[Problem]:
     ):
         for index, source in enumerate(sources):
             yield from _source(f"{name}.{index}", source)
+        yield from repeated_names(name, [source.log_name for source in sources])
+
+
+def repeated_names(key: str, names: Sequence[str]) -> Iterator[Problem]:
+    """Find the sources of one list that the log would call the same."""
+    for index, name in enumerate(names):
+        first = names.index(name)
+        if first < index:
+            yield Problem(
+                (f"{key}.{index}.name", f"{key}.{first}.name"),
+                f"{key}.{index}.name: the log calls this source {name!r} and {key}.{first} as "
+                "well; give one of them another name",
+            )
 
 
 def _source(name: str, source: SourceConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_distill.config.check_job import repeated_names
 from megatron_distill.config.problems import Problem
 from megatron_distill.config.schema import RunConfig
 
@@ -14,6 +15,7 @@ def store_problems(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     if store is None:
         return
+    yield from repeated_names("teacher.store", [entry.log_name for entry in store])
     if data.sources and len(store) > 1:
         yield Problem(
             ("teacher.store", "data.sources"),

@@ -84,6 +84,8 @@ class Key:
                 words.append(f"{sign} {getattr(bound, attribute)}")
             elif isinstance(bound, annotated_types.MinLen):
                 words.append("not empty")
+            elif pattern := getattr(bound, "pattern", None):  # pydantic's own kind of bound
+                words.append(f"matching `{pattern}`")
         return " and ".join(words)
 
     @property

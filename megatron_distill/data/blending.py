@@ -9,34 +9,52 @@ from megatron_distill.data.samples import Sample, SampleSource, State
 from megatron_distill.errors import DataError
 
 
-def largest_deficit(taken: Sequence[int], weights: Sequence[float]) -> int:
-    """The source that lags furthest behind its share of the next sample; the first of equals."""
-    count = sum(taken) + 1
-    total = sum(weights)
-    deficits = [weight / total * count - has for weight, has in zip(weights, taken, strict=True)]
-    return deficits.index(max(deficits))
+def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
+    """The source that gives the next sample; the first of equals.
+
+    No source is ever a whole sample from its share of what was taken, by at most 1 - 1/(2k - 2)
+    of k sources: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
+    Taking from the source that lags most would let one of eight lag by more than a sample.
+    """
+    if len(taken) == 1:
+        return 0
+    count, total = sum(taken) + 1, sum(weights)
+    shares = [weight / total for weight in weights]
+    lags = [share * count - has for share, has in zip(shares, taken, strict=True)]
+    bound = 1 / (2 * len(taken) - 2)
+    # There is always a lag of 1/k, but rounding may hide it.
+    ready = [i for i, lag in enumerate(lags) if lag >= min(bound, max(lags))]
+    return min(ready, key=lambda i: (1 - bound - lags[i]) / shares[i])
 
 
 class BlendedSource:
-    """Takes each next sample from the source with the largest deficit; a `SampleSource`.
+    """Takes each next sample from the source whose turn it is; a `SampleSource`.
 
-    After n samples every source has given its share of n to within one sample (for two sources;
-    to within the number of sources in general). Samples are numbered from 0 over all sources.
+    After n samples every source has given its share of n to within one sample, see `next_source`.
+    Samples are numbered from 0 over all sources. `owners` says for each source what its samples
+    are to name as theirs, where that is not its place.
     """
 
-    def __init__(self, sources: Sequence[SampleSource], *, weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[SampleSource],
+        *,
+        weights: Sequence[float],
+        owners: Sequence[int] | None = None,
+    ) -> None:
         assert len(sources) == len(weights) > 0
         self._sources = tuple(sources)
         self._weights = tuple(weights)
+        self._owners = tuple(range(len(sources)) if owners is None else owners)
         self._taken = [0] * len(sources)
 
     def next_sample(self) -> Sample:
         """The next sample of the blend. Raises DataError."""
-        chosen = largest_deficit(self._taken, self._weights)
+        chosen = next_source(self._taken, self._weights)
         sample = self._sources[chosen].next_sample()
         number = sum(self._taken)
         self._taken[chosen] += 1
-        return replace(sample, sample_id=number)
+        return replace(sample, sample_id=number, source=self._owners[chosen])
 
     def state_dict(self) -> State:
         """What each source has given, and where it stands."""
@@ -58,22 +76,28 @@ class BlendedSource:
 
 
 def blend_finite(
-    sources: Sequence[Callable[[], Sample | None]], *, weights: Sequence[float], count: int
+    sources: Sequence[Callable[[], Sample | None]],
+    *,
+    weights: Sequence[float],
+    count: int,
+    owners: Sequence[int] | None = None,
 ) -> list[Sample]:
     """The first `count` samples of a blend; a source that gives None has no more.
 
     Fewer come back when all of them are exhausted. Samples are numbered from 0.
+    `owners` as in `BlendedSource`.
     """
+    owners = range(len(sources)) if owners is None else owners
     remaining = list(range(len(sources)))
     taken = [0] * len(sources)
     samples: list[Sample] = []
     while remaining and len(samples) < count:
-        place = largest_deficit([taken[i] for i in remaining], [weights[i] for i in remaining])
+        place = next_source([taken[i] for i in remaining], [weights[i] for i in remaining])
         chosen = remaining[place]
         sample = sources[chosen]()
         if sample is None:
             remaining.remove(chosen)
             continue
         taken[chosen] += 1
-        samples.append(replace(sample, sample_id=len(samples)))
+        samples.append(replace(sample, sample_id=len(samples), source=owners[chosen]))
     return samples

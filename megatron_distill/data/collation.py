@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, PADDING_DOCUMENT, Sample
-from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.batch import Batch, LabelCounts
 
 _FLAG_BITS = 2
 
@@ -25,6 +25,7 @@ class GlobalBatch:
     tokens_GS1: Tensor  # int32
     marks_GS1: Tensor  # int32
     sample_ids_G: Tensor  # int64
+    sources_G: Tensor  # int32
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
         tokens_GS1=torch.from_numpy(np.stack([sample.tokens_S1 for sample in samples])),
         marks_GS1=torch.from_numpy(documents - PADDING_DOCUMENT << _FLAG_BITS | flags),
         sample_ids_G=torch.tensor([sample.sample_id for sample in samples], dtype=torch.int64),
+        sources_G=torch.tensor([sample.source for sample in samples], dtype=torch.int32),
     )
 
 
@@ -71,8 +73,9 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
     tokens, marks = batch.tokens_GS1[rows].numpy(), batch.marks_GS1[rows].numpy()
     documents = (marks >> _FLAG_BITS) + PADDING_DOCUMENT
     flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
-    sample_ids = batch.sample_ids_G[rows].tolist()
-    return [Sample(*parts) for parts in zip(tokens, documents, flags, sample_ids, strict=True)]
+    sample_ids, sources = batch.sample_ids_G[rows].tolist(), batch.sources_G[rows].tolist()
+    columns = (tokens, documents, flags, sample_ids, sources)
+    return [Sample(*parts) for parts in zip(*columns, strict=True)]
 
 
 def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tensor]:
@@ -94,6 +97,20 @@ def count_labels(batch: GlobalBatch, *, isolate_documents: bool) -> tuple[int, i
     """Labels of the global batch that cross-entropy and distillation train."""
     ce_mask, kd_mask = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
     return int(ce_mask.sum()), int(kd_mask.sum())
+
+
+def count_by_source(
+    batch: GlobalBatch, sources: int, *, isolate_documents: bool
+) -> tuple[LabelCounts, ...]:
+    """`count_labels` of the samples of each source; all of them where there is one source."""
+    if sources == 1:
+        return (LabelCounts(*count_labels(batch, isolate_documents=isolate_documents)),)
+    masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
+    ce, kd = (
+        torch.zeros(sources, dtype=torch.int64).index_add_(0, batch.sources_G, mask.sum(1))
+        for mask in masks
+    )
+    return tuple(map(LabelCounts, ce.tolist(), kd.tolist()))
 
 
 def document_positions(document_ids_bS: Tensor) -> Tensor:
@@ -125,5 +142,6 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
         document_ids_bS=documents,
         sequence_index_s=index,
         sample_ids_b=batch.sample_ids_G[rows],
+        sources_b=batch.sources_G[rows].long(),
         isolate_documents=isolate_documents,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_distill.data.collation import (
     BatchLayout,
-    count_labels,
+    count_by_source,
     micro_batch,
     pack_samples,
     unpack_samples,
@@ -31,6 +31,7 @@ class StepLoader:
     to `prefetch` steps ahead (0: a step is read when it is asked for). What a step holds does not
     depend on the numbers of ranks, and neither does the state, which speaks of the samples that
     were taken, never of those read ahead. Without an initialised process group it works alone.
+    Where the samples are those of several `sources`, each step says what it holds of each.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StepLoader:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         prefetch: int = 2,
+        sources: int = 1,
     ) -> None:
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
@@ -59,7 +61,9 @@ class StepLoader:
             sequence_length=sequence_length,
             device=self._device,
             group=group,
+            sources=sources,
         )
+        self._sources = sources
         assert (source is not None) == self._wire.is_sender, "the source lives on rank 0 alone"
         self._positions = global_batch_size * sequence_length
         self._context = (context_parallel_rank, context_parallel_size)
@@ -94,7 +98,14 @@ class StepLoader:
             .to(self._device)
             for index in range(self._layout.micro_batches)
         )
-        return StepBatches(shards, data.ce_tokens, data.kd_tokens, self._positions)
+        counts = data.by_source
+        return StepBatches(
+            shards,
+            ce_tokens=sum(source.ce for source in counts),
+            kd_tokens=sum(source.kd for source in counts),
+            positions=self._positions,
+            by_source=counts if len(counts) > 1 else (),
+        )
 
     def taken_samples(self) -> list[list[Sample]]:
         """The samples of the last step's micro-batches of this rank, whole and on the host."""
@@ -168,6 +179,6 @@ class StepLoader:
         except (DataError, StoreError) as error:
             return error
         batch = pack_samples(samples)
-        ce_tokens, kd_tokens = count_labels(batch, isolate_documents=self._isolate_documents)
+        by_source = count_by_source(batch, self._sources, isolate_documents=self._isolate_documents)
         state_text = json.dumps(self._source.state_dict()).encode("utf-8")
-        return StepData(batch, ce_tokens, kd_tokens, state_text)
+        return StepData(batch, by_source, state_text)

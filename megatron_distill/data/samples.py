@@ -25,12 +25,14 @@ class Sample:
     document_ids_S1 counts the documents inside the sample from 0, -1 marks padding (always at the
     end). flags_S1[i] says whether token i, **as a label**, is trained: bit 0 by cross-entropy,
     bit 1 by distillation; whether the boundary of two documents is trained is not said here.
+    source says which of the blended sources it comes from.
     """
 
     tokens_S1: NDArray[np.int32]
     document_ids_S1: NDArray[np.int32]
     flags_S1: NDArray[np.uint8]
     sample_id: int
+    source: int = 0
 
 
 class SampleSource(Protocol):

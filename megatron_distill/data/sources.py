@@ -66,11 +66,13 @@ def open_training(
 
     sources: list[SampleSource] = []
     weights: list[float] = []
-    for spec in _named(specs, "data.sources"):
+    owners: list[int] = []
+    for number, spec in enumerate(_named(specs, "data.sources")):
         parts = opened(spec)
         sources.extend(parts)
         weights.extend([spec.weight / len(parts)] * len(parts))
-    return BlendedSource(sources, weights=weights)
+        owners.extend([number] * len(parts))
+    return BlendedSource(sources, weights=weights, owners=owners)
 
 
 def read_held_out(
@@ -84,10 +86,11 @@ def read_held_out(
     """
     takers: list[Callable[[], Sample | None]] = []
     weights: list[float] = []
+    owners: list[int] = []
     fraction = options.validation_fraction
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
-    for spec in named:
+    for number, spec in enumerate(named):
         parts: list[IndexedSource] | list[PackedStream]
         if spec.format == "megatron":
             parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
@@ -103,7 +106,8 @@ def read_held_out(
         choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
         takers.extend(partial(next, _spread(part, choice), None) for part in parts)
         weights.extend([weight] * len(parts))
-    found_samples = blend_finite(takers, weights=weights, count=samples)
+        owners.extend([number] * len(parts))
+    found_samples = blend_finite(takers, weights=weights, count=samples, owners=owners)
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_distill.data.blending import largest_deficit
+from megatron_distill.data.blending import next_source
 from megatron_distill.data.order import shuffled
 from megatron_distill.data.samples import Sample, SampleList, State
 from megatron_distill.errors import DataError
@@ -63,10 +63,10 @@ class StoredSamples:
     def next_sample(self) -> Sample:
         """The next sample. Raises StoreError: its record is missing or damaged."""
         weights = [share.weight for share in self._shares]
-        chosen = largest_deficit(self._taken, weights)
+        chosen = next_source(self._taken, weights)
         number = self._next_number(chosen)
         self._taken[chosen] += 1
-        return _read(self._stores, number)
+        return _read(self._stores, number, chosen)
 
     def _next_number(self, chosen: int) -> int:
         numbers = self._shares[chosen].numbers
@@ -112,11 +112,19 @@ def held_out_numbers(samples: int, count: int) -> list[int]:
     return [shuffled(place, samples, _HELD_OUT_SEED) for place in range(count)]
 
 
-def read_held_out_numbers(stores: StoreSet, numbers: Sequence[int]) -> SampleList:
+def read_held_out_numbers(
+    stores: StoreSet, shares: Sequence[Share], numbers: Sequence[int]
+) -> SampleList:
     """Those samples of the set. Raises StoreError: a record is missing or damaged."""
-    return SampleList([_read(stores, number) for number in numbers])
+    owners = [
+        next(i for i, share in enumerate(shares) if number in share.numbers) for number in numbers
+    ]
+    return SampleList(
+        [_read(stores, number, owner) for number, owner in zip(numbers, owners, strict=True)]
+    )
 
 
-def _read(stores: StoreSet, number: int) -> Sample:
+def _read(stores: StoreSet, number: int, share: int) -> Sample:
+    """A sample, which names its share as its source."""
     _, found = stores.packed_with_tokens(number)
-    return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number)
+    return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number, share)

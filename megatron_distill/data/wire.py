@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_distill.data.collation import GlobalBatch
 from megatron_distill.data.samples import State
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.batch import LabelCounts
 from megatron_distill.runtime.collectives import ERROR_TYPES
 
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # and the kinds of error from here on
-_HEADER_FIELDS: Final = 5  # status, step, cross-entropy labels, distillation labels, text bytes
+_HEADER_FIELDS: Final = 3  # status, step, text bytes; then two counts of labels per source
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class StepData:
     """What a step's samples are, what they count, and where the source stands after them."""
 
     batch: GlobalBatch
-    ce_tokens: int
-    kd_tokens: int
+    by_source: tuple[LabelCounts, ...]
     state_text: bytes  # JSON
 
     @property
@@ -46,7 +46,9 @@ class Wire:
         sequence_length: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        sources: int = 1,
     ) -> None:
+        self._sources = sources
         self._rows = global_batch_size
         self._width = sequence_length + 1
         self._group = group
@@ -61,8 +63,8 @@ class Wire:
         `said` is None on every other rank. All ranks must ask for the same step. The data lies in
         the memory of the host, whatever device it came over.
 
-        Collective: the group, two broadcasts: a header of 40 bytes and 8 bytes per token (plus less
-        than 1 kB per source), or the error's text.
+        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, and 8 bytes
+        per token (plus less than 1 kB per source) or the error's text.
         """
         if self._is_alone:
             assert said is not None
@@ -70,8 +72,8 @@ class Wire:
                 raise said
             return said
         header, payload = self._message(step, said) if said is not None else (None, None)
-        header = self._broadcast(header, _HEADER_FIELDS, torch.int64)
-        status, sent_step, ce_tokens, kd_tokens, text_bytes = header.tolist()
+        header = self._broadcast(header, _HEADER_FIELDS + 2 * self._sources, torch.int64)
+        status, sent_step, text_bytes, *counts = header.tolist()
         assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
         words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
         payload = self._broadcast(payload, words, torch.int32)
@@ -82,10 +84,11 @@ class Wire:
         if status != _DATA:
             kind = ERROR_TYPES[status - _FIRST_ERROR]
             raise said if isinstance(said, MegatronDistillError) else kind(text.decode("utf-8"))
-        return StepData(self._unpack(payload), ce_tokens, kd_tokens, text)
+        by_source = tuple(map(LabelCounts, counts[::2], counts[1::2]))
+        return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
-        return 2 * self._rows * self._width + 2 * self._rows
+        return 2 * self._rows * self._width + 3 * self._rows
 
     @staticmethod
     def _text_words(text_bytes: int) -> int:
@@ -95,15 +98,16 @@ class Wire:
         status = _DATA
         if isinstance(said, MegatronDistillError):
             status = _FIRST_ERROR + ERROR_TYPES.index(type(said))
-            text, parts, counts = str(said).encode("utf-8"), [], [0, 0]
+            text, parts, counts = str(said).encode("utf-8"), [], [0, 0] * self._sources
         else:
-            text, counts = said.state_text, [said.ce_tokens, said.kd_tokens]
-            batch = said.batch
-            parts = [batch.tokens_GS1, batch.marks_GS1, batch.sample_ids_G.view(torch.int32)]
+            text, batch = said.state_text, said.batch
+            counts = [count for source in said.by_source for count in (source.ce, source.kd)]
+            ids_G2 = batch.sample_ids_G.view(torch.int32)
+            parts = [batch.tokens_GS1, batch.marks_GS1, ids_G2, batch.sources_G]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
-        return torch.tensor([status, step, *counts, len(text)]), payload
+        return torch.tensor([status, step, len(text), *counts]), payload
 
     def _broadcast(self, tensor: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
         if tensor is None:
@@ -115,10 +119,12 @@ class Wire:
 
     def _unpack(self, payload: Tensor) -> GlobalBatch:
         cells = self._rows * self._width
+        ids_end = 2 * cells + 2 * self._rows
         # A copy, because a view of 8-byte numbers needs storage that is aligned to them.
-        sample_ids = payload[2 * cells : 2 * cells + 2 * self._rows].clone().view(torch.int64)
+        sample_ids = payload[2 * cells : ids_end].clone().view(torch.int64)
         return GlobalBatch(
             tokens_GS1=payload[:cells].view(self._rows, self._width),
             marks_GS1=payload[cells : 2 * cells].view(self._rows, self._width),
             sample_ids_G=sample_ids,
+            sources_G=payload[ids_end : ids_end + self._rows],
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from megatron_distill.ops.blocks import chunk_tokens_for
 from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
+from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import DenseLogits, HiddenState, Recorded, Sampled, Signal, TopK
 
@@ -38,6 +38,7 @@ def fused_linear_objective(
     student_scale: float = 1.0,
     student_bias: Tensor | None = None,
     rows: Tensor | None = None,
+    partition: Partition | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ce_coefficient sum(ce_weights CE) + sum over terms of weight sum(kd_weights D)``.
 
@@ -49,6 +50,7 @@ def fused_linear_objective(
     with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms' share of
     the total), one entry per term under its name (without the term's weight),
     ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
+    With a ``partition`` each entry is ``[1 + parts]``: the same of all tokens, then of each part.
 
     The gradient on the hidden states is this vocabulary shard's PARTIAL sum: the caller reduces it
     over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). The hidden
@@ -73,6 +75,8 @@ def fused_linear_objective(
     check_per_token(
         student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights
     )
+    if partition is not None:
+        check_per_token(student_hidden.shape[0], partition=partition.ids)
     if chunk_tokens is None:
         chunk_tokens = chunk_tokens_for(shard.width, student_weight.device)
     if chunk_tokens < 1:
@@ -93,11 +97,12 @@ def fused_linear_objective(
         shard=shard,
         group=group,
         rows=rows,
+        partition=partition,
     )
     total, sums = fused_linear(_head(hidden), work)
     report = _report(work, between, kept, sums)
     if isinstance(signal, Recorded):
-        report |= _recorded(signal, ce_weights, kd_weights)
+        report |= _recorded(signal, ce_weights, kd_weights, partition)
     return total, report
 
 
@@ -168,7 +173,7 @@ def _report(
         return by_name
     if masses:
         by_name["topk_mass"] = masses[0]
-    kd = sums.new_zeros(())
+    kd = sums.new_zeros(sums.shape[1:])
     for term in (*between, *(term for term, _ in kept)):
         value = divergences[term.name] * term.temperature_factor
         by_name[term.name] = value
@@ -176,15 +181,18 @@ def _report(
     return by_name | {"kd": kd}
 
 
-def _recorded(signal: Recorded, ce_weights: Tensor, kd_weights: Tensor) -> dict[str, Tensor]:
+def _recorded(
+    signal: Recorded, ce_weights: Tensor, kd_weights: Tensor, partition: Partition | None
+) -> dict[str, Tensor]:
     """What a live teacher's logits would have given."""
     report = {}
     if signal.label_log_prob is not None:
-        report["teacher_ce"] = _weighted_sum(ce_weights, -signal.label_log_prob)
+        report["teacher_ce"] = _weighted_sum(ce_weights, -signal.label_log_prob, partition)
     if signal.entropy is not None:
-        report["teacher_entropy"] = _weighted_sum(kd_weights, signal.entropy)
+        report["teacher_entropy"] = _weighted_sum(kd_weights, signal.entropy, partition)
     return report
 
 
-def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    return torch.where(weights == 0, 0.0, weights.double() * values).sum().to(weights.dtype)
+def _weighted_sum(weights: Tensor, values: Tensor, partition: Partition | None) -> Tensor:
+    sums = sum_tokens([weighted_rows(weights, values)], partition).squeeze(0).to(weights.dtype)
+    return sums.squeeze(0) if partition is None else sums

@@ -22,6 +22,7 @@ from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergence import Model, WeightedDivergence
 from megatron_distill.ops.kept_plan import KeptPlan, SolvedPlan, solve_plans
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
 from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from megatron_distill.ops.vocab import VocabShard
@@ -47,6 +48,7 @@ class FusedLinear:
         group: the ranks that hold the other columns; None if there are no others.
         rows: ``[n]`` int64, the tokens with a weight in order; None to look for them, which waits
             for the device.
+        partition: of the tokens, where each part is to have sums of its own.
     """
 
     teacher: LinearHead | GivenLogits | None
@@ -60,6 +62,7 @@ class FusedLinear:
     shard: VocabShard
     group: dist.ProcessGroup | None
     rows: Tensor | None = None
+    partition: Partition | None = None
 
     @property
     def counted_rows(self) -> Rows:
@@ -107,10 +110,10 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     """Total objective and weighted sums over all tokens.
 
     Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]``, weight ``[V, H]``
-    and bias ``[V]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients.
-    Both are fp32 (fp64 for fp64 inputs). The hidden gradient is this shard's PARTIAL sum: the
-    caller reduces it over ``group`` (the backward of copy-to or gather-to tensor-parallel regions
-    does).
+    and bias ``[V]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients;
+    with a partition they are ``[K, 1 + parts]``, of all tokens first. Both are fp32 (fp64 for fp64
+    inputs). The hidden gradient is this shard's PARTIAL sum: the caller reduces it over ``group``
+    (the backward of copy-to or gather-to tensor-parallel regions does).
 
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
     ``chunk_tokens V`` logits of each model that has a head, in its dtype; the gradients ``N H`` in
@@ -187,8 +190,9 @@ class _Executor:
         self._rows = work.counted_rows
         self._dtype = accumulation_dtype(student.dtype)
         self._columns = work.shard.real_width
+        columns = 1 + (0 if work.partition is None else work.partition.parts)
         self._sums = torch.zeros(
-            len(work.sum_names), dtype=torch.float64, device=student.weight.device
+            len(work.sum_names), columns, dtype=torch.float64, device=student.weight.device
         )
         count, hidden_size = self._rows.count, student.hidden.shape[1]
         self._hidden_rows: Tensor | None = None
@@ -234,10 +238,11 @@ class _Executor:
         }
         for rows in self._chunks:
             self._run_chunk(rows, heads, buffers, scratch)
-        return self._total(), self._sums.to(self._dtype)
+        sums = self._sums.to(self._dtype)
+        return self._total(), sums.squeeze(1) if work.partition is None else sums
 
     def _total(self) -> Tensor:
-        by_name = dict(zip(self._work.sum_names, self._sums, strict=True))
+        by_name = dict(zip(self._work.sum_names, self._sums[:, 0], strict=True))
         total: Tensor = self._work.ce_coefficient * by_name["ce"]
         for term in self._work.terms:
             total = total + term.coefficient * by_name[term.key]
@@ -269,8 +274,13 @@ class _Executor:
             pairs = [(one.kept, one.row) for one in kept]
             weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
         merged, values = chunk.process(packet, weights, work.group, raw["student"])
-        self._sums += _weighted_sums(work, merged, values, kept, ce_weights, kd_weights)
+        found = _weighted_rows(work, merged, values, kept, ce_weights, kd_weights)
+        self._sums += sum_tokens(found, self._partition(rows))
         self._accumulate(rows, raw["student"])
+
+    def _partition(self, rows: slice) -> Partition | None:
+        whole = self._work.partition
+        return None if whole is None else Partition(self._rows.take(whole.ids, rows), whole.parts)
 
     def _outputs(
         self, rows: slice, heads: Mapping[Model, LinearHead], buffers: Mapping[Model, Tensor]
@@ -301,19 +311,19 @@ class _Executor:
             self._bias.add(gradient)
 
 
-def _weighted_sums(
+def _weighted_rows(
     work: FusedLinear,
     merged: MergedStatistics,
     values: Mapping[str, Tensor],
     kept: Sequence[SolvedPlan],
     ce_weights: Tensor,
     kd_weights: Tensor,
-) -> Tensor:
-    """Sums ``[K]`` over the tokens of a chunk, in the order of ``work.sum_names``."""
-    sums = {"ce": _weighted_sum(ce_weights, merged.cross_entropy("student"))}
+) -> list[Tensor]:
+    """What each token of a chunk adds to the sums, in the order of ``work.sum_names``."""
+    rows = {"ce": weighted_rows(ce_weights, merged.cross_entropy("student"))}
     counted: dict[str, Tensor] = {}
     if work.teacher is not None:
-        sums["teacher_ce"] = _weighted_sum(ce_weights, merged.cross_entropy("teacher"))
+        rows["teacher_ce"] = weighted_rows(ce_weights, merged.cross_entropy("teacher"))
         counted["teacher_entropy"] = merged.entropy("teacher")
         counted["top1_agreement"] = merged.agreement()
     elif work.ranked is not None:
@@ -325,10 +335,5 @@ def _weighted_sums(
         counted[plan.key] = solved.row.value
         if plan.has_mass:
             counted[plan.mass_key] = solved.kept_mass
-    sums.update((name, _weighted_sum(kd_weights, value)) for name, value in counted.items())
-    return torch.stack([sums[name] for name in work.sum_names])
-
-
-def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum over tokens; one of weight zero counts as zero even if its value is not finite."""
-    return torch.where(weights == 0, 0.0, weights.double() * values).sum()
+    rows.update((name, weighted_rows(kd_weights, value)) for name, value in counted.items())
+    return [rows[name] for name in work.sum_names]

@@ -47,6 +47,7 @@ class Batch:
     # int64, the places in the flattened [b * s] that a mask trains, in order; None: not looked for.
     # Known beforehand, they spare the objective from waiting for the device to count them.
     trained_rows_n: Tensor | None = None
+    sources_b: Tensor | None = None  # int64, which of the blended sources; None: there is one
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -59,7 +60,7 @@ class Batch:
         """This batch as context-parallel rank `rank` of `size` sees it: zigzag chunks.
 
         Every [b, s] field keeps the positions `zigzag_index(S, rank, size)`; document_ids_bS and
-        sample_ids_b stay whole. Must be called on a whole batch (s == S).
+        what is known of whole samples stay whole. Must be called on a whole batch (s == S).
         """
         sequence_length = self.document_ids_bS.shape[1]
         assert self.tokens_bs.shape[1] == sequence_length, "the batch is sharded already"
@@ -85,7 +86,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
-        rows_n = self.trained_rows_n
+        rows_n, sources_b = self.trained_rows_n, self.sources_b
         return Batch(
             tokens_bs=self.tokens_bs.to(device),
             labels_bs=self.labels_bs.to(device),
@@ -97,7 +98,16 @@ class Batch:
             sample_ids_b=self.sample_ids_b.to(device),
             isolate_documents=self.isolate_documents,
             trained_rows_n=None if rows_n is None else rows_n.to(device),
+            sources_b=None if sources_b is None else sources_b.to(device),
         )
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """Labels that cross-entropy and distillation train."""
+
+    ce: int
+    kd: int
 
 
 @dataclass(frozen=True)
@@ -106,9 +116,11 @@ class StepBatches:
 
     The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
     micro-batches), the same number on every rank: they are the denominators of the objective.
+    by_source holds those of each source, whose sums they are; nothing where nobody asks.
     """
 
     micro_batches: tuple[Batch, ...]
     ce_tokens: int
     kd_tokens: int
     positions: int  # global_batch_size * S
+    by_source: tuple[LabelCounts, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +18,9 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.assemble_sources import data_options, source_specs
+from megatron_distill.train.assemble_sources import data_options, source_names, source_specs
 from megatron_distill.train.assemble_store import Stored, stored_held_out, stored_source
+from megatron_distill.train.source_figures import LabelTotals
 
 _LOGGER = get_logger(__name__)
 
@@ -54,6 +56,7 @@ def open_training_loader(
         groups=groups,
         device=device,
         prefetch=2,
+        sources=len(source_names(config, held_out=False)),
     )
 
 
@@ -93,11 +96,27 @@ def read_validation(
         groups=groups,
         device=device,
         prefetch=0,
+        sources=len(source_names(config, held_out=True)),
     )
     try:
-        return [loader.take(step) for step in range(1, steps + 1)]
+        found = [loader.take(step) for step in range(1, steps + 1)]
     finally:
         loader.close()
+    _warn_of_empty(config, found)
+    return found
+
+
+def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
+    """Name the sources whose share of the held-out samples has nothing to measure."""
+    names = source_names(config, held_out=True)
+    by_source = LabelTotals.of(steps, names if len(names) > 1 else ()).by_source
+    empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
+    if empty:
+        _LOGGER.warning(
+            "validation.samples=%d leaves nothing held out of %s; raise it, or its weight",
+            config.validation.samples,
+            ", ".join(empty),
+        )
 
 
 def _whole(options: DataOptions) -> DataOptions:
@@ -113,6 +132,7 @@ def open_loader(
     groups: Groups,
     device: torch.device,
     prefetch: int,
+    sources: int = 1,
 ) -> StepLoader:
     """Open the loader of a source that lives on the first rank, on every rank."""
     return StepLoader(
@@ -128,4 +148,5 @@ def open_loader(
         device=device,
         group=groups.world,
         prefetch=prefetch,
+        sources=sources,
     )

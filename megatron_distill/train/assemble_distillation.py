@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble_data import read_validation
 from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
+from megatron_distill.train.assemble_sources import source_names
 from megatron_distill.train.assemble_store import Stored, open_stored
 from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.objective import TokenObjective
@@ -63,8 +64,15 @@ def assemble_distillation(
     )
     settings = stored.settings if stored else None
     objective = build_objective(config, student, terms, settings=settings, groups=groups)
+    measured = replace(objective, source_names=_blended(source_names(config, held_out=True)))
+    objective = replace(objective, source_names=_blended(source_names(config, held_out=False)))
     listener: Teacher | None = online
     if stored is not None:
         # A store knows its own samples and none of a corpus's held-out ones.
         listener = None if config.data.sources else stored.teacher
-    return Distillation(stored, online, objective, HeldOut.of(steps, listener, objective))
+    return Distillation(stored, online, objective, HeldOut.of(steps, listener, measured))
+
+
+def _blended(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The sources that are told apart: one alone is the whole."""
+    return names if len(names) > 1 else ()

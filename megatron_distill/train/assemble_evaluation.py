@@ -17,15 +17,15 @@ from megatron_distill.train.assemble_origin import find_origin
 from megatron_distill.train.assemble_tokenizer import open_tokenizer
 from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
+from megatron_distill.train.source_figures import PUBLIC_NAMES
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import validate
 
-# As in the `validation` objects of a run's metrics.
-_PUBLIC_NAMES = {"ce": "ce_loss", "kd": "kd_loss", "teacher_ce": "teacher_ce_loss"}
 
-
-def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
+def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     """Return the held-out figures of the student, and of its teacher if the configuration has one.
+
+    Names are those of the `validation` objects of a run's metrics, and so is `sources`.
 
     Raises a MegatronDistillError on all ranks together.
     """
@@ -51,10 +51,9 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, float]:
             chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
-        return {
-            _PUBLIC_NAMES.get(name, name): value
-            for name, value in validate(student, distillation.held_out).items()
-        }
+        means, sources = validate(student, distillation.held_out)
+        found = {PUBLIC_NAMES.get(name, name): value for name, value in means.items()}
+        return {**found, "sources": sources} if sources else {**found}
 
 
 @contextmanager

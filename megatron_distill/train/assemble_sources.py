@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_distill.config import DataConfig, SourceConfig
+from megatron_distill.config import DataConfig, RunConfig, SourceConfig
 from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.sources import DataOptions
 
@@ -22,6 +22,17 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
         )
         for source in sources
     ]
+
+
+def source_names(config: RunConfig, *, held_out: bool) -> tuple[str, ...]:
+    """Return what the log calls the sources of the training samples, or of those held out."""
+    own = config.data.validation_sources if held_out else ()
+    corpora = own or config.data.sources
+    if corpora:
+        return tuple(source.log_name for source in corpora)
+    assert config.teacher is not None
+    assert config.teacher.store is not None
+    return tuple(entry.log_name for entry in config.teacher.store)
 
 
 def data_options(data: DataConfig) -> DataOptions:

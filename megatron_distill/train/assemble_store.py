@@ -238,18 +238,9 @@ def stored_source(config: RunConfig, stored: Stored) -> StoredSamples | None:
     """The training stream of the stores' own samples, on the first rank; raises DataError."""
     if stored.corpus is None:
         return None
-    shares = []
-    first = 0
-    assert config.teacher is not None
-    assert config.teacher.store is not None
-    for entry in config.teacher.store:
-        folders = find_stores([entry.path])
-        count = sum(store.samples for store in stored.corpus.stores if store.folder in folders)
-        shares.append(Share(range(first, first + count), entry.weight))
-        first += count
     return StoredSamples(
         stored.corpus,
-        shares,
+        _shares(config, stored.corpus),
         seed=config.seed,
         held_out=held_out_numbers(stored.samples, config.validation.samples),
     )
@@ -260,4 +251,18 @@ def stored_held_out(config: RunConfig, stored: Stored) -> SampleList | None:
     if stored.corpus is None:
         return None
     numbers = held_out_numbers(stored.samples, config.validation.samples)
-    return read_held_out_numbers(stored.corpus, numbers)
+    return read_held_out_numbers(stored.corpus, _shares(config, stored.corpus), numbers)
+
+
+def _shares(config: RunConfig, corpus: StoreSet) -> list[Share]:
+    """Return the samples of each entry of `teacher.store`."""
+    shares = []
+    first = 0
+    assert config.teacher is not None
+    assert config.teacher.store is not None
+    for entry in config.teacher.store:
+        folders = find_stores([entry.path])
+        count = sum(store.samples for store in corpus.stores if store.folder in folders)
+        shares.append(Share(range(first, first + count), entry.weight))
+        first += count
+    return shares

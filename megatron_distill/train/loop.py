@@ -202,19 +202,22 @@ def _record(
         "peak_memory_bytes": peak_bytes,
         **_public_names(values),
     }
+    if report.sources:
+        record["sources"] = report.sources
     if not report.applied:
         record["skipped"] = True
     return record
 
 
 def _validation(parts: Parts) -> dict[str, object]:
-    means = validate(parts.state.student, parts.held_out)
+    means, sources = validate(parts.state.student, parts.held_out)
     renamed = {"ce_loss": means.pop("ce")}
     # What a stored teacher would say of held-out samples is not zero but unknown.
     if parts.teacher is None or "kd" in means:
         renamed["kd_loss"] = means.pop("kd", 0.0)
     del means["total"]
-    return {**renamed, **_public_names(means)}
+    found: dict[str, object] = {**renamed, **_public_names(means)}
+    return {**found, "sources": sources} if sources else found
 
 
 def _public_names(values: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,8 @@ __all__ = ["JsonLinesSink", "MetricsLog", "MetricsSink", "Record", "flat_scalars
 logger = get_logger(__name__)
 
 Record = Mapping[str, object]
-"""Plain values under plain names: `step` always, and under `validation` a record of its own."""
+"""Plain values under plain names: `step` always, and under `validation` a record of its own; both
+have a record of each source of a blend under `sources`."""
 
 
 class MetricsSink(Protocol):
@@ -116,18 +117,21 @@ def to_json(record: Record) -> str:
 
 
 def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`."""
+    """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
+
+    What is nested deeper has a longer name: `train/sources/wiki/ce_loss`.
+    """
     for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}/{key}", number) for key, number in _numbers(value))
-        elif name != "step":
-            yield from ((f"train/{key}", number) for key, number in _numbers({name: value}))
+        if name != "step":
+            yield from _numbers(name if name == "validation" else f"train/{name}", value)
 
 
-def _numbers(record: Record) -> Iterator[tuple[str, float]]:
-    for name, value in record.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(f"{name}/{key}", inner)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield name, float(value)
 
 
 def _finite(record: Record, prefix: str, not_finite: dict[str, str]) -> dict[str, object]:

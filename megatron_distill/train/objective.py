@@ -11,9 +11,11 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective, token_weights
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
+from megatron_distill.ops.partition import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
+from megatron_distill.train.source_figures import BY_SOURCE, source_keys, split_report
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,23 @@ class TokenObjective:
     shard: VocabShard
     logit_rule: LogitRule
     groups: Groups
+    source_names: tuple[str, ...] = ()  # of a blend, each of which is reported by itself
 
     @property
     def report_names(self) -> tuple[str, ...]:
         """The entries of every report, in one order on all ranks."""
+        return ("total", *self._token_names)
+
+    @property
+    def source_report_names(self) -> tuple[str, ...]:
+        """What a report says of each source, in one order on all ranks."""
+        return source_keys(self._token_names, self.source_names)
+
+    @property
+    def _token_names(self) -> tuple[str, ...]:
         if not self.metrics:
-            return ("total", "ce")
-        return ("total", "ce", "kd", *(term.name for term in self.terms), *self.metrics)
+            return ("ce",)
+        return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
 
     def of_labels(self) -> TokenObjective:
         """The same objective without a teacher."""
@@ -54,11 +66,12 @@ class TokenObjective:
         """Return the micro-batch's share of the objective and of the report, fp32 scalars.
 
         Summed over micro-batches, data-parallel and context-parallel ranks, both are means over
-        the trained tokens of the global batch.
+        the trained tokens of the global batch; so are a source's entries, of which the tokens of
+        the others are zero.
 
         Collective: those of `hidden_for_head` and of `fused_linear_objective`.
         """
-        return fused_linear_objective(
+        total, report = fused_linear_objective(
             hidden_for_head(hidden_sbh, groups=self.groups),
             head.head_weight(),
             signal,
@@ -73,7 +86,16 @@ class TokenObjective:
             student_softcap=self.logit_rule.softcap,
             student_scale=self.logit_rule.scale,
             rows=batch.trained_rows_n,
+            partition=self._partition(batch),
         )
+        return total, split_report(report, self._token_names) if self.source_names else report
+
+    def _partition(self, batch: Batch) -> Partition | None:
+        if not self.source_names:
+            return None
+        assert batch.sources_b is not None
+        ids_bs = batch.sources_b.unsqueeze(1).expand_as(batch.labels_bs)
+        return Partition(ids_bs.reshape(-1), len(self.source_names))
 
 
 def reduce_report(
@@ -82,16 +104,21 @@ def reduce_report(
     names: Sequence[str],
     groups: Groups,
     device: torch.device,
+    source_names: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """Add up the reports of all micro-batches and ranks; every rank gets the same fp32 scalars.
 
-    Collective: one all-reduce of `len(names)` floats in the data x context group, one in the
+    `source_names` are those of the vector under `BY_SOURCE`, where there is one.
+
+    Collective: one all-reduce of a float per name in the data x context group, one in the
     pipeline group (stages other than the last add zero).
     """
-    totals = torch.zeros(len(names), dtype=torch.float32, device=device)
+    every = [*names, *source_names]
+    totals = torch.zeros(len(every), dtype=torch.float32, device=device)
     for report in reports:
-        totals += torch.stack([report[name] for name in names])
+        scalars = torch.stack([report[name] for name in names])
+        totals += torch.cat([scalars, report[BY_SOURCE]]) if source_names else scalars
     for group in (groups.data_context, groups.pipeline):
         if group.size() > 1:
             torch.distributed.all_reduce(totals, group=group)
-    return dict(zip(names, totals.unbind(), strict=True))
+    return dict(zip(every, totals.unbind(), strict=True))

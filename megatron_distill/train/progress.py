@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -18,6 +18,7 @@ __all__ = ["LiveProgress", "PlainProgress", "open_progress"]
 
 _PACE_WINDOW = 50
 _REDRAW_SECONDS = 0.1
+_SOURCE_LOSSES = (("ce_loss", "ce"), ("kd_loss", "kd"))
 
 Clock = Callable[[], float]
 
@@ -229,7 +230,20 @@ def _validation_line(record: Record, validation: Record) -> str:
         value = _number(validation, name)
         if value is not None and (name != "kd_loss" or _has_kd(validation)):
             parts.append(f"{label} {value:{form}}")
-    return "  ".join(parts)
+    return "\n".join(["  ".join(parts), *_source_lines(record, validation)])
+
+
+def _source_lines(record: Record, validation: Record) -> Iterator[str]:
+    """One line with the held-out losses of all sources, where there are several."""
+    sources = validation.get("sources")
+    if not isinstance(sources, Mapping):
+        return
+    parts = []
+    for name, figures in sources.items():
+        losses = [(label, _number(figures, key)) for key, label in _SOURCE_LOSSES]
+        known = [f"{label} {loss:.4f}" for label, loss in losses if loss is not None]
+        parts.append(f"{name} {' '.join(known) or '-'}")
+    yield f"step {record['step']} held-out by source: {', '.join(parts)}"
 
 
 def _number(record: Record, name: str) -> float | None:

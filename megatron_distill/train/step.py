@@ -21,6 +21,7 @@ from megatron_distill.signals import Signal
 from megatron_distill.train.objective import TokenObjective, reduce_report
 from megatron_distill.train.optimizer import apply_gradients
 from megatron_distill.train.schedule import run_schedule
+from megatron_distill.train.source_figures import SourceFigures, step_figures
 
 Pair = tuple[Batch, Signal | None]
 
@@ -37,11 +38,12 @@ class Student:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The global means of one step, on every rank."""
+    """The global means of one step, on every rank; of each source too where there are several."""
 
     values: dict[str, float]
     grad_norm: float
     applied: bool
+    sources: SourceFigures
 
 
 def _forward(
@@ -99,6 +101,7 @@ def run_student(
     return reduce_report(
         reports,
         names=objective.report_names,
+        source_names=objective.source_report_names,
         groups=student.groups,
         device=pairs[0][0].tokens_bs.device,
     )
@@ -124,9 +127,10 @@ def train_step(
     schedule.step(1)
     means = run_student(student, pairs, objective, step)
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
+    sources = step_figures(values, step, objective.source_names)
     update = apply_gradients(
         optimizer,
         clip_grad_norm=clip_grad_norm,
         loss_is_finite=math.isfinite(values["total"]),
     )
-    return StepReport(values, update.grad_norm, update.applied)
+    return StepReport(values, update.grad_norm, update.applied, sources)

@@ -11,6 +11,7 @@ import torch
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
 from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.source_figures import LabelTotals, SourceFigures, name_of
 from megatron_distill.train.step import Student, run_student
 
 
@@ -37,37 +38,32 @@ class HeldOut:
 
 
 @torch.no_grad()
-def validate(student: Student, held_out: HeldOut) -> dict[str, float]:
-    """Return the means over all held-out tokens, the same on every rank.
+def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], SourceFigures]:
+    """Return the means over all held-out tokens, the same on every rank, and those of each source.
 
     The objective of each batch is a mean over that batch, so batches are put together again by
     their token counts: `ce` and `teacher_ce` by trained labels, everything else by distilled
-    positions.
+    positions. There is nothing of sources where there is but one.
 
     Collective: per held-out batch, those of the teacher's pass and of `run_student`.
     """
     teacher, objective = held_out.teacher, held_out.objective
     sums: dict[str, torch.Tensor] = {}
-    ce_tokens = sum(batch.ce_tokens for batch in held_out.steps)
-    kd_tokens = sum(batch.kd_tokens for batch in held_out.steps)
+    held = LabelTotals.of(held_out.steps, objective.source_names)
     with evaluating(student):
         for step in held_out.steps:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             pairs = list(zip(batches, signals, strict=True))
             means = run_student(student, pairs, objective, step, forward_only=True)
-            for name, mean in means.items():
-                by_label = name in LABEL_MEANS
-                mine, all_ = (
-                    (step.ce_tokens, ce_tokens) if by_label else (step.kd_tokens, kd_tokens)
-                )
-                share = mine / max(all_, 1)
-                sums[name] = sums.get(name, torch.zeros_like(mean)) + mean * share
-    names = list(sums)
-    return dict(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True))
-
-
-LABEL_MEANS = frozenset({"ce", "teacher_ce"})
+            mine = LabelTotals.of([step], ())
+            for key, mean in means.items():
+                # A source's entry is a share of the whole batch, like any other.
+                share = mine.behind(name_of(key)) / max(held.behind(key), 1)
+                sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
+    keys = list(sums)
+    found = dict(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))
+    return held.nested(found)
 
 
 @contextmanager

@@ -39,7 +39,8 @@ def batch_of(trained: str) -> Batch:
     flags = {"all": torch.full((2, LENGTH + 1), 3), "none": torch.zeros(2, LENGTH + 1).long()}
     some = torch.randint(0, 4, (2, LENGTH + 1), generator=generator)
     marks = (1 << 2 | flags.get(trained, some)).int()
-    batch = GlobalBatch(tokens, marks, torch.tensor([5, 1 << 33]))
+    rows = torch.tensor([5, 1 << 33])
+    batch = GlobalBatch(tokens, marks, rows, torch.zeros(2, dtype=torch.int32))
     return micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
 
 

@@ -70,6 +70,7 @@ def whole_logits(
             torch.from_numpy(tokens),
             torch.from_numpy((docs + 1) << 2 | 3),
             torch.arange(len(tokens)),
+            torch.zeros(len(tokens), dtype=torch.int32),
         )
         whole = micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
         (state,) = teacher.signals([whole])

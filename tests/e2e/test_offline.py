@@ -17,7 +17,7 @@ import pytest
 from megatron_distill.signals.store import UNKNOWN, Identity, convert_maxtext
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import Inputs, assembled, failure, quick_and_slow, run
+from tests.e2e.runs import Inputs, assembled, failure, quick_and_slow, records, run
 from tests.unit.store_maxtext_files import example, sequence, write
 
 STEPS, ROWS = 8, 8
@@ -261,8 +261,6 @@ def test_a_stopped_run_goes_on_bit_by_bit(
 def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from tests.e2e.runs import records
-
     held_out = ("validation.samples=11", "validation.interval=10", "train.micro_batch_size=4")
     arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
     run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *SHORT, *arguments)
@@ -283,16 +281,25 @@ def test_several_stores_share_the_steps_by_weight(
     pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
     first, second = capture(), capture(world=2)
+    stores = f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}, name: other}}]"
+    arguments = [*SHORT, ONE_TERM, "data.sources=[]", stores]
     said = pool.run(
-        1, _sample_numbers, inputs.folder / "dense.yaml",
-        [
-            *SHORT, ONE_TERM, "data.sources=[]", f"output={tmp_path}",
-            f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}}}]",
-        ],
+        1, _sample_numbers, inputs.folder / "dense.yaml", [*arguments, f"output={tmp_path}"],
         timeout=120.0,
     )[0]  # fmt: skip
     of_first = [number for number in said if number < STEPS * ROWS]
     assert len(of_first) == 3 * (len(said) - len(of_first))
+    # Each store is a source of its own in the log.
+    held_out = ("validation.samples=9", "train.steps=2", "schedule.warmup_steps=0")
+    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "log", *arguments, *held_out)
+    *steps, last = records(tmp_path / "log")
+    for record in (*steps, last["validation"]):
+        sources = record["sources"]
+        assert list(sources) == [first.name, "other"]
+        tokens = [one["kd_tokens"] for one in sources.values()]
+        losses = [one["kd_loss"] for one in sources.values()]
+        merged = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
+        assert merged == pytest.approx(record["kd_loss"], rel=2e-6)
 
 
 def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, token_divergence
+from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.block import Block
 from megatron_distill.ops.kernels.executor import RowKernels
+from megatron_distill.ops.partition import Partition
 from megatron_distill.signals import DenseLogits, HiddenState
-from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error
+from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
 from tests.unit.test_losses_objective_terms import (
@@ -206,3 +207,29 @@ def test_a_strided_matrix_and_a_shard_with_padding(device: torch.device) -> None
     torch.testing.assert_close(value.double(), oracle[0], rtol=1e-6, atol=0)
     assert row_error(gradient[:, :390], oracle[1]) < 1e-6
     assert not gradient[:, 390:].any()
+
+
+def test_parts_of_the_tokens_have_sums_of_their_own(device: torch.device) -> None:
+    problem = Problem.random(tokens=19, vocab=301, seed=3)
+    ids = torch.arange(19) % 3
+    _, report = fused_linear_objective(
+        *on(device, problem.hidden_NH.requires_grad_(), problem.weight_GH),
+        HiddenState(*on(device, problem.teacher_hidden, problem.teacher_weight)),
+        problem.labels_N.to(device),
+        ce_weights=problem.ce_weights_N.to(device),
+        kd_weights=problem.kd_weights_N.to(device),
+        terms=[Term(), Term("reverse_kl", 0.5)],
+        chunk_tokens=8,
+        partition=Partition(ids.to(device), 3),
+    )
+    for part in range(3):
+        is_mine = ids == part
+        own = problem.with_weights(problem.ce_weights_N * is_mine, problem.kd_weights_N * is_mine)
+        answer = solve(own)
+        for name in ("ce", "teacher_ce", "student_entropy", "top1_agreement"):
+            expected = float(answer.report[name])
+            assert float(report[name][1 + part]) == pytest.approx(expected, rel=2e-6), name
+        found_kl = float(report["forward_kl"][1 + part])
+        assert found_kl == pytest.approx(float(answer.report["kd"]), rel=2e-6)
+    whole = float(report["reverse_kl"][0])
+    assert float(report["reverse_kl"][1:].sum()) == pytest.approx(whole, rel=2e-6)

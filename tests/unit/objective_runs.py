@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard
+from megatron_distill.ops.partition import Partition
 from megatron_distill.signals import HiddenState, Signal
 from tests.reference.distillation import Problem
 
@@ -27,6 +28,7 @@ def run(
     teacher_rule: Rule = (None, 1.0),
     shard: VocabShard | None = None,
     rows: Tensor | None = None,
+    partition: Partition | None = None,
 ) -> Result:
     """Total, report, and the gradients on hidden states and weight."""
     hidden = problem.hidden_NH.detach().requires_grad_()
@@ -45,6 +47,7 @@ def run(
         student_softcap=student_rule[0],
         student_scale=student_rule[1],
         rows=rows,
+        partition=partition,
     )
     hidden_gradient, weight_gradient = torch.autograd.grad(total * upstream, (hidden, weight))
     return total.detach(), report, hidden_gradient, weight_gradient

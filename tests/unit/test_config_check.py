@@ -50,6 +50,14 @@ BROKEN = {
         ["data.validation_sources=[{format: text}]"],
         "data.validation_sources.0.paths: format text needs at least one path",
     ),
+    "sources of one name": (
+        ["data.sources=[{format: jsonl, paths: a/text.jsonl}, {format: text, paths: b/text.txt}]"],
+        "data.sources.1.name: the log calls this source 'text' and data.sources.0 as well; give",
+    ),
+    "validation sources of one name": (
+        ["data.validation_sources=[{format: python_stdlib, name: a}, {format: text, paths: a}]"],
+        "data.validation_sources.1.name: the log calls this source 'a'",
+    ),
     "standard library with paths": (
         ["data.sources.0.paths=x"],
         "data.sources.0.paths: format python_stdlib finds its own files",

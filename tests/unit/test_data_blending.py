@@ -1,4 +1,4 @@
-"""Blending: shares at every moment, resume at every position, sources that end."""
+"""Blending: shares at every moment, resume at every position, sources that end, owners."""
 
 import json
 from collections.abc import Callable
@@ -55,7 +55,20 @@ def test_every_source_has_its_share_at_every_moment(weights: list[float]) -> Non
     shares = np.array(weights) / sum(weights)
     for count in range(1, 151):
         taken = np.bincount(order[:count], minlength=len(weights))
-        assert (np.abs(taken - shares * count) < len(weights)).all()
+        assert (np.abs(taken - shares * count) < 1).all()
+
+
+def test_shares_hold_where_the_source_that_lags_most_would_not_keep_them() -> None:
+    weights = np.array([1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 41.0, 41.0])
+    exact = np.arange(1, 251)[:, None] * weights / weights.sum()
+    taken, worst = np.zeros(8), 0.0
+    for shares in exact:
+        taken[(shares - taken).argmax()] += 1
+        worst = max(worst, float(np.abs(shares - taken).max()))
+    assert worst > 1.1
+    order = [source for source, _, _ in drawn(blend(weights.tolist()), 250)]
+    counts = np.cumsum(np.eye(8)[order], axis=0)
+    assert np.abs(counts - exact).max() <= 1 - 1 / 14 + 1e-9
 
 
 @settings(deadline=None)
@@ -101,3 +114,24 @@ def test_sources_that_end_leave_the_rest_to_the_others() -> None:
     assert owners.count(1) == 17
     assert [sample.sample_id for sample in samples] == list(range(20))
     assert len(blend_finite([limited(0, 3), limited(1, 4)], weights=[1.0, 9.0], count=20)) == 7
+
+
+def test_samples_name_their_owner_whatever_part_of_it_they_come_from() -> None:
+    parts, owners = [Counter(i) for i in range(3)], [0, 0, 1]
+    source = BlendedSource(parts, weights=[1.0, 1.0, 2.0], owners=owners)
+    samples = [source.next_sample() for _ in range(40)]
+    assert [sample.source for sample in samples] == [
+        owners[int(sample.tokens_S1[0])] for sample in samples
+    ]
+    finite = blend_finite(
+        [limited(0, 3), limited(1, 9), limited(2, 9)],
+        weights=[1.0, 1.0, 1.0],
+        count=20,
+        owners=owners,
+    )
+    assert [sample.source for sample in finite] == [
+        owners[int(sample.tokens_S1[0])] for sample in finite
+    ]
+    assert sum(sample.source == 0 for sample in finite) == 3 + 9
+    plain = blend([1.0, 3.0])
+    assert {sample.source for sample in (plain.next_sample() for _ in range(8))} == {0, 1}

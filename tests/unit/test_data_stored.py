@@ -72,7 +72,10 @@ def test_another_seed_is_another_order(folders: list[Path]) -> None:
 def test_shares_take_turns_by_weight_each_in_epochs_of_its_own(folders: list[Path]) -> None:
     stores = opened(folders)
     shares = [Share(range(SAMPLES), 3.0), Share(range(SAMPLES, 2 * SAMPLES), 1.0)]
-    drawn = numbers(StoredSamples(stores, shares, seed=1), 4 * SAMPLES)
+    source = StoredSamples(stores, shares, seed=1)
+    samples = [source.next_sample() for _ in range(4 * SAMPLES)]
+    assert all(sample.source == sample.sample_id // SAMPLES for sample in samples)
+    drawn = [sample.sample_id for sample in samples]
     first = [number for number in drawn if number < SAMPLES]
     assert Counter(first) == dict.fromkeys(range(SAMPLES), 3)
     assert sorted(set(drawn) - set(first)) == list(range(SAMPLES, 2 * SAMPLES))
@@ -88,9 +91,11 @@ def test_held_out_samples_are_never_trained_on_and_the_same_for_every_seed(
     assert len(set(held_out)) == 5
     trained = numbers(stream(stores, held_out=held_out), 30)
     assert Counter(trained) == dict.fromkeys(set(range(20)) - set(held_out), 2)
-    kept = read_held_out_numbers(stores, held_out)
+    shares = [Share(range(SAMPLES), 3.0), Share(range(SAMPLES, 2 * SAMPLES), 1.0)]
+    kept = read_held_out_numbers(stores, shares, held_out)
     for number, sample in zip(held_out, kept.samples, strict=True):
         assert_is(sample, number)
+        assert sample.source == number // SAMPLES
 
 
 def test_it_goes_on_at_any_place(folders: list[Path]) -> None:

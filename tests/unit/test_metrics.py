@@ -129,6 +129,24 @@ def test_scalars_are_the_numbers_under_the_name_of_their_part() -> None:
     assert dict(flat_scalars(validation)) == {"validation/ce_loss": 4.5, "validation/samples": 8.0}
 
 
+def test_a_record_inside_a_record_is_flattened_under_its_whole_path() -> None:
+    sources = {"wiki": {"ce_loss": 2.5, "ce_tokens": 7}, "code": {"ce_tokens": 0}}
+    step = {"step": 1, "ce_loss": 2.5, "sources": sources}
+    assert dict(flat_scalars(step)) == {
+        "train/ce_loss": 2.5,
+        "train/sources/wiki/ce_loss": 2.5,
+        "train/sources/wiki/ce_tokens": 7.0,
+        "train/sources/code/ce_tokens": 0.0,
+    }
+    validation = {"step": 1, "validation": {"kd_loss": 1.0, "sources": {"a": {"ce_loss": 3.0}}}}
+    assert dict(flat_scalars(validation)) == {
+        "validation/kd_loss": 1.0,
+        "validation/sources/a/ce_loss": 3.0,
+    }
+    broken = to_json({"step": 1, "sources": {"wiki": {"ce_loss": float("nan")}}})
+    assert json.loads(broken)["not_finite"] == {"sources.wiki.ce_loss": "NaN"}
+
+
 class Recorder:
     def __init__(self, *, fails: bool = False) -> None:
         self.records: list[object] = []

@@ -107,6 +107,17 @@ def test_a_validation_is_shown_and_its_loss_is_in_the_closing_line(stream: io.St
     assert "held-out ce 4.2100" in stream.getvalue()
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_the_sources_of_a_validation_have_a_line_of_their_own(stream: io.StringIO) -> None:
+    display = open_progress(stream, total_steps=2, start_step=0)
+    sources = {"wiki": {"ce_loss": 2.5, "kd_loss": 0.25}, "code": {"ce_tokens": 0}}
+    display.write({"step": 1, "validation": {"ce_loss": 2.5, "sources": sources}})
+    display.close()
+    shown = [line.strip() for line in stream.getvalue().splitlines()]
+    assert any("held-out:  ce 2.5000" in line for line in shown)
+    assert "step 1 held-out by source: wiki ce 2.5000 kd 0.2500, code -" in stream.getvalue()
+
+
 def test_a_resumed_run_takes_its_pace_from_its_own_steps() -> None:
     stream = io.StringIO()
     play(stream, total=110, start=100, last=104)

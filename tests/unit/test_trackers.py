@@ -11,7 +11,11 @@ import pytest
 from megatron_distill.errors import ConfigError
 from megatron_distill.train.trackers import TensorBoardSink, WandbSink
 
-VALIDATION = {"step": 2, "validation": {"ce_loss": 4.25, "top1_agreement": 0.5}}
+SOURCES = {"wiki": {"ce_loss": 4.125}}
+VALIDATION = {
+    "step": 2,
+    "validation": {"ce_loss": 4.25, "top1_agreement": 0.5, "sources": SOURCES},
+}
 
 
 def step_record(step: int, loss: float) -> dict[str, object]:
@@ -36,6 +40,7 @@ def test_tensorboard_holds_every_scalar_at_its_step(tmp_path: Path) -> None:
     assert scalars(tmp_path, "train/tokens") == [(1, 100.0), (2, 200.0)]
     assert scalars(tmp_path, "validation/ce_loss") == [(2, 4.25)]
     assert scalars(tmp_path, "validation/top1_agreement") == [(2, 0.5)]
+    assert scalars(tmp_path, "validation/sources/wiki/ce_loss") == [(2, 4.125)]
 
 
 def test_tensorboard_shows_a_resumed_step_once(

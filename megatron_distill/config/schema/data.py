@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.source_name import SOURCE_NAME, name_of_path
 
 __all__ = ["DataConfig", "SourceConfig", "SourceFormat", "TokenizerConfig"]
 
@@ -34,11 +35,23 @@ class SourceConfig(Section):
     documents: Literal["file", "line"] = Field(
         default="file", description="What one document is in a `text` source."
     )
+    name: str | None = Field(
+        default=None,
+        pattern=SOURCE_NAME,
+        examples=["wiki"],
+        description="What the log calls this source; left out: the first path's file without its "
+        "endings, for a pattern its folder, else the format.",
+    )
 
     @field_validator("paths", mode="before")
     @classmethod
     def _one_path_is_a_list_of_one(cls, paths: object) -> object:
         return (paths,) if isinstance(paths, str) else paths
+
+    @property
+    def log_name(self) -> str:
+        """`name`, or what the first path calls itself."""
+        return self.name or (name_of_path(self.paths[0]) if self.paths else self.format)
 
 
 class TokenizerConfig(Section):

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.source_name import SOURCE_NAME, name_of_path
 
 __all__ = [
     "Activation",
@@ -189,6 +190,18 @@ class StoreSourceConfig(Section):
         gt=0,
         description="Share of the samples of these stores, relative to the other weights.",
     )
+    name: str | None = Field(
+        default=None,
+        pattern=SOURCE_NAME,
+        examples=["wiki"],
+        description="What the log calls these samples; left out: the folder, for a pattern the "
+        "one above it.",
+    )
+
+    @property
+    def log_name(self) -> str:
+        """`name`, or what the path calls itself."""
+        return self.name or name_of_path(self.path)
 
 
 class ModelConfig(Section):

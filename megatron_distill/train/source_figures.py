@@ -1,0 +1,117 @@
+"""Figures of each source of a blend: how they travel with a report, and the means they become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from megatron_distill.runtime.batch import LabelCounts, StepBatches
+
+__all__ = [
+    "BY_SOURCE",
+    "PUBLIC_NAMES",
+    "LabelTotals",
+    "SourceFigures",
+    "name_of",
+    "source_keys",
+    "split_report",
+    "step_figures",
+]
+
+BY_SOURCE: Final = "by_source"
+# What logs and evaluations call the figures that have a shorter name in a report.
+PUBLIC_NAMES: Final = {"ce": "ce_loss", "kd": "kd_loss", "teacher_ce": "teacher_ce_loss"}
+_AT: Final = "@"
+_BY_LABEL: Final = frozenset({"ce", "teacher_ce"})  # means over labels, not distilled positions
+_OF_A_STEP: Final = ("ce", "kd")  # what the record of a training step says of a source
+
+SourceFigures = dict[str, dict[str, float]]
+
+
+def source_keys(names: Sequence[str], sources: Sequence[str]) -> tuple[str, ...]:
+    """What a reduced report calls figure `name` of `source`: `name@source`, source by source."""
+    return tuple(f"{name}{_AT}{source}" for name in names for source in sources)
+
+
+def split_report(report: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Take the scalars out of a report whose entries are ``[1 + sources]``.
+
+    Those of the sources come under `BY_SOURCE` as one vector, in the order of `source_keys`.
+    """
+    columns = torch.stack([report[name] for name in names])
+    scalars = dict(zip(names, columns[:, 0].unbind(), strict=True))
+    return {**scalars, BY_SOURCE: columns[:, 1:].reshape(-1)}
+
+
+def name_of(key: str) -> str:
+    """The figure that a key is about, whether of a source or of all."""
+    return key.partition(_AT)[0]
+
+
+def step_figures(
+    values: dict[str, float], step: StepBatches, sources: Sequence[str]
+) -> SourceFigures:
+    """Take the figures of the sources out of a step's values: losses and how many labels they had.
+
+    A loss is the mean over the source's trained labels in the global batch.
+    """
+    whole, mine = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
+    shares = {key: values.pop(key) for key in list(values) if _AT in key}
+    means = {
+        key: share * whole.behind(name_of(key)) / max(mine.behind(key), 1)
+        for key, share in shares.items()
+        if name_of(key) in _OF_A_STEP
+    }
+    return mine.nested(means)[1]
+
+
+@dataclass(frozen=True)
+class LabelTotals:
+    """Trained labels of some steps, all of them and those of each source."""
+
+    whole: LabelCounts
+    by_source: Mapping[str, LabelCounts]
+
+    @classmethod
+    def of(cls, steps: Sequence[StepBatches], sources: Sequence[str]) -> LabelTotals:
+        """Add up the steps' counts."""
+        whole = _added(LabelCounts(step.ce_tokens, step.kd_tokens) for step in steps)
+        by_source = {
+            source: _added(step.by_source[index] for step in steps)
+            for index, source in enumerate(sources)
+        }
+        return cls(whole, by_source)
+
+    def behind(self, key: str) -> int:
+        """How many labels the figure under that key is a mean over."""
+        name, at, source = key.partition(_AT)
+        counts = self.by_source[source] if at else self.whole
+        return counts.ce if name in _BY_LABEL else counts.kd
+
+    def nested(self, means: Mapping[str, float]) -> tuple[dict[str, float], SourceFigures]:
+        """Part the means of all labels from those of each source, which get public names.
+
+        Each source also says how many labels that is; a mean over none is left out.
+        """
+        overall: dict[str, float] = {}
+        sources: SourceFigures = {}
+        for key, mean in means.items():
+            name, at, source = key.partition(_AT)
+            if not at:
+                overall[name] = mean
+                continue
+            figures = sources.setdefault(source, {})
+            if name in _OF_A_STEP:
+                figures[f"{name}_tokens"] = self.behind(key)
+            if self.behind(key):
+                figures[PUBLIC_NAMES.get(name, name)] = mean
+        return overall, sources
+
+
+def _added(counts: Iterable[LabelCounts]) -> LabelCounts:
+    counts = tuple(counts)
+    return LabelCounts(sum(one.ce for one in counts), sum(one.kd for one in counts))

@@ -1,0 +1,271 @@
+"""What a run of several sources says of each of them.
+
+Regimes: a figure of a source that is another's, or that of a rank, a micro-batch or a stage; parts
+that are not the whole; held-out figures that change because they are told apart; a source without
+a label; a log that a resumed blend does not repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distill.runtime.batch import LabelCounts, StepBatches
+from tests.distributed.pool import Pool
+from tests.e2e.runs import CPU, Inputs, assembled, quick_and_slow, records, run, step_records
+
+STEPS = 4
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
+HELD_OUT = ("validation.samples=11", "validation.interval=2", "data.validation_fraction=0.2")
+TERMS = "objective.terms=[{divergence: forward_kl}, {divergence: reverse_kl, weight: 0.5}]"
+NAMES = ("corpus", "letters", "code")
+
+
+@pytest.fixture(scope="module")
+def blend(inputs: Inputs) -> tuple[str, ...]:
+    """Three sources of very different text."""
+    letters = inputs.folder / "letters.txt"
+    lines = [f"{chr(97 + i % 26) * (5 + i % 40)} {i}" for i in range(600)]
+    letters.write_text("\n".join(lines))
+    module = Path(__file__)
+    sources = (
+        f"data.sources=[{{format: jsonl, paths: {inputs.corpus}, weight: 2}}, "
+        f"{{format: text, paths: {letters}, documents: line}}, "
+        f"{{format: text, paths: '{module.parent}/*.py', name: code, weight: 2.5}}]"
+    )
+    return (*SHORT, TERMS, sources)
+
+
+def without(step: StepBatches, source: int) -> StepBatches:
+    """The step with the labels of that source alone, as a step of one source has them."""
+    batches = []
+    for batch in step.micro_batches:
+        assert batch.sources_b is not None
+        is_mine = (batch.sources_b == source).unsqueeze(1)
+        own = replace(
+            batch,
+            ce_mask_bs=batch.ce_mask_bs & is_mine,
+            kd_mask_bs=batch.kd_mask_bs & is_mine,
+            trained_rows_n=None,
+        )
+        batches.append(own.with_trained_rows())
+    counts = step.by_source[source]
+    return StepBatches(tuple(batches), counts.ce, counts.kd, step.positions)
+
+
+def figures_of_sources(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[list[dict[str, float]], list[dict[str, float]], dict[str, Any]]:
+    """Each source's figures as reported, and those of a batch of its labels alone."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        from megatron_distill.train.source_figures import LabelTotals
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.validation import validate
+
+        student, objective = parts.state.student, parts.objective
+        assert objective.source_names == NAMES
+        alone = replace(objective, source_names=())
+
+        def means(step: StepBatches, how: Any) -> dict[str, float]:
+            assert parts.teacher is not None
+            signals = parts.teacher.signals(step.micro_batches)
+            pairs = list(zip(step.micro_batches, signals, strict=True))
+            with torch.no_grad():
+                found = run_student(student, pairs, how, step, forward_only=True)
+            return {name: float(value) for name, value in found.items()}
+
+        step = parts.loader.take(1)
+        whole = means(step, objective)
+        plain = means(step, alone)
+        assert {name: whole[name] for name in plain} == plain
+        totals = LabelTotals.of([step], NAMES)
+        reported, separate = [], []
+        for index, name in enumerate(NAMES):
+            reported.append(
+                {
+                    key: whole[f"{key}@{name}"]
+                    * (step.ce_tokens if key in ("ce", "teacher_ce") else step.kd_tokens)
+                    / totals.behind(f"{key}@{name}")
+                    for key in plain
+                    if key != "total"
+                }
+            )
+            separate.append(means(without(step, index), alone))
+        held = parts.held_out
+        measured, by_source = validate(student, held)
+        same, none = validate(student, replace(held, objective=alone))
+        assert (measured, none) == (same, {})
+        return reported, separate, {"overall": measured, "sources": by_source}
+
+
+def test_a_sources_figures_are_those_of_its_labels_alone(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    arguments = [f"output={tmp_path}", *blend, *HELD_OUT]
+    ((reported, separate, validation),) = pool.run(1, figures_of_sources, config, arguments)
+    for ours, expected in zip(reported, separate, strict=True):
+        assert ours.keys() == expected.keys() - {"total"}
+        for name, value in ours.items():
+            assert value == pytest.approx(expected[name], rel=2e-6), name
+    losses = [figures["ce"] for figures in reported]
+    assert max(losses) - min(losses) > 1e-3, "the sources are too alike to be told apart"
+    overall, sources = validation["overall"], validation["sources"]
+    assert tuple(sources) == NAMES
+    assert_whole(sources, {"ce_loss": overall["ce"], "kd_loss": overall["kd"]})
+    for name in ("top1_agreement", "teacher_entropy", "reverse_kl"):
+        tokens = [figures["kd_tokens"] for figures in sources.values()]
+        parts = [figures[name] for figures in sources.values()]
+        merged = sum(n * part for n, part in zip(tokens, parts, strict=True)) / sum(tokens)
+        assert merged == pytest.approx(overall[name], rel=2e-6), name
+
+
+def assert_whole(sources: dict[str, dict[str, float]], overall: dict[str, float]) -> None:
+    """Check that the mean of the sources' losses over their labels is the overall loss."""
+    for kind in ("ce", "kd"):
+        known = [one for one in sources.values() if one[f"{kind}_tokens"]]
+        total = sum(one[f"{kind}_tokens"] for one in known)
+        merged = sum(one[f"{kind}_tokens"] * one[f"{kind}_loss"] for one in known) / total
+        assert merged == pytest.approx(overall[f"{kind}_loss"], rel=2e-6)
+
+
+def flat(output: Path) -> list[dict[str, float]]:
+    """What each record says of sources, under one name each, with its step."""
+    found = []
+    for record in records(output):
+        inner = record.get("validation", record)
+        figures = {
+            f"{source} {name}": value
+            for source, values in inner["sources"].items()
+            for name, value in values.items()
+        }
+        found.append({"step": record["step"], **figures})
+    return found
+
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "TP2xPP2": (4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2")),
+    "CP2": (2, ("parallel.context=2", "train.micro_batch_size=4")),
+    "DP2": (2, ("train.micro_batch_size=1",)),
+    "DP4": (4, ()),
+    "PP2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, inputs: Inputs, blend: tuple[str, ...]) -> Path:
+    """The run of one rank that the others are compared with, from a checkpoint of its own."""
+    output = inputs.folder / "blend-alone"
+    config = inputs.folder / "dense.yaml"
+    start = inputs.folder / "blend-start"
+    begin = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
+    run(pool, 1, config, start, *begin)
+    saved = ("checkpoint.save=true", f"student.checkpoint={start}")
+    run(pool, 1, config, output, *blend, *HELD_OUT, *saved)
+    return output
+
+
+def test_the_log_has_every_source_and_their_mean_is_the_whole(alone: Path) -> None:
+    found = records(alone)
+    assert len(found) == STEPS + STEPS // 2
+    for record in found:
+        overall = record.get("validation", record)
+        assert tuple(overall["sources"]) == NAMES
+        assert_whole(overall["sources"], overall)
+    shares = [0.0, 0.0, 0.0]
+    for record in step_records(alone):
+        assert all(one.keys() <= STEP_KEYS for one in record["sources"].values())
+        for index, one in enumerate(record["sources"].values()):
+            shares[index] += one["ce_tokens"]
+    assert shares[2] > shares[0] > shares[1] > 0
+    last = found[-1]["validation"]["sources"]
+    expected = {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement", "forward_kl"}
+    assert all(expected <= one.keys() for one in last.values())
+
+
+def evaluate_here(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
+    """What launch/evaluate.py prints of a run."""
+    from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble_evaluation import evaluate
+    from megatron_distill.train.trained_run import load_trained_run
+
+    return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
+
+
+def test_an_evaluation_says_the_same_of_each_source(pool: Pool, alone: Path) -> None:
+    expected = records(alone)[-1]["validation"]["sources"]
+    for found in pool.run(2, evaluate_here, str(alone), ["parallel.tensor=2"]):
+        assert tuple(found["sources"]) == NAMES
+        for source, figures in expected.items():
+            assert found["sources"][source] == pytest.approx(figures, rel=1e-5, abs=1e-7)
+
+
+STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens"}
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("TP2xPP2", "CP2", "DP2")))
+def test_no_layout_changes_what_is_said_of_a_source(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, layout: str
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    start = f"student.checkpoint={inputs.folder / 'blend-start'}"
+    config = inputs.folder / "dense.yaml"
+    run(pool, world, config, tmp_path, *blend, *HELD_OUT, start, *overrides)
+    for ours, expected in zip(flat(tmp_path), flat(alone), strict=True):
+        assert ours.keys() == expected.keys()
+        tolerance = 2e-6 if ours["step"] == 1 else 1e-4
+        for name, value in expected.items():
+            if name.endswith(("step", "tokens")):
+                assert ours[name] == value, name
+            elif "agreement" not in name:
+                assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), name
+
+
+def test_a_blend_that_stops_goes_on_bit_by_bit(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
+    config, saved = inputs.folder / "dense.yaml", (*blend, *HELD_OUT, "checkpoint.save=true")
+    run(pool, 2, config, tmp_path / "whole", *saved)
+    run(pool, 2, config, tmp_path / "cut", *saved, stop_after=1)
+    run(pool, 2, config, tmp_path / "cut", *saved)
+    assert flat(tmp_path / "cut") == flat(tmp_path / "whole")
+
+
+def test_own_held_out_corpora_are_told_apart_by_their_own_names(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = (
+        f"data.validation_sources=[{{format: jsonl, paths: {inputs.corpus}, weight: 40}}, "
+        f"{{format: text, paths: {__file__}, name: rare}}]"
+    )
+    one_source = f"data.sources=[{{format: jsonl, paths: {inputs.corpus}}}]"
+    config = inputs.folder / "dense.yaml"
+    held_out = ("validation.samples=9", "teacher=null", "objective.terms=[]")
+    run(pool, 1, config, tmp_path, *blend, one_source, own, *held_out)
+    *steps, last = records(tmp_path)
+    assert not any("sources" in record for record in steps)
+    sources = last["validation"]["sources"]
+    # A source too light for a sample has nothing that could be said of it.
+    assert sources["rare"] == {"ce_tokens": 0}
+    assert sources["corpus"]["ce_loss"] == pytest.approx(last["validation"]["ce_loss"], rel=1e-6)
+    assert sources["corpus"].keys() == {"ce_loss", "ce_tokens"}
+
+
+def test_counts_of_no_source_are_no_figures() -> None:
+    from megatron_distill.train.source_figures import step_figures
+
+    counts = (LabelCounts(6, 0), LabelCounts(0, 0))
+    step = StepBatches((), 6, 0, 8, by_source=counts)
+    values = {"ce": 3.0, "ce@a": 3.0, "ce@b": 0.0, "kd@a": 0.0, "kd@b": 0.0, "kd": 0.0}
+    assert step_figures(values, step, ("a", "b")) == {
+        "a": {"ce_tokens": 6, "ce_loss": 3.0, "kd_tokens": 0},
+        "b": {"ce_tokens": 0, "kd_tokens": 0},
+    }
+    assert values == {"ce": 3.0, "kd": 0.0}
