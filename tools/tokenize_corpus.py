@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from megatron_distill import log
 from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.tokenize import tokenized_documents
-from megatron_distill.data.tokenizer import load_tokenizer
+from megatron_distill.data.tokenizer import Tokenizer, load_tokenizer, open_named_encoding
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
 
@@ -46,7 +46,11 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", metavar="FILE", help="files or quoted glob patterns")
-    parser.add_argument("--tokenizer", required=True, help="Hugging Face folder")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--tokenizer", help="Hugging Face folder, SentencePiece .model or .tiktoken file"
+    )
+    which.add_argument("--encoding", help="a tiktoken encoding whose ranks are in its cache")
     parser.add_argument("--output", required=True, type=Path, help="prefix of the two files")
     parser.add_argument("--format", choices=("text", "jsonl", "python_stdlib"), default="jsonl")
     parser.add_argument("--text-key", default="text", help="field of a jsonl record")
@@ -67,7 +71,11 @@ def _tokenize(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key,
         documents=arguments.documents,
     )
-    tokenizer = load_tokenizer(arguments.tokenizer)
+    tokenizer: Tokenizer = (
+        open_named_encoding(arguments.encoding)
+        if arguments.encoding is not None
+        else load_tokenizer(arguments.tokenizer)
+    )
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     # Only now: this imports Megatron-Core, which had to be prepared first.
     from megatron_distill.runtime.indexed_writer import open_indexed

@@ -126,19 +126,22 @@ def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
 def _tokenizer(job: JobConfig) -> Iterator[Problem]:
     tokenizer = job.data.tokenizer
     path, size = "data.tokenizer.path", "data.tokenizer.train_vocab_size"
+    values = {
+        path: tokenizer.path,
+        "data.tokenizer.encoding": tokenizer.encoding,
+        size: tokenizer.train_vocab_size,
+    }
+    given = {key: value for key, value in values.items() if value is not None}
     from_model = any(model.hf or model.store for model in job.models.values())
-    if tokenizer.path is None and tokenizer.train_vocab_size is None and not from_model:
+    if not given and not from_model:
         yield Problem(
-            (path, size),
-            f"data.tokenizer: give either {path} or {size}, or a model's student.hf or teacher.hf, "
-            "or teacher.store",
+            tuple(values),
+            f"data.tokenizer: give one of {', '.join(values)}, or a model's student.hf or "
+            "teacher.hf, or teacher.store",
         )
-    if tokenizer.path is not None and tokenizer.train_vocab_size is not None:
-        yield Problem(
-            (path, size),
-            f"{path} = {tokenizer.path!r} and {size} = {tokenizer.train_vocab_size}: give only "
-            "one of the two",
-        )
+    if len(given) > 1:
+        said = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        yield Problem(tuple(given), f"{said}: give only one of them")
     for index, source in enumerate(job.data.sources):
         if source.format == "megatron" and tokenizer.train_vocab_size is not None:
             yield Problem(

@@ -22,7 +22,7 @@ Mark = TypeVar("Mark")
 
 
 class TextEncoder(Protocol):
-    """What a stream needs of a tokenizer (`tokenizer.Tokenizer` is one)."""
+    """What a stream needs of a tokenizer (every `Tokenizer` is one)."""
 
     vocab_size: int
     eos_id: int

@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
-from megatron_distill.data.tokenizer import Tokenizer, holds_tokenizer
+from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.hugging_face.assets import (
     ASSETS_FOLDER,
     CONFIG_FILE,
     copy_assets,
-    copy_tokenizer,
 )
 from megatron_distill.train.checkpoint import assets_of, resolve_checkpoint
+from megatron_distill.train.tokenizer_files import keep_with_model
 
 
 def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -33,11 +33,7 @@ def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
         source = _source(config)
         if source is not None and source.is_dir():
             copy_assets(source, partial)
-        own = Path(config.data.tokenizer.path or tokenizer.name)
-        if holds_tokenizer(own):
-            copy_tokenizer(own, partial)
-        else:
-            tokenizer.hugging_face.save_pretrained(partial)
+        keep_with_model(tokenizer, partial)
         if not (partial / CONFIG_FILE).is_file():
             (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
         partial.rename(folder)
@@ -58,9 +54,8 @@ def _source(config: RunConfig) -> Path | None:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
-    hugging_face = tokenizer.hugging_face
     return {
-        "bos_token_id": hugging_face.bos_token_id,
+        "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": hugging_face.pad_token_id,
+        "pad_token_id": tokenizer.pad_id,
     }

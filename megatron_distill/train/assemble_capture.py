@@ -87,7 +87,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         resources.enter_context(held_for_job(folder, config.store.job))
         with together():
             if tokenizer is not None:
-                keep_tokenizer(folder, tokenizer, _tokenizer_source(config, tokenizer))
+                keep_tokenizer(folder, tokenizer)
         job = _Job(config, device, groups, origin, tokenizer, plan, store)
         order = _order(job)
         if order.holes:
@@ -153,10 +153,6 @@ def _teacher_name(config: CaptureConfig) -> str:
     assert config.teacher is not None
     path = config.teacher.hf or config.teacher.checkpoint
     return "random weights" if path is None else Path(path).expanduser().resolve().name
-
-
-def _tokenizer_source(config: CaptureConfig, tokenizer: Tokenizer) -> Path:
-    return Path(config.data.tokenizer.path or tokenizer.name).expanduser()
 
 
 def _begin(folder: Path, plan: Plan) -> bool:

@@ -15,6 +15,7 @@ from megatron_distill.data.tokenizer import (
     Tokenizer,
     holds_tokenizer,
     load_tokenizer,
+    open_named_encoding,
     train_bpe,
 )
 from megatron_distill.errors import ConfigError
@@ -57,6 +58,8 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
     wanted = config.data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)
+    if wanted.encoding is not None:
+        return open_named_encoding(wanted.encoding)
     if wanted.train_vocab_size is None:
         return load_tokenizer(next(_tokenizer_folders(config))[1])
     folder = Path(config.folder) / "tokenizer"
@@ -95,11 +98,11 @@ def _tokenizer_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _check_models(config: JobConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError where a model's own tokenizer gives a token another id."""
-    ours = tokenizer.hugging_face.get_vocab()
+    ours = tokenizer.vocabulary()
     for key, folder in _tokenizer_folders(config):
         if not holds_tokenizer(Path(folder).expanduser()):
             continue
-        theirs = load_tokenizer(folder).hugging_face.get_vocab()
+        theirs = load_tokenizer(folder).vocabulary()
         for token, number in ours.items():
             if theirs.get(token) != number:
                 other = f"the id {theirs[token]}" if token in theirs else "no id"

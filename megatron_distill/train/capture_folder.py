@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from megatron_distill.data.tokenizer import Tokenizer, holds_tokenizer
 from megatron_distill.errors import StoreError
-from megatron_distill.models.hugging_face.assets import copy_tokenizer
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.new_folder import flush_folder
 from megatron_distill.signals.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.signals.store.durable import said_for
 from megatron_distill.signals.store.plan import MANIFEST, PLAN
 from megatron_distill.train.run_folder import take_lock
+from megatron_distill.train.tokenizer_files import write_tokenizer
 
 # What other nodes wrote may take a while to be seen through a network file system.
 _PATIENCE_SECONDS = 60.0
@@ -82,20 +82,17 @@ def held_for_job(folder: Path, job: int) -> Iterator[None]:
             os.close(lock)
 
 
-def keep_tokenizer(store: Path, tokenizer: Tokenizer, own: Path) -> None:
+def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
     """Copy the tokenizer into a store, where it is not there yet; on one rank.
 
-    `own` is the folder that it came from, if it came from one. Raises StoreError.
+    Raises StoreError.
     """
     folder = tokenizer_folder(store)
     if holds_tokenizer(folder):
         return
     partial = working_folder(store) / f"tokenizer-{socket.gethostname()}-{os.getpid()}"
     with said_for(folder):
-        if holds_tokenizer(own):
-            copy_tokenizer(own, partial)
-        else:
-            tokenizer.hugging_face.save_pretrained(partial)
+        write_tokenizer(tokenizer, partial)
         flush_folder(partial)
         try:
             partial.rename(folder)

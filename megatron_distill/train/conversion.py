@@ -11,16 +11,20 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from megatron_distill.data.tokenizer import holds_tokenizer, load_tokenizer
+from megatron_distill.data.tokenizer import (
+    OTHER_KINDS_FOLDER,
+    holds_tokenizer,
+    is_hugging_face,
+    load_tokenizer,
+)
 from megatron_distill.errors import CheckpointError
+from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.assets import (
     ASSETS_FOLDER,
-    TOKENIZER_FILES,
     carried_entries,
     choose_family,
     copy_assets,
-    copy_tokenizer,
     write_config,
 )
 from megatron_distill.models.hugging_face.export import plan_files, write_files
@@ -32,8 +36,10 @@ from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
 from megatron_distill.train.checkpoint_writer import write_common
 from megatron_distill.train.run_state import saved_architecture
+from megatron_distill.train.tokenizer_files import copy_model_tokenizer, tokenizer_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOGGER = get_logger(__name__)
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 _SMALL_FILES_BYTES = 2**20  # configuration, index, description; the tokenizer is counted
 _HEADER_BYTES = 2048  # what stands around one stored tensor, at most
@@ -72,6 +78,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
 def _describe_import(folder: Path, source: Path, architecture: Architecture, identity: str) -> None:
     write_common({}, folder)
     copy_assets(source, folder / ASSETS_FOLDER)
+    copy_model_tokenizer(source, folder / ASSETS_FOLDER)
     Description(
         step=0,
         tokens=0,
@@ -126,7 +133,7 @@ def export_checkpoint(
             if dist.get_rank() == 0:
                 with said_for(output):
                     copy_assets(assets, partial)
-                    copy_tokenizer(from_tokenizer, partial)
+                    copy_model_tokenizer(from_tokenizer, partial)
                     write_config(
                         partial,
                         chosen,
@@ -134,6 +141,18 @@ def export_checkpoint(
                         carried=carried_entries(assets, chosen),
                         dtype=_SPELLED[wanted or weights.dtype("embedding.word_embeddings.weight")],
                     )
+                _say_where_it_lacks_a_tokenizer(partial, output)
+
+
+def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
+    if holds_tokenizer(partial) and not is_hugging_face(partial):
+        _LOGGER.warning(
+            "%s: the run's tokenizer is no Hugging Face one, so transformers finds none here; it "
+            "is in %s, which launch/generate.py --hf reads. --tokenizer DIR takes a Hugging Face "
+            "tokenizer of the same ids instead",
+            output,
+            output / OTHER_KINDS_FOLDER,
+        )
 
 
 def _check_apart(source: Path, output: Path) -> None:
@@ -146,8 +165,7 @@ def _check_apart(source: Path, output: Path) -> None:
 
 
 def _assets_bytes(folder: Path) -> int:
-    files = (folder / name for name in TOKENIZER_FILES)
-    return _SMALL_FILES_BYTES + sum(path.stat().st_size for path in files if path.is_file())
+    return _SMALL_FILES_BYTES + tokenizer_bytes(folder)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

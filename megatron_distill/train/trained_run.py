@@ -33,7 +33,7 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     own = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
     file = Path(folder) / "config.yaml"
     tokenizer = load_config(file, _ONE_PROCESS).data.tokenizer
-    if tokenizer.path is None and tokenizer.train_vocab_size is None:
+    if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
     config = load_config(file, [*_ONE_PROCESS, *own, *overrides])
     check_layout(config, world_size)

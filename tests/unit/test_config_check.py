@@ -64,11 +64,16 @@ BROKEN = {
     ),
     "no tokenizer": (
         ["data.tokenizer={train_vocab_size: null}"],
-        "data.tokenizer: give either data.tokenizer.path or data.tokenizer.train_vocab_size",
+        "data.tokenizer: give one of data.tokenizer.path, data.tokenizer.encoding, "
+        "data.tokenizer.train_vocab_size, or a model's student.hf",
     ),
     "two tokenizers": (
         ["data.tokenizer.path=tok"],
         "data.tokenizer.path = 'tok' and data.tokenizer.train_vocab_size = 512: give only one",
+    ),
+    "a tokenizer by name and trained": (
+        ["data.tokenizer.encoding=gpt2"],
+        "data.tokenizer.encoding = 'gpt2' and data.tokenizer.train_vocab_size = 512: give only",
     ),
     "tokenizer trained on tokens": (
         ["data.sources=[{format: megatron, paths: corpus}]"],

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
+from megatron_distill.data.tokenizer import (
+    END_OF_TEXT,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from megatron_distill.errors import DataError
 
 TEXTS = [
@@ -72,6 +78,7 @@ def test_a_saved_folder_is_a_hugging_face_tokenizer(trained: Tokenizer, tmp_path
         assert [path.name for path in folder.parent.iterdir()] == ["tokenizer"]
     loaded = load_tokenizer(folder)
     assert (loaded.identity, loaded.vocab_size, loaded.eos_id) == (trained.identity, 400, 0)
+    assert isinstance(loaded, HuggingFaceTokenizer)
     assert loaded.hugging_face.eos_token == END_OF_TEXT
     expected = [row.tolist() for row in trained.encode_batch(TEXTS)]
     assert [row.tolist() for row in loaded.encode_batch(TEXTS)] == expected
@@ -81,7 +88,7 @@ def test_a_saved_folder_is_a_hugging_face_tokenizer(trained: Tokenizer, tmp_path
 def test_the_vocabulary_is_what_the_ids_need_and_added_tokens_count(trained: Tokenizer) -> None:
     larger = train_bpe(TEXTS, vocab_size=400).hugging_face
     larger.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
-    tokenizer = Tokenizer(larger, name="larger")
+    tokenizer = HuggingFaceTokenizer(larger, name="larger")
     assert tokenizer.vocab_size == 402
     assert tokenizer.identity != trained.identity
 
@@ -130,7 +137,7 @@ def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
         ("file", "is a file, not a folder"),
         ("empty", "holds none of tokenizer.json"),
         ("cut off", "tokenizer.json: not a JSON file"),
-        ("not a tokenizer", "tokenizer.json: not a tokenizer description"),
+        ("not a tokenizer", "tokenizer.json: not a JSON object"),
         ("broken settings", "tokenizer_config.json: not a JSON file"),
     ],
 )

@@ -7,8 +7,17 @@ from pydantic import Field, field_validator
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.source_name import SOURCE_NAME, name_of_path
 
-__all__ = ["DataConfig", "SourceConfig", "SourceFormat", "TokenizerConfig"]
+__all__ = ["DataConfig", "EncodingName", "SourceConfig", "SourceFormat", "TokenizerConfig"]
 
+EncodingName = Literal[
+    "gpt2",
+    "r50k_base",
+    "p50k_base",
+    "p50k_edit",
+    "cl100k_base",
+    "o200k_base",
+    "o200k_harmony",
+]
 SourceFormat = Literal["text", "jsonl", "megatron", "python_stdlib"]
 
 
@@ -55,10 +64,17 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: a folder, or one trained on the sources; neither: that of a model."""
+    """The tokenizer: its files, a name, or trained on the sources; none: that of a model."""
 
     path: str | None = Field(
-        default=None, min_length=1, description="Hugging Face folder holding `tokenizer.json`."
+        default=None,
+        min_length=1,
+        description="Hugging Face folder holding `tokenizer.json`, or a SentencePiece `.model` or "
+        "`.tiktoken` rank file, or the folder of one.",
+    )
+    encoding: EncodingName | None = Field(
+        default=None,
+        description="Name of a tiktoken encoding whose ranks lie in tiktoken's cache already.",
     )
     train_vocab_size: int | None = Field(
         default=None,

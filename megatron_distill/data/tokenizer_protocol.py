@@ -1,0 +1,157 @@
+"""What every tokenizer offers, whichever library is behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.errors import DataError
+
+END_OF_TEXT: Final = "<|endoftext|>"
+NO_TOKEN: Final = "\N{REPLACEMENT CHARACTER}"  # what an id decodes to that stands for no token
+CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The tokens of a text and the characters each stands for.
+
+    Token i covers text[starts_n[i]:stops_n[i]]. Tokens that share a character (bytes of one emoji)
+    all cover it; a token that stands for nothing in the text covers an empty span, save that the
+    space which a Hugging Face Metaspace puts first lies on the first character. Neither starts nor
+    stops ever go back.
+    """
+
+    ids_n: NDArray[np.int32]
+    starts_n: NDArray[np.int32]
+    stops_n: NDArray[np.int32]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    name: where it came from, for messages. vocab_size: ids are in [0, vocab_size), added tokens
+    included, model padding not. eos_id: the token that ends every document. bos_id, pad_id: None
+    where there is none. special_ids: id of each token that marks something rather than standing
+    for text. identity: digest of the vocabulary and its rules; equal for teacher and student if
+    they agree on every id. chat_template: Jinja source, None where there is none.
+    """
+
+    name: str
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    pad_id: int | None
+    special_ids: dict[str, int]
+    identity: str
+    chat_template: str | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Token ids of each text, int32, without special tokens before or after.
+
+        Raises DataError for a text with half a surrogate pair.
+        """
+        ...
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
+        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+
+        Raises DataError as `encode_batch` does.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens spelled out.
+
+        Bytes that are no UTF-8 and ids that stand for no token become U+FFFD.
+        """
+        ...
+
+    def vocabulary(self) -> dict[str, int]:
+        """Spelling and id of every token, as a Hugging Face tokenizer of the kind spells them."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `load_tokenizer` makes an equal tokenizer of; raises OSError.
+
+        It appears under its name only when complete.
+        """
+        ...
+
+
+def check_texts(texts: Sequence[str], name: str) -> list[str]:
+    """The texts as a list. Raises DataError for one that has no UTF-8."""
+    for text in texts:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{name}: a text to encode holds half a surrogate pair at character "
+                    f"{error.start}; give valid UTF-8"
+                ) from error
+    return list(texts)
+
+
+def decode_around(
+    ids: Sequence[int],
+    *,
+    decode_run: Callable[[list[int]], str],
+    spelled: Callable[[int], str | None],
+) -> str:
+    """Decode runs of ids together, and those alone of which `spelled` gives the text."""
+    parts: list[str] = []
+    run: list[int] = []
+    for number in ids:
+        text = spelled(number)
+        if text is None:
+            run.append(number)
+            continue
+        if run:
+            parts.append(decode_run(run))
+            run = []
+        parts.append(text)
+    if run:
+        parts.append(decode_run(run))
+    return "".join(parts)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, renamed to `folder` when the block is done; raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(exist_ok=True)
+    yield partial
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The chat template that lies in a folder. Raises DataError if it cannot be read."""
+    path = folder / CHAT_TEMPLATE_FILE
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); correct or remove it") from error
+
+
+def read_json_object(path: Path, *, advice: str) -> dict[str, Any]:
+    """The JSON object of a file. Raises DataError, which ends with the advice."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a JSON file ({error}); {advice}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not a JSON object; {advice}")
+    return content

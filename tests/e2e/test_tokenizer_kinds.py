@@ -1,0 +1,240 @@
+"""A SentencePiece model and tiktoken ranks through every script that a run's tokenizer meets.
+
+Regimes: a run that cannot be continued, or whose text cannot be read, because only Hugging Face
+tokenizers were kept; a run continued with another kind; an export that transformers would read
+with a tokenizer of other ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron_distill.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_distill.data.tiktoken_ranks import written_ranks
+from megatron_distill.data.tokenizer import holds_tokenizer, is_hugging_face, load_tokenizer
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.failing import Ending, call, call_script, message, script
+from tests.e2e.processes import ROOT, torchrun
+from tests.e2e.runs import Inputs, course, quick_and_slow, step_records
+from tests.unit.tokenizer_kinds import byte_level, ranks_of, sentencepiece_model, write_tiktoken
+
+KINDS = ("sentencepiece", "tiktoken")
+RULES = {"pattern": "gpt2", "special_tokens": {"<|endoftext|>": 425, "<|begin|>": 426},
+         "bos": "<|begin|>"}  # fmt: skip
+STEPS = 3
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1", "validation.samples=8")
+TERM = "objective.terms=[{divergence: forward_kl, top_k: 12}]"
+PROMPT = "def parse(self, text): # \u00e9\u6f22"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tokenizer's file and the run that was trained with it."""
+
+    tokenizer: Path
+    run: Path
+
+
+def tokenizer_file(kind: str, folder: Path) -> Path:
+    if kind == "tiktoken":
+        return write_tiktoken(folder / "own.tiktoken", written_ranks(ranks_of(byte_level())), RULES)
+    path = folder / "own.model"
+    path.write_bytes(sentencepiece_model("bpe"))
+    return path
+
+
+@pytest.fixture(
+    scope="module", params=["sentencepiece", pytest.param("tiktoken", marks=pytest.mark.slow)]
+)
+def trained(
+    request: pytest.FixtureRequest, pool: Pool, inputs: Inputs,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trained:  # fmt: skip
+    """Two steps, stopped, and the third after a new start, by the entry script on two ranks."""
+    folder = tmp_path_factory.mktemp(request.param)
+    found = Trained(tokenizer_file(request.param, folder), folder / "run")
+    for steps in (STEPS - 1, STEPS):
+        endings = call(
+            *(pool, inputs.folder / "dense.yaml", found.run, *SHORT, f"train.steps={steps}"),
+            *("parallel.tensor=2", "checkpoint.save=true", f"schedule.decay_steps={STEPS}"),
+            f"data.tokenizer.path={found.tokenizer}",
+        )
+        assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    return found
+
+
+def call_here(rank: int, world: int, path: Path, words: Sequence[str]) -> tuple[int, str, str]:
+    """Call a script in one pool worker; returns its status and what it wrote."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", [str(path), *words]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = script(path).main()
+    return status, out.getvalue(), err.getvalue()
+
+
+def written(pool: Pool, path: Path, *words: object) -> tuple[str, str]:
+    (found,) = pool.run(1, call_here, path, [str(word) for word in words], timeout=120.0)
+    assert found[0] == 0, found
+    return found[1], found[2]
+
+
+def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) -> None:
+    tokenizer = load_tokenizer(trained.tokenizer)
+    assert [record["step"] for record in step_records(trained.run)] == [1, 2, 3]
+    (newest,) = (trained.run / "checkpoints").glob("step_*3")
+    description = json.loads(next(newest.glob("*.json")).read_text())
+    assert description["tokenizer"] == tokenizer.identity
+    assert description["architecture"]["vocab_size"] == tokenizer.vocab_size
+    kept = load_tokenizer(trained.run / "hugging_face")
+    assert (type(kept), kept.identity) == (type(tokenizer), tokenizer.identity)
+    special = json.loads((trained.run / "hugging_face" / "config.json").read_text())
+    assert special == {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": None,
+    }
+
+
+def test_another_kind_does_not_continue_a_run(
+    pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(trained.run, tmp_path / "run")
+    size = load_tokenizer(trained.tokenizer).vocab_size
+    endings = call(
+        *(pool, inputs.folder / "dense.yaml", copy, *SHORT, "train.steps=4"),
+        *(f"student.architecture.vocab_size={size}", f"teacher.architecture.vocab_size={size}"),
+        *("checkpoint.save=true", f"schedule.decay_steps={STEPS}", "parallel.tensor=2"),
+    )
+    assert "was trained with another tokenizer" in message(endings)
+
+
+def test_text_is_written_by_the_run_and_by_its_kept_tokenizer(pool: Pool, trained: Trained) -> None:
+    words = ("--run", trained.run, "--prompt", PROMPT, "--tokens", 6, "--seed", 3)
+    generate = ROOT / "launch" / "generate.py"
+    text, _ = written(pool, generate, *words)
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT) + 1
+    kept = f"data.tokenizer.path={trained.run / 'hugging_face'}"
+    assert written(pool, generate, *words, kept)[0] == text
+
+
+def test_an_export_says_that_transformers_finds_no_tokenizer(
+    pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
+) -> None:
+    tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"
+    _, said = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
+    assert "the run's tokenizer is no Hugging Face one" in said
+    assert holds_tokenizer(out)
+    assert not is_hugging_face(out)
+    assert not any((out / name).exists() for name in ("tokenizer.model", "tokenizer_config.json"))
+    expected = load_tokenizer(trained.tokenizer).identity
+    assert load_tokenizer(out).identity == expected
+    text, _ = written(
+        pool, ROOT / "launch" / "generate.py", "--hf", out, "--prompt", PROMPT, "--tokens", 4
+    )
+    assert text.startswith(PROMPT)
+    # What is imported again has it, too; a tokenizer of transformers takes its place if wished.
+    back, other = tmp_path / "back", tmp_path / "other"
+    written(pool, tool, "import", "--hf", out, "--output", back)
+    assert load_tokenizer(back / "hugging_face").identity == expected
+    words = ("export", "--checkpoint", back, "--hf", other, "--tokenizer", inputs.tokenizer)
+    _, said = written(pool, tool, *words)
+    assert "no Hugging Face one" not in said
+    assert is_hugging_face(other)
+
+
+@pytest.mark.parametrize("kind", quick_and_slow(KINDS, ("tiktoken",)))
+def test_a_store_brings_the_tokenizer_along(
+    pool: Pool, inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
+    path = tokenizer_file(kind, tmp_path)
+    config = write_capture(inputs, f"of_{kind}", samples=16, per_shard=8)
+    store = tmp_path / "store"
+    assert run_in(pool, 1, config, store, f"data.tokenizer.path={path}") is True
+    kept = load_tokenizer(store / "tokenizer")
+    assert kept.identity == load_tokenizer(path).identity
+    offline = (
+        *(pool, inputs.folder / "dense.yaml"),
+        *("teacher.architecture=null", f"teacher.store={store}", "train.steps=2"),
+        *("schedule.warmup_steps=1", "checkpoint.save=true", TERM),
+    )
+    for name, tokenizer in (("brought", "null"), ("given", str(path))):
+        endings = call(*offline[:2], tmp_path / name, *offline[2:],
+                       f"data.tokenizer.path={tokenizer}", world=1)  # fmt: skip
+        assert endings[0].status == 0, endings[0].said
+    found = [course(step_records(tmp_path / name)) for name in ("brought", "given")]
+    assert found[0] == found[1]
+    # The run that took the store's tokenizer finds it in its own folder.
+    text, _ = written(
+        pool, ROOT / "launch" / "generate.py", "--run", tmp_path / "brought", "--tokens", 2
+    )
+    assert text.startswith("def ")
+
+
+def call_with_cache(rank: int, world: int, arguments: Sequence[str], cache: str) -> Ending:
+    with patch.dict(os.environ, {"TIKTOKEN_CACHE_DIR": cache}):
+        return call_script(rank, world, arguments, {})
+
+
+def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    arguments = [
+        *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
+        *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
+    ]
+    said = message(pool.run(2, call_with_cache, arguments, str(tmp_path / "cache"), timeout=120.0))
+    assert "data.tokenizer.encoding = 'o200k_base': its ranks" in said
+    assert f"are wanted as {tmp_path / 'cache'}" in said
+    assert "nothing is downloaded here" in said
+
+
+def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    from megatron_distill.config import load_config
+    from megatron_distill.errors import ConfigError
+    from megatron_distill.train.assemble_tokenizer import _check_models
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    path = inputs.write("of_a_folder", f"student:\n  hf: {folder}\nteacher:\n  hf: {folder}\n")
+    model = load_tokenizer(folder / "tokenizer.model")
+    _check_models(load_config(path, []), model)
+    other = SentencePieceTokenizer(sentencepiece_model("suffix"), name="other")
+    with pytest.raises(ConfigError, match="use one tokenizer for data and models"):
+        _check_models(load_config(path, []), other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_under_torchrun_trains_and_goes_on(
+    inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
+    path = tokenizer_file(kind, tmp_path)
+    for steps in (2, 3):
+        words = [
+            *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
+            *(f"train.steps={steps}", "checkpoint.save=true", f"schedule.decay_steps={STEPS}"),
+            *("parallel.tensor=2", f"data.tokenizer.path={path}"),
+        ]
+        with torchrun(tmp_path, words) as started:
+            assert started.wait() == 0, started.log.read_text()
+    assert [record["step"] for record in step_records(tmp_path / "run")] == [1, 2, 3]
