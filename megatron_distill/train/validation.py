@@ -55,7 +55,8 @@ def validate(student: Student, held_out: HeldOut) -> dict[str, float]:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             pairs = list(zip(batches, signals, strict=True))
-            means = run_student(student, pairs, objective, step, forward_only=True)
+            objectives = [objective] * len(pairs)
+            means = run_student(student, pairs, objectives, step, forward_only=True)
             for name, mean in means.items():
                 by_label = name in LABEL_MEANS
                 mine, all_ = (
