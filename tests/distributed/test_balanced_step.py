@@ -109,6 +109,10 @@ def test_per_micro_batch_is_the_published_form_of_each(
     assert_equal(pool.run(world, balanced, case), oracle)
 
 
+def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool: Pool, whole: Oracle) -> None:
+    assert_equal(pool.run(1, balanced, Case(per_micro_batch=True, micro_batch=SAMPLES)), whole)
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "micro_batch"),
     [(1, (), 4), (2, (), 1), (2, SEQUENCE, 2), (4, (("tensor", 2), *PIPELINE), 1)],
