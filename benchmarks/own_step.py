@@ -75,7 +75,7 @@ class OwnStep:
             self.training.optimizer,
             self.training.schedule,
             list(zip(batches.micro_batches, signals, strict=True)),
-            self.objective,
+            [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )

@@ -77,7 +77,7 @@ class Steps:
             self.optimizer,
             self.schedule,
             list(zip(batches.micro_batches, signals, strict=True)),
-            self.objective,
+            [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )

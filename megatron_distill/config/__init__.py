@@ -24,6 +24,7 @@ from megatron_distill.config.schema import (
     TokenizerConfig,
     TrainConfig,
     ValidationConfig,
+    ValueScheduleConfig,
     WandbConfig,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "ValidationConfig",
+    "ValueScheduleConfig",
     "WandbConfig",
     "check_architecture",
     "check_layout",

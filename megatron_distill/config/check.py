@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from megatron_distill.config.check_balance import balance_problems
 from megatron_distill.config.check_capture import capture_problems
 from megatron_distill.config.check_job import job_problems, layout_problems
 from megatron_distill.config.check_model import architecture_problems
@@ -134,6 +135,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     job_problems,
     store_problems,
     objective_problems,
+    balance_problems,
     _schedule,
     _optimizer,
     _batch,

@@ -7,6 +7,14 @@ from megatron_distill.config.schema import PARAMETERS, RunConfig, TermConfig
 
 __all__ = ["objective_problems"]
 
+# What two terms may differ in and still be one: they would be reported under one name.
+_SAME_TERM = {
+    "weight",
+    "weight_schedule",
+    "temperature_schedule",
+    "scale_by_temperature_squared",
+}
+
 
 def objective_problems(config: RunConfig) -> Iterator[Problem]:
     """Say what of the objective contradicts itself or the rest."""
@@ -28,7 +36,8 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _term(f"objective.terms.{index}", term, keeps_all=not is_stored)
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
-        what = (*term.model_dump(exclude={"weight", "scale_by_temperature_squared"}).values(),)
+        last = term.temperature_schedule and term.temperature_schedule.to
+        what = (*term.model_dump(exclude=_SAME_TERM).values(), last)
         first = seen.setdefault(what, index)
         if first != index:
             yield Problem(
@@ -39,6 +48,12 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _term(path: str, term: TermConfig, *, keeps_all: bool) -> Iterator[Problem]:
+    if term.weight == 0 and (term.weight_schedule is None or term.weight_schedule.to == 0):
+        yield Problem(
+            (f"{path}.weight", f"{path}.weight_schedule"),
+            f"{path}.weight = 0.0: nothing is learned from this term; raise it, or leave the term "
+            "out",
+        )
     for name, divergences in PARAMETERS.items():
         if getattr(term, name) is not None and term.divergence not in divergences:
             yield Problem(

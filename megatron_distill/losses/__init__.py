@@ -1,8 +1,34 @@
 """Objective terms on top of the vocabulary-parallel mathematics: masks, counts and weights."""
 
+from megatron_distill.losses.balance import (
+    BalanceMode,
+    BalanceState,
+    LossWeights,
+    RatioBalance,
+    RawLosses,
+    Scales,
+    scaled_weights,
+    weighted_sum,
+)
 from megatron_distill.losses.objective import fused_linear_objective
 from megatron_distill.losses.terms import Term
 from megatron_distill.losses.token_divergence import token_divergence
+from megatron_distill.losses.value_schedule import ScheduleKind, ValueSchedule
 from megatron_distill.losses.weights import token_weights
 
-__all__ = ["Term", "fused_linear_objective", "token_divergence", "token_weights"]
+__all__ = [
+    "BalanceMode",
+    "BalanceState",
+    "LossWeights",
+    "RatioBalance",
+    "RawLosses",
+    "Scales",
+    "ScheduleKind",
+    "Term",
+    "ValueSchedule",
+    "fused_linear_objective",
+    "scaled_weights",
+    "token_divergence",
+    "token_weights",
+    "weighted_sum",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from megatron_distill.losses.shards import check_columns, check_per_token, check
 from megatron_distill.losses.targets import kept_target
 from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.blocks import chunk_tokens_for
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
@@ -91,7 +93,7 @@ def fused_linear_objective(
         ce_weights=ce_weights,
         kd_weights=kd_weights,
         ce_coefficient=ce_coefficient,
-        terms=tuple(term.weighted for term in between),
+        terms=_merged(between),
         kept=tuple(plan for _, plan in kept),
         chunk_tokens=chunk_tokens,
         shard=shard,
@@ -137,6 +139,16 @@ def _plans(
     ]
 
 
+def _merged(terms: Sequence[Term]) -> tuple[WeightedDivergence, ...]:
+    """The terms, each once: scheduled temperatures may meet on their way."""
+    merged: dict[str, WeightedDivergence] = {}
+    for own in (term.weighted for term in terms):
+        met = merged.get(own.key)
+        more = 0.0 if met is None else met.coefficient
+        merged[own.key] = replace(own, coefficient=own.coefficient + more)
+    return tuple(merged.values())
+
+
 def _head(state: HiddenState) -> LinearHead:
     rule = LogitRule(state.logit_softcap, state.logit_scale)
     return LinearHead(state.hidden, state.weight, rule, state.bias)
@@ -167,7 +179,9 @@ def _report(
     by_name = dict(zip(work.sum_names, sums.unbind(), strict=True))
     keys = {term.name: term.weighted.key for term in between}
     keys |= {term.name: plan.key for term, plan in kept}
-    divergences = {name: by_name.pop(key) for name, key in keys.items()}
+    divergences = {name: by_name[key] for name, key in keys.items()}
+    for key in set(keys.values()):
+        del by_name[key]
     masses = [by_name.pop(plan.mass_key) for _, plan in kept if plan.has_mass]
     if not divergences and work.teacher is None:
         return by_name

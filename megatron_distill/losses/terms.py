@@ -22,6 +22,8 @@ class Term:
     that many ids of a teacher that speaks of all. ``support`` says what a divergence on kept ids
     is between: the ids and their ``tail`` as one more class, both models ``renormalized`` over the
     ids, or the ``raw`` sum over the ids. ``parameters`` are those of the divergence.
+    ``temperatures`` are the first and the last of a run that changes it, whose reports have one
+    name all through.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.
@@ -34,6 +36,7 @@ class Term:
     top_k: int | None = None
     support: Support = "tail"
     parameters: Mapping[str, float] = field(default_factory=dict)
+    temperatures: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         divergence_named(self.divergence, **self.parameters)
@@ -64,7 +67,10 @@ class Term:
     def name(self) -> str:
         """Name in reports: the divergence, with what is not the default."""
         name = self.row.name
-        if self.temperature != 1.0:
+        if self.temperatures is not None:
+            first, last = self.temperatures
+            name += f"_t{first:g}to{last:g}"
+        elif self.temperature != 1.0:
             name += f"_t{self.temperature:g}"
         if self.top_k is not None:
             name += f"_top{self.top_k}"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 from megatron_distill.runtime.groups import Groups
 
@@ -26,3 +31,16 @@ def seed_everything(seed: int, groups: Groups) -> None:
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
     model_parallel_cuda_manual_seed(own, force_reset_rng=True)
+
+
+@contextmanager
+def repeated_dropout() -> Iterator[None]:
+    """Leave the random states as they were found, so that what follows draws the same masks."""
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        torch.cuda.set_rng_state(device)
+        get_cuda_rng_tracker().set_states(tracked)

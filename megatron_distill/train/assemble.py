@@ -20,6 +20,7 @@ from megatron_distill.runtime.device import Device
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble_assets import keep_assets
+from megatron_distill.train.assemble_balancing import build_balancing
 from megatron_distill.train.assemble_data import open_training_loader
 from megatron_distill.train.assemble_distillation import assemble_distillation
 from megatron_distill.train.assemble_groups import execution_on, job_groups
@@ -106,8 +107,10 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
             stores=stored.identities,
         )
     newest = _checkpoint_to_resume(config, state.checkpoints)
+    balancing = build_balancing(config.objective)
     if newest is not None:
         state.restore(newest, source)
+        state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
@@ -115,6 +118,7 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         state=state,
         teacher=distillation.teacher,
         objective=distillation.objective,
+        balancing=balancing,
         loader=source,
         held_out=distillation.held_out,
         metrics=metrics,

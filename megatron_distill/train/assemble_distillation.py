@@ -12,6 +12,7 @@ from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
+from megatron_distill.train.assemble_balancing import final_objective
 from megatron_distill.train.assemble_data import read_validation
 from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
 from megatron_distill.train.assemble_sources import source_names
@@ -70,6 +71,7 @@ def assemble_distillation(
     if stored is not None:
         # A store knows its own samples and none of a corpus's held-out ones.
         listener = None if config.data.sources else stored.teacher
+    measured = final_objective(measured, config.objective)
     return Distillation(stored, online, objective, HeldOut.of(steps, listener, measured))
 
 

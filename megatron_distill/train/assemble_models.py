@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_distill.config import PARAMETERS, JobConfig, RunConfig
+from megatron_distill.config import PARAMETERS, JobConfig, RunConfig, TermConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution
@@ -140,10 +140,22 @@ def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ..
                 f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
                 f"{architecture.vocab_size} tokens; lower it, or leave it out to compare all"
             )
+    schedules = {"weight_schedule", "temperature_schedule"}
     return tuple(
-        Term(**term.model_dump(exclude=set(PARAMETERS)), parameters=term.parameters)
+        Term(
+            **term.model_dump(exclude={*PARAMETERS, *schedules}),
+            parameters=term.parameters,
+            temperatures=_temperatures(term),
+        )
         for term in config.objective.terms
     )
+
+
+def _temperatures(term: TermConfig) -> tuple[float, float] | None:
+    schedule = term.temperature_schedule
+    if schedule is None or schedule.to == term.temperature:
+        return None
+    return term.temperature, schedule.to
 
 
 def _build(

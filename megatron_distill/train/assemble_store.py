@@ -219,7 +219,8 @@ def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> No
 
 
 def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
-    if not term.is_forward_kl or term.temperature != 1.0 or term.top_k is not None:
+    is_at_one = term.temperature == 1.0 and term.temperatures is None
+    if not term.is_forward_kl or not is_at_one or term.top_k is not None:
         raise StoreError(
             f"{store.folder}: holds ids drawn at temperature 1, which serve forward_kl at "
             f"temperature 1 and nothing else; change objective.terms.{index}, or capture a store "

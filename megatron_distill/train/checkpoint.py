@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Description:
     tokenizer: str  # content hash
     layout: str  # of the run that wrote it
     data: dict[str, Any]  # the loader's position
+    balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""

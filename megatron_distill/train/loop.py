@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -15,6 +16,7 @@ from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
+from megatron_distill.train.balancing import Balancing
 from megatron_distill.train.lookahead import StepSource
 from megatron_distill.train.memory import peak_memory_bytes
 from megatron_distill.train.metrics import MetricsLog
@@ -46,6 +48,7 @@ class Parts:
     state: RunState
     teacher: Teacher | None
     objective: TokenObjective
+    balancing: Balancing
     loader: StepSource
     held_out: HeldOut
     metrics: MetricsLog
@@ -92,13 +95,14 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
         step = state.step + 1
         started = time.perf_counter()
         batches = parts.loader.take(step)
-        report, teacher_seconds = _distil(parts, batches, plan)
+        report, balance, teacher_seconds = _distil(parts, batches, plan)
         state.advance(batches, applied=report.applied)
         _judge(report, batches, state, plan)
         stopping, peak_bytes = _vote(termination, log, parts.device)
         seconds = time.perf_counter() - started
         last = step == plan.steps
-        log.write(_record(parts, report, seconds, teacher_seconds, peak_bytes))
+        record = _record(parts, report, seconds, teacher_seconds, peak_bytes)
+        log.write({**record, "balance": dict(balance)} if balance else record)
         if parts.held_out.steps and (last or _due(step, plan.validation_interval)):
             log.write({"step": step, "validation": _validation(parts)})
         if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
@@ -136,22 +140,36 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _distil(parts: Parts, batches: StepBatches, plan: LoopPlan) -> tuple[StepReport, float]:
-    """Return what the step did and the seconds that the teacher took of it."""
+def _distil(
+    parts: Parts, batches: StepBatches, plan: LoopPlan
+) -> tuple[StepReport, Mapping[str, float], float]:
+    """Return what the step did, its weights, and the seconds that the teacher took of it."""
     started = time.perf_counter()
-    micro_batches = batches.micro_batches
+    state, micro_batches = parts.state, batches.micro_batches
     signals = parts.teacher.signals(micro_batches) if parts.teacher else [None] * len(micro_batches)
     teacher_seconds = time.perf_counter() - started
-    report = train_step(
-        parts.state.student,
-        parts.state.optimizer,
-        parts.state.schedule,
-        list(zip(micro_batches, signals, strict=True)),
+    pairs = list(zip(micro_batches, signals, strict=True))
+    balanced = parts.balancing.prepare(
+        state.student,
+        pairs,
         parts.objective,
+        batches,
+        steps_done=state.step,
+        state=state.balance,
+    )
+    report = train_step(
+        state.student,
+        state.optimizer,
+        state.schedule,
+        pairs,
+        balanced.objectives,
         batches,
         clip_grad_norm=plan.clip_grad_norm,
     )
-    return report, teacher_seconds
+    state.balance, report = parts.balancing.finish(
+        balanced, report, groups=state.student.groups, device=parts.device
+    )
+    return report, balanced.logged, teacher_seconds
 
 
 def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:

@@ -4,18 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective, token_weights
-from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head
+from megatron_distill.losses import LossWeights, Term, fused_linear_objective, token_weights
+from megatron_distill.models.gpt import hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.partition import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
 from megatron_distill.train.source_figures import BY_SOURCE, source_keys, split_report
+
+
+class Head(Protocol):
+    """Whatever holds the output head of the last stage."""
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the head [V, H]."""
+
+
+class MicroBatchObjective(Protocol):
+    """What the student's schedule asks of each micro-batch."""
+
+    @property
+    def report_names(self) -> tuple[str, ...]:
+        """The entries of every report, in one order on all ranks."""
+        ...
+
+    @property
+    def source_report_names(self) -> tuple[str, ...]:
+        """What a report says of each source, in one order on all ranks."""
+        ...
+
+    def __call__(
+        self,
+        hidden_sbh: Tensor,
+        head: Head,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what is back-propagated and a report, fp32 scalars."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +67,7 @@ class TokenObjective:
     logit_rule: LogitRule
     groups: Groups
     source_names: tuple[str, ...] = ()  # of a blend, each of which is reported by itself
+    feature_weights: tuple[float, ...] = ()
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -51,6 +85,16 @@ class TokenObjective:
             return ("ce",)
         return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
 
+    def at(self, weights: LossWeights, temperatures: Sequence[float]) -> TokenObjective:
+        """The same objective with other weights and temperatures: all that changes in a run."""
+        terms = tuple(
+            replace(term, weight=weight, temperature=temperature)
+            for term, weight, temperature in zip(
+                self.terms, weights.terms, temperatures, strict=True
+            )
+        )
+        return replace(self, ce_weight=weights.ce, terms=terms, feature_weights=weights.features)
+
     def of_labels(self) -> TokenObjective:
         """The same objective without a teacher."""
         return replace(self, terms=(), metrics=())
@@ -58,7 +102,7 @@ class TokenObjective:
     def __call__(
         self,
         hidden_sbh: Tensor,
-        head: HiddenStateGPT,
+        head: Head,
         batch: Batch,
         signal: Signal | None,
         step: StepBatches,

@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_distill.errors import CheckpointError
+from megatron_distill.losses import BalanceState
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.differences import architecture_differences
 from megatron_distill.models.gpt import HiddenStateGPT
@@ -46,6 +47,7 @@ class RunState:
     step: int = 0
     tokens: int = 0
     bad_steps: int = 0
+    balance: BalanceState = BalanceState()
     learning_rate: float = field(default=0.0, init=False)
 
     def advance(self, batches: StepBatches, *, applied: bool) -> None:
@@ -69,6 +71,7 @@ class RunState:
                     tokenizer=self.tokenizer_hash,
                     layout=_layout_name(self.student.groups),
                     data=loader.state_dict(),
+                    balance=self.balance.as_dict(),
                 ),
             )
 
@@ -86,6 +89,7 @@ class RunState:
         load_chunks(self.student.chunks, loaded)
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
+        self.balance = saved_balance(description, folder)
         load_optimizer(
             self.optimizer,
             state["optimizer"],
@@ -155,6 +159,16 @@ def saved_architecture(description: Description, folder: Path) -> Architecture:
         raise CheckpointError(
             f"{folder}: the architecture in its description is of another release ({error}); "
             "use the release that wrote it"
+        ) from error
+
+
+def saved_balance(description: Description, folder: Path) -> BalanceState:
+    """Return the running means of a checkpoint; raises CheckpointError for those of no release."""
+    try:
+        return BalanceState.from_dict(description.balance)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder}: `balance` in its description is damaged ({error!r}); use another checkpoint"
         ) from error
 
 

@@ -18,12 +18,13 @@ from megatron_distill.models.gpt import HiddenStateGPT, run_model
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
-from megatron_distill.train.objective import TokenObjective, reduce_report
+from megatron_distill.train.objective import MicroBatchObjective, TokenObjective, reduce_report
 from megatron_distill.train.optimizer import apply_gradients
 from megatron_distill.train.schedule import run_schedule
 from megatron_distill.train.source_figures import SourceFigures, step_figures
 
 Pair = tuple[Batch, Signal | None]
+_Item = tuple[Batch, Signal | None, MicroBatchObjective]
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,13 @@ class StepReport:
 
 
 def _forward(
-    iterator: Iterator[Pair],
+    iterator: Iterator[_Item],
     chunk: torch.nn.Module,
     *,
     student: Student,
-    objective: TokenObjective,
     step: StepBatches,
 ) -> tuple[Tensor, Any]:
-    batch, signal = next(iterator)
+    batch, signal, objective = next(iterator)
     hidden_sbh = run_model(chunk, batch, context_size=student.groups.context.size())
     return hidden_sbh, partial(
         _loss, objective=objective, head=student.chunks[-1], batch=batch, signal=signal, step=step
@@ -64,7 +64,7 @@ def _forward(
 def _loss(
     hidden_sbh: Tensor,
     *,
-    objective: TokenObjective,
+    objective: MicroBatchObjective,
     head: HiddenStateGPT,
     batch: Batch,
     signal: Signal | None,
@@ -75,33 +75,52 @@ def _loss(
     return total * step.positions, positions, {**report, "total": total.detach()}
 
 
-def run_student(
+def student_reports(
     student: Student,
     pairs: Sequence[Pair],
-    objective: TokenObjective,
+    objectives: Sequence[MicroBatchObjective],
     step: StepBatches,
     *,
     forward_only: bool = False,
-) -> dict[str, Tensor]:
+) -> list[dict[str, Tensor]]:
     """Run the student's schedule, leaving gradients in its buffers unless `forward_only`.
 
-    Returns the global means that the objective reports (fp32 scalars, the same on every rank).
+    Each micro-batch has its objective. Returns the report of each on the last stage, an empty list
+    elsewhere.
 
-    Collective: those of `run_schedule`, of the objective per micro-batch and of `reduce_report`.
+    Collective: those of `run_schedule` and of the objective per micro-batch.
     """
-    reports = run_schedule(
-        partial(_forward, student=student, objective=objective, step=step),
+    items = [(*pair, objective) for pair, objective in zip(pairs, objectives, strict=True)]
+    return run_schedule(
+        partial(_forward, student=student, step=step),
         student.wrapped,
-        pairs,
+        items,
         groups=student.groups,
         micro_batch_size=pairs[0][0].tokens_bs.shape[0],
         sequence_length=student.sequence_length,
         forward_only=forward_only,
     )
+
+
+def run_student(
+    student: Student,
+    pairs: Sequence[Pair],
+    objectives: Sequence[MicroBatchObjective],
+    step: StepBatches,
+    *,
+    forward_only: bool = False,
+) -> dict[str, Tensor]:
+    """Run the student's schedule as `student_reports` does, and add its reports up.
+
+    Returns the global means that the objectives report (fp32 scalars, the same on every rank).
+
+    Collective: those of `student_reports` and of `reduce_report`.
+    """
+    reports = student_reports(student, pairs, objectives, step, forward_only=forward_only)
     return reduce_report(
         reports,
-        names=objective.report_names,
-        source_names=objective.source_report_names,
+        names=objectives[0].report_names,
+        source_names=objectives[0].source_report_names,
         groups=student.groups,
         device=pairs[0][0].tokens_bs.device,
     )
@@ -112,12 +131,12 @@ def train_step(
     optimizer: ChainedOptimizer,
     schedule: OptimizerParamScheduler,
     pairs: Sequence[Pair],
-    objective: TokenObjective,
+    objectives: Sequence[TokenObjective],
     step: StepBatches,
     *,
     clip_grad_norm: float,
 ) -> StepReport:
-    """Take one optimizer step.
+    """Take one optimizer step, each micro-batch with its objective.
 
     A loss or gradient that is not finite leaves weights and optimizer state as they were.
     """
@@ -125,9 +144,9 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     schedule.step(1)
-    means = run_student(student, pairs, objective, step)
+    means = run_student(student, pairs, objectives, step)
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
-    sources = step_figures(values, step, objective.source_names)
+    sources = step_figures(values, step, objectives[0].source_names)
     update = apply_gradients(
         optimizer,
         clip_grad_norm=clip_grad_norm,

@@ -55,7 +55,8 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             pairs = list(zip(batches, signals, strict=True))
-            means = run_student(student, pairs, objective, step, forward_only=True)
+            objectives = [objective] * len(pairs)
+            means = run_student(student, pairs, objectives, step, forward_only=True)
             mine = LabelTotals.of([step], ())
             for key, mean in means.items():
                 # A source's entry is a share of the whole batch, like any other.

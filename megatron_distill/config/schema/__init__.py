@@ -11,7 +11,13 @@ from megatron_distill.config.schema.model import (
     RopeScalingConfig,
     StoreSourceConfig,
 )
-from megatron_distill.config.schema.objective import PARAMETERS, ObjectiveConfig, TermConfig
+from megatron_distill.config.schema.objective import (
+    PARAMETERS,
+    BalanceConfig,
+    ObjectiveConfig,
+    TermConfig,
+    ValueScheduleConfig,
+)
 from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
 from megatron_distill.config.schema.run import JobConfig, RunConfig
 from megatron_distill.config.schema.training import (
@@ -24,6 +30,7 @@ from megatron_distill.config.schema.training import (
 __all__ = [
     "PARAMETERS",
     "ArchitectureConfig",
+    "BalanceConfig",
     "CaptureConfig",
     "CapturePassConfig",
     "CheckpointConfig",
@@ -47,5 +54,6 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "ValidationConfig",
+    "ValueScheduleConfig",
     "WandbConfig",
 ]

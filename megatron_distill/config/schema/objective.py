@@ -6,7 +6,14 @@ from pydantic import Field
 
 from megatron_distill.config.schema.base import Section
 
-__all__ = ["PARAMETERS", "Divergence", "ObjectiveConfig", "TermConfig"]
+__all__ = [
+    "PARAMETERS",
+    "BalanceConfig",
+    "Divergence",
+    "ObjectiveConfig",
+    "TermConfig",
+    "ValueScheduleConfig",
+]
 
 Divergence = Literal[
     "forward_kl",
@@ -27,6 +34,25 @@ PARAMETERS: dict[str, tuple[Divergence, ...]] = {
 }
 
 
+class ValueScheduleConfig(Section):
+    """How a value changes during the run, from what its own key says."""
+
+    to: float = Field(ge=0, description="The value at the end, and from there on.", examples=[1.0])
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        default="linear",
+        description="The way there: a straight line, half a period of a cosine, or `constant` "
+        "before and after `start_step`.",
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps that the way takes; of `linear` and `cosine`, which need it.",
+    )
+    start_step: int = Field(
+        default=0, ge=0, description="Optimizer steps that are done when the change begins."
+    )
+
+
 class TermConfig(Section):
     """One divergence between teacher and student."""
 
@@ -35,9 +61,15 @@ class TermConfig(Section):
         description="`forward_kl` is KL(teacher || student), `reverse_kl` the other way round; "
         "docs/losses.md has them all.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Factor of this term in the loss.")
+    weight: float = Field(default=1.0, ge=0, description="Factor of this term in the loss.")
+    weight_schedule: ValueScheduleConfig | None = Field(
+        default=None, description="How `weight` changes; null: it does not."
+    )
     temperature: float = Field(
         default=1.0, gt=0, description="T: both distributions are softmax(logits / T)."
+    )
+    temperature_schedule: ValueScheduleConfig | None = Field(
+        default=None, description="How `temperature` changes; null: it does not."
     )
     scale_by_temperature_squared: bool = Field(
         default=False, description="Multiply the term, loss and gradient alike, by T^2."
@@ -79,17 +111,60 @@ class TermConfig(Section):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class BalanceConfig(Section):
+    """How large the losses are kept against each other; docs/balancing.md has the formulas."""
+
+    mode: Literal["fixed", "schedule", "magnitude", "gradient_norm"] = Field(
+        default="fixed",
+        description="`fixed`: all weights and temperatures stay; `schedule`: they change as their "
+        "schedules say; `magnitude`: distillation is scaled to the value of the cross-entropy "
+        "besides; `gradient_norm`: to the norm of its gradient.",
+    )
+    alpha: float = Field(
+        default=1.0, ge=0, description="Factor of all distillation, after any scaling."
+    )
+    alpha_schedule: ValueScheduleConfig | None = Field(
+        default=None, description="How `alpha` changes; null: it does not."
+    )
+    raw_losses: Literal["exact", "previous"] = Field(
+        default="exact",
+        description="Of `magnitude`: ratios are those of the step itself (`exact`, which takes "
+        "another forward pass of the student) or of the step before (`previous`, for nothing).",
+    )
+    ema: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decay of the running mean of the sizes that ratios are of; 0: no mean.",
+    )
+    clamp: float | None = Field(
+        default=None, ge=1, description="c: ratios are kept in [1/c, c]; null: they are not."
+    )
+    epsilon: float = Field(default=1e-8, gt=0, description="Least denominator of a ratio.")
+    per_microbatch: bool = Field(
+        default=False,
+        description="Of `magnitude`: each micro-batch of each rank has ratios of its own, as "
+        "published. They depend on the layout.",
+    )
+
+
 class ObjectiveConfig(Section):
     """What the student is trained on."""
 
     ce_weight: float = Field(
         default=1.0, ge=0, description="Factor of the cross-entropy on the labels."
     )
+    ce_weight_schedule: ValueScheduleConfig | None = Field(
+        default=None, description="How `ce_weight` changes; null: it does not."
+    )
     terms: tuple[TermConfig, ...] = Field(
         default=(TermConfig(),),
         strict=False,
         description="The distillation terms; left out: one `forward_kl` of weight 1 with a "
         "teacher, none without.",
+    )
+    balance: BalanceConfig = Field(
+        default=BalanceConfig(), description="Labels and teacher against each other."
     )
     chunk_tokens: int | None = Field(
         default=None,

@@ -1,0 +1,232 @@
+"""The weights of a step: from schedules, and from how large its losses are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.log import get_logger
+from megatron_distill.losses import (
+    BalanceMode,
+    BalanceState,
+    LossWeights,
+    RatioBalance,
+    Scales,
+    ValueSchedule,
+    scaled_weights,
+    weighted_sum,
+)
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.loss_sizes import (
+    agreed,
+    gradient_norms,
+    local_loss_values,
+    loss_values,
+    raw_losses,
+    raw_names,
+)
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.step import Pair, StepReport, Student
+
+_LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What may change by the number of the step alone, in the order of the objective's terms."""
+
+    ce: ValueSchedule
+    terms: tuple[ValueSchedule, ...]
+    temperatures: tuple[ValueSchedule, ...]
+    features: tuple[ValueSchedule, ...] = ()
+    alpha: ValueSchedule = ValueSchedule.unchanging(1.0)
+
+    def weights_at(self, steps_done: int) -> LossWeights:
+        """The losses' own weights, before alpha and scales."""
+        return LossWeights(
+            self.ce.at(steps_done),
+            tuple(schedule.at(steps_done) for schedule in self.terms),
+            tuple(schedule.at(steps_done) for schedule in self.features),
+        )
+
+    def applied(self, objective: TokenObjective, steps_done: int) -> TokenObjective:
+        """The objective with its own weights and temperatures of a step."""
+        temperatures = [schedule.at(steps_done) for schedule in self.temperatures]
+        return objective.at(self.weights_at(steps_done), temperatures)
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """What a step is to be trained on, and what is known of it beforehand.
+
+    Attributes:
+        objectives: of each micro-batch of this rank.
+        own_weights: the losses' own, before alpha and scales.
+        states: before this step, and after it if it is applied; the same where the sizes are those
+            of the step before, which this one adds when it is done.
+        logged: weights, scales and temperatures, the same on every rank; empty where nothing of it
+            ever changes.
+    """
+
+    objectives: tuple[TokenObjective, ...]
+    own_weights: LossWeights
+    states: tuple[BalanceState, BalanceState]
+    logged: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """Finds the weights of one step after another.
+
+    Attributes:
+        mode: how the losses are balanced.
+        schedules: of weights, temperatures and alpha.
+        ratios: of the modes `magnitude` and `gradient_norm`.
+        decay: of the running mean of the sizes; 0: the last ones alone.
+        from_last_step: whether the sizes are those of the step before.
+        per_micro_batch: whether each micro-batch of each rank has ratios of its own.
+    """
+
+    mode: BalanceMode
+    schedules: Schedules
+    ratios: RatioBalance = field(default_factory=RatioBalance)
+    decay: float = 0.0
+    from_last_step: bool = False
+    per_micro_batch: bool = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the weights depend on how large the losses are."""
+        return self.mode in ("magnitude", "gradient_norm")
+
+    def resumed(self, state: BalanceState) -> BalanceState:
+        """The state of a checkpoint, or a new one where that is of other losses."""
+        terms = 1 if self.mode == "gradient_norm" else len(self.schedules.terms)
+        features = len(self.schedules.features)
+        if not self.is_measured or state.fits(self.mode, terms=terms, features=features):
+            return state
+        _LOGGER.warning(
+            "the checkpoint's running means are of other losses (%s of %d terms); those of "
+            "objective.balance begin anew",
+            state.measure,
+            0 if state.decayed is None else len(state.decayed.terms),
+        )
+        return BalanceState()
+
+    def prepare(
+        self,
+        student: Student,
+        pairs: Sequence[Pair],
+        objective: TokenObjective,
+        step: StepBatches,
+        *,
+        steps_done: int,
+        state: BalanceState,
+    ) -> BalancedStep:
+        """Return what the next step is to be trained on.
+
+        Collective: none where nothing is measured; else those of the pass in `loss_sizes`, once per
+        step (with `from_last_step` in the first one only); per micro-batch, one all-reduce of 4
+        bytes per weight in the data x context group on top.
+        """
+        weights = self.schedules.weights_at(steps_done)
+        alpha = self.schedules.alpha.at(steps_done)
+        own = self.schedules.applied(objective, steps_done)
+        after = state
+        if self.per_micro_batch:
+            raws = local_loss_values(student, pairs, own, step)
+            each = [self.ratios.scales(raw, weights) for raw in raws]
+        else:
+            scales = Scales()
+            if self.is_measured:
+                scales, after = self._measured(student, pairs, own, step, weights, state)
+            each = [scales] * len(pairs)
+        effective = [scaled_weights(weights, alpha=alpha, scales=scales) for scales in each]
+        temperatures = [term.temperature for term in own.terms]
+        objectives = tuple(own.at(one, temperatures) for one in effective)
+        if self.mode == "fixed" and alpha == 1.0:
+            return BalancedStep(objectives, weights, (state, after), {})
+        logged = [
+            self._logged(own, alpha, scales, one)
+            for scales, one in zip(each, effective, strict=True)
+        ]
+        means = _mean(logged, student.groups, pairs) if self.per_micro_batch else logged[0]
+        return BalancedStep(objectives, weights, (state, after), means)
+
+    def finish(
+        self, balanced: BalancedStep, report: StepReport, *, groups: Groups, device: torch.device
+    ) -> tuple[BalanceState, StepReport]:
+        """Return the state and the report of a step; what was not applied leaves the state alone.
+
+        `kd` becomes the sum of the terms with their own weights, comparable from step to step.
+
+        Collective: with `from_last_step`, that of `agreed`.
+        """
+        if balanced.logged and "kd" in report.values:
+            terms = [report.values[name] for name in raw_names(balanced.objectives[0])[1:]]
+            kd = weighted_sum(terms, balanced.own_weights.terms)
+            report = replace(report, values={**report.values, "kd": kd})
+        before, after = balanced.states
+        if not report.applied:
+            return before, report
+        if not self.from_last_step:
+            return after, report
+        values = [report.values[name] for name in raw_names(balanced.objectives[0])]
+        values = agreed(torch.tensor(values, device=device), groups=groups)
+        raw = raw_losses(balanced.objectives[0], values)
+        return before.updated(raw, measure=self.mode, decay=self.decay), report
+
+    def _measured(
+        self,
+        student: Student,
+        pairs: Sequence[Pair],
+        own: TokenObjective,
+        step: StepBatches,
+        weights: LossWeights,
+        state: BalanceState,
+    ) -> tuple[Scales, BalanceState]:
+        known = state.mean(decay=self.decay) if self.from_last_step else None
+        if known is not None:
+            return self.ratios.scales(known, weights), state
+        measure = gradient_norms if self.mode == "gradient_norm" else loss_values
+        raw = measure(student, pairs, own, step)
+        if not self.from_last_step:
+            state = state.updated(raw, measure=self.mode, decay=self.decay)
+            raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
+        if self.mode == "gradient_norm":
+            # The divergences have their weights already.
+            weights = replace(weights, terms=(1.0,))
+        return self.ratios.scales(raw, weights), state
+
+    def _logged(
+        self, own: TokenObjective, alpha: float, scales: Scales, weights: LossWeights
+    ) -> dict[str, float]:
+        logged = {"alpha": alpha, "ce_weight": weights.ce}
+        if self.is_measured:
+            logged["kd_scale"] = scales.kd
+            if weights.features:
+                logged["feature_scale"] = scales.feature
+        for term, weight, temperature in zip(
+            own.terms, weights.terms, self.schedules.temperatures, strict=True
+        ):
+            logged[f"{term.name}_weight"] = weight
+            if temperature.start != temperature.end:
+                logged[f"{term.name}_temperature"] = term.temperature
+        return logged
+
+
+def _mean(
+    logged: Sequence[Mapping[str, float]], groups: Groups, pairs: Sequence[Pair]
+) -> dict[str, float]:
+    """The mean over the micro-batches of all data and context ranks."""
+    names = list(logged[0])
+    device = pairs[0][0].tokens_bs.device
+    total = torch.tensor([[one[name] for name in names] for one in logged], device=device).sum(0)
+    if groups.data_context.size() > 1:
+        dist.all_reduce(total, group=groups.data_context)
+    means = total / (len(logged) * groups.data_context.size())
+    return dict(zip(names, means.tolist(), strict=True))

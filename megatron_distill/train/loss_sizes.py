@@ -1,0 +1,180 @@
+"""How large the losses of a step are, found before the step by a pass of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.losses import RawLosses
+from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.seed import repeated_dropout
+from megatron_distill.signals import Signal
+from megatron_distill.train.objective import Head, TokenObjective
+from megatron_distill.train.step import Pair, Student, run_student, student_reports
+
+
+def loss_values(
+    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+) -> RawLosses:
+    """Return the mean of each raw loss over the trained tokens of the global batch.
+
+    The student runs forward only, in training mode, and with the dropout masks of the step to come.
+
+    Collective: those of `run_student` without a backward pass, and of `agreed`.
+    """
+    objective = replace(objective, source_names=())
+    with torch.no_grad(), repeated_dropout():
+        objectives = [objective] * len(pairs)
+        means = run_student(student, pairs, objectives, step, forward_only=True)
+    names = raw_names(objective)
+    values = agreed(torch.stack([means[name] for name in names]), groups=student.groups)
+    return raw_losses(objective, values)
+
+
+def local_loss_values(
+    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+) -> list[RawLosses]:
+    """Return the mean of each raw loss over this rank's trained tokens, for each micro-batch.
+
+    All stages of a pipeline know them, no other data or context rank does. A loss of no token is
+    zero.
+
+    Collective: those of `student_reports` without a backward pass, and one all-reduce in the
+    pipeline group, 4 bytes per micro-batch and loss. One host read.
+    """
+    objective = replace(objective, source_names=())
+    with torch.no_grad(), repeated_dropout():
+        objectives = [objective] * len(pairs)
+        reports = student_reports(student, pairs, objectives, step, forward_only=True)
+    names = raw_names(objective)
+    means = torch.zeros(len(pairs), len(names), device=pairs[0][0].tokens_bs.device)
+    for row, report in enumerate(reports):
+        batch = pairs[row][0]
+        ce, kd = (
+            total / mask.sum().clamp(min=1)
+            for total, mask in (
+                (step.ce_tokens, batch.ce_mask_bs),
+                (step.kd_tokens, batch.kd_mask_bs),
+            )
+        )
+        means[row] = torch.stack([report[name] * (ce if name == "ce" else kd) for name in names])
+    if student.groups.pipeline.size() > 1:
+        dist.all_reduce(means, group=student.groups.pipeline)
+    return [raw_losses(objective, row) for row in means.tolist()]
+
+
+def gradient_norms(
+    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+) -> RawLosses:
+    """Return the norms of the gradients of cross-entropy and of the weighted divergences.
+
+    The gradient is that of the loss alone, a mean over the global batch, with respect to the
+    student's last hidden states; its norm is over all of them. The pass is that of `loss_values`,
+    with two gradients of the objective instead of its values.
+
+    Collective: as `loss_values`, and per micro-batch and gradient those of the objective's backward
+    pass in the tensor group.
+    """
+    with torch.no_grad(), repeated_dropout():
+        objectives = [_GradientSquares(replace(objective, source_names=()))] * len(pairs)
+        squares = run_student(student, pairs, objectives, step, forward_only=True)
+    norms = agreed(torch.stack([squares["ce"], squares["kd"]]).sqrt(), groups=student.groups)
+    return RawLosses(norms[0], (norms[1],))
+
+
+def raw_names(objective: TokenObjective) -> tuple[str, ...]:
+    """The entries of a report that are raw losses, in the order of `RawLosses`."""
+    return ("ce", *(term.name for term in objective.terms))
+
+
+def raw_losses(objective: TokenObjective, values: Sequence[float]) -> RawLosses:
+    """The values of `raw_names` as what they are."""
+    ce, *terms = values
+    assert len(terms) == len(objective.terms)
+    return RawLosses(ce, tuple(terms))
+
+
+def agreed(values: Tensor, *, groups: Groups) -> list[float]:
+    """Return as floats the values that the first rank has.
+
+    Sums over data ranks may be rounded in another order on another tensor rank; what enters the
+    gradient of a replicated parameter must not be.
+
+    Collective: world, one broadcast of 4 bytes per value. One host read.
+    """
+    dist.broadcast(values, group=groups.world, group_src=0)
+    found: list[float] = values.tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class _DetachedHead:
+    head: Head
+
+    def head_weight(self) -> Tensor:
+        """The head without its gradient, which is not asked for."""
+        return self.head.head_weight().detach()
+
+
+@dataclass(frozen=True)
+class _GradientSquares:
+    """Reports the sum of squares of each loss's gradient on the hidden states of a micro-batch."""
+
+    objective: TokenObjective
+
+    @property
+    def report_names(self) -> tuple[str, ...]:
+        """Cross-entropy, and all divergences together."""
+        return ("ce", "kd")
+
+    @property
+    def source_report_names(self) -> tuple[str, ...]:
+        """Sources are not told apart."""
+        return ()
+
+    def __call__(
+        self,
+        hidden_sbh: Tensor,
+        head: Head,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a zero, and the two sums of squares, fp32 scalars.
+
+        Collective: those of the objective, and of its backward pass, for each of the two; under
+        sequence parallelism one all-reduce of 8 bytes in the tensor group.
+        """
+        frozen = _DetachedHead(head)
+        labels = replace(self.objective.of_labels(), ce_weight=1.0)
+        kd = replace(self.objective, ce_weight=0.0)
+        squares = torch.stack(
+            [
+                _square(labels, hidden_sbh, frozen, batch, None, step),
+                _square(kd, hidden_sbh, frozen, batch, signal, step),
+            ]
+        )
+        groups = self.objective.groups
+        if groups.layout.sequence and groups.tensor.size() > 1:
+            dist.all_reduce(squares, group=groups.tensor)  # each holds a part of the sequence
+        return squares.new_zeros(()), {"ce": squares[0], "kd": squares[1]}
+
+
+def _square(
+    objective: TokenObjective,
+    hidden_sbh: Tensor,
+    head: Head,
+    batch: Batch,
+    signal: Signal | None,
+    step: StepBatches,
+) -> Tensor:
+    with torch.enable_grad():
+        leaf_sbh = hidden_sbh.detach().requires_grad_()
+        total, _ = objective(leaf_sbh, head, batch, signal, step)
+        (gradient_sbh,) = torch.autograd.grad(total, leaf_sbh)
+    return torch.linalg.vector_norm(gradient_sbh, dtype=torch.float32).square()

@@ -1,0 +1,285 @@
+"""One balanced step of small whole models, and the formula of its total by autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.losses import (
+    BalanceMode,
+    BalanceState,
+    RatioBalance,
+    Term,
+    ValueSchedule,
+)
+from megatron_distill.runtime.batch import Batch, StepBatches
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.test_model_layouts import _parts
+from tests.reference.balancing import balanced_total
+from tests.reference.distillation import cross_entropy, forward_kl
+
+if TYPE_CHECKING:
+    from megatron_distill.models.gpt import HiddenStateGPT
+    from megatron_distill.runtime.groups import Groups
+    from megatron_distill.train.balancing import Balancing
+    from megatron_distill.train.objective import TokenObjective
+    from megatron_distill.train.step import Student
+
+LENGTH, SAMPLES, VOCABULARY = 32, 4, 208
+CE_WEIGHT, ALPHA = 0.8, 0.6
+WEIGHTS, TEMPERATURES = (0.5, 1.5), (1.0, 2.0)
+TERMS = (
+    Term(weight=WEIGHTS[0]),
+    Term(weight=WEIGHTS[1], temperature=2.0, scale_by_temperature_squared=True),
+)
+RATIOS = RatioBalance()
+Parts = dict[tuple[str, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is balanced how."""
+
+    mode: BalanceMode = "magnitude"
+    per_micro_batch: bool = False
+    layout: tuple[tuple[str, Any], ...] = ()
+    micro_batch: int = 1
+    recompute: str = "none"
+    dropout: float = 0.0
+    same_teacher: bool = False
+    labels: bool = True
+    ratios: RatioBalance = RATIOS
+
+
+def whole_batch(case: Case) -> Batch:
+    """Four sequences; some positions train one loss only, and one sequence no label at all."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 200, (SAMPLES, LENGTH), generator=generator)
+    ce_mask, kd_mask = (
+        torch.rand(SAMPLES, LENGTH, generator=generator) < share for share in (0.7, 0.5)
+    )
+    ce_mask[1] = False
+    kd_mask[3] = False
+    return Batch(
+        tokens_bs=tokens,
+        labels_bs=tokens.roll(-1, 1),
+        ce_mask_bs=ce_mask & case.labels,
+        kd_mask_bs=kd_mask,
+        position_ids_bs=torch.arange(LENGTH).repeat(SAMPLES, 1),
+        document_ids_bS=torch.zeros(SAMPLES, LENGTH, dtype=torch.int64),
+        sequence_index_s=torch.arange(LENGTH),
+        sample_ids_b=torch.arange(SAMPLES),
+        isolate_documents=False,
+    )
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some of the sequences."""
+    names = ("tokens_bs", "labels_bs", "ce_mask_bs", "kd_mask_bs", "position_ids_bs")
+    cut = {name: getattr(batch, name)[rows] for name in (*names, "document_ids_bS", "sample_ids_b")}
+    return replace(batch, **cut)
+
+
+def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int]) -> StepBatches:
+    """What one data-parallel rank has of the whole batch."""
+    whole = whole_batch(case)
+    share = SAMPLES // ranks
+    starts = range(rank * share, (rank + 1) * share, case.micro_batch)
+    return StepBatches(
+        tuple(
+            rows_of(whole, slice(start, start + case.micro_batch)).context_shard(*context)
+            for start in starts
+        ),
+        ce_tokens=int(whole.ce_mask_bs.sum()),
+        kd_tokens=int(whole.kd_mask_bs.sum()),
+        positions=SAMPLES * LENGTH,
+    )
+
+
+def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObjective, Balancing]:
+    """Student, teacher, objective and balancing of a case."""
+    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.gpt import build_gpt, vocab_shard
+    from megatron_distill.ops import LogitRule
+    from megatron_distill.train.balancing import Balancing, Schedules
+    from megatron_distill.train.objective import TokenObjective
+    from megatron_distill.train.step import Student
+
+    execution = Execution(torch.float32, torch.device("cpu"), case.recompute)
+    shape = {"init_std": 0.2, "vocab_size": VOCABULARY}
+    student = small_architecture(
+        **shape, hidden_dropout=case.dropout, attention_dropout=case.dropout
+    )
+    chunks = build_gpt(student, groups=groups, execution=execution, seed=11)
+    (teacher,) = build_gpt(
+        student if case.same_teacher else small_architecture(**shape, num_layers=2),
+        groups=groups,
+        execution=replace(execution, recompute="none"),
+        seed=11 if case.same_teacher else 12,
+        interleaved=False,
+    )
+    teacher.eval()
+    objective = TokenObjective(
+        ce_weight=CE_WEIGHT,
+        terms=TERMS,
+        metrics=("student_entropy",),
+        chunk_tokens=24,
+        shard=vocab_shard(student, groups),
+        logit_rule=LogitRule(None, 1.0),
+        groups=groups,
+    )
+    balancing = Balancing(
+        mode=case.mode,
+        schedules=Schedules(
+            ce=ValueSchedule.unchanging(CE_WEIGHT),
+            terms=tuple(map(ValueSchedule.unchanging, WEIGHTS)),
+            temperatures=tuple(map(ValueSchedule.unchanging, TEMPERATURES)),
+            alpha=ValueSchedule.unchanging(ALPHA),
+        ),
+        ratios=case.ratios,
+        per_micro_batch=case.per_micro_batch,
+    )
+    return Student(chunks, chunks, groups, LENGTH), teacher, objective, balancing
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has after a step."""
+
+    report: dict[str, float]
+    raw: tuple[float, ...] | None
+    logged: dict[str, float]
+    gradients: Parts
+
+
+def balanced(rank: int, world: int, case: Case) -> Found:
+    """Run the step as training does, without the optimizer."""
+    with megatron_groups(**dict(case.layout)) as groups:
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.teacher import OnlineTeacher
+
+        student, teacher, objective, balancing = build(case, groups)
+        head = teacher.head_weight().detach() if groups.is_last_stage else None
+        architecture = small_architecture(vocab_size=VOCABULARY)
+        listener = OnlineTeacher(teacher, architecture, head, groups, LENGTH)
+        step = step_batches(
+            case,
+            rank=groups.data.rank(),
+            ranks=groups.data.size(),
+            context=(groups.context.rank(), groups.context.size()),
+        )
+        pairs = list(zip(step.micro_batches, listener.signals(step.micro_batches), strict=True))
+        prepared = balancing.prepare(
+            student, pairs, objective, step, steps_done=0, state=BalanceState()
+        )
+        means = run_student(student, pairs, prepared.objectives, step)
+        mean = prepared.states[1].mean(decay=0.0)
+        return Found(
+            report={name: float(value) for name, value in means.items()},
+            raw=None if mean is None else (mean.ce, *mean.terms),
+            logged=dict(prepared.logged),
+            gradients=_gradients(student.chunks, groups, step.positions),
+        )
+
+
+def _gradients(chunks: Any, groups: Groups, positions: int) -> Parts:
+    """Every gradient by its place in the model, as data parallelism adds them up."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            # The schedule was given the objective times this.
+            gradient = found / positions
+            dist.all_reduce(gradient, group=groups.data_context)
+            is_partial = getattr(parameter, "sequence_parallel", False)
+            if is_partial or "q_layernorm" in name or "k_layernorm" in name:
+                dist.all_reduce(gradient, group=groups.tensor)
+            parameter.data = gradient
+    return _parts(chunks, groups)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What autograd finds of the whole batch in one process."""
+
+    total: float
+    losses: tuple[float, ...]
+    gradients: Parts
+
+
+def formula(rank: int, world: int, case: Case, parts: list[slice] | None) -> Oracle:
+    """The balanced total of the whole batch, or of parts of it each for itself, with autograd."""
+    with megatron_groups() as groups:
+        student, teacher, _, _ = build(case, groups)
+        batch = whole_batch(case)
+        counts = [int(mask.sum()) for mask in (batch.ce_mask_bs, batch.kd_mask_bs)]
+        hidden = _hidden(student.chunks[0], batch)
+        logits = hidden.double() @ student.chunks[0].head_weight()[:VOCABULARY].double().t()
+        with torch.no_grad():
+            states = _hidden(teacher, batch).double()
+            taught = states @ teacher.head_weight()[:VOCABULARY].double().t()
+        ce_N = cross_entropy(logits, batch.labels_bs.flatten())
+        terms_N = [forward_kl(logits, taught, term.temperature) for term in TERMS]
+        masks = [mask.flatten() for mask in (batch.ce_mask_bs, batch.kd_mask_bs)]
+        factors = [term.temperature_factor for term in TERMS]
+
+        def losses(kept: Tensor, ce_count: float, kd_count: float) -> list[Tensor]:
+            ce = ce_N[masks[0] & kept].sum() / max(ce_count, 1)
+            return [ce] + [
+                factor * term_N[masks[1] & kept].sum() / max(kd_count, 1)
+                for term_N, factor in zip(terms_N, factors, strict=True)
+            ]
+
+        everything = torch.ones_like(masks[0])
+        ce, *terms = losses(everything, *counts)
+        if parts is not None:
+            total = torch.zeros((), dtype=torch.float64)
+            for rows in parts:
+                total = total + _part_of_total(rows, masks, counts, losses)
+        elif case.mode == "gradient_norm":
+            total = _by_gradients(ce, terms, hidden)
+        else:
+            clamp = case.ratios.clamp or float("inf")
+            total = balanced_total(
+                ce, terms, ce_weight=CE_WEIGHT, term_weights=WEIGHTS, alpha=ALPHA, clamp=clamp
+            )
+        total.backward()
+        found = tuple(float(loss.detach()) for loss in (ce, *terms))
+        return Oracle(float(total.detach()), found, _gradients(student.chunks, groups, 1))
+
+
+def _hidden(model: HiddenStateGPT, batch: Batch) -> Tensor:
+    from megatron_distill.models.gpt import run_model
+
+    hidden_sbh = run_model(model, batch, context_size=1)
+    return hidden_sbh.transpose(0, 1).reshape(-1, hidden_sbh.shape[-1])
+
+
+def _part_of_total(rows: slice, masks: list[Tensor], counts: list[int], losses: Any) -> Tensor:
+    """A micro-batch's total as published, its losses means over its own tokens.
+
+    Its share of each global mean is its share of that mask's tokens, which takes the place of an
+    average over micro-batches.
+    """
+    kept = torch.zeros(SAMPLES, LENGTH, dtype=torch.bool)
+    kept[rows] = True
+    kept = kept.flatten()
+    own = [int((mask & kept).sum()) for mask in masks]
+    ce, *terms = losses(kept, *own)
+    kd = sum(weight * term for weight, term in zip(WEIGHTS, terms, strict=True))
+    task = CE_WEIGHT * ce
+    ratio = float((task / kd).detach()) if own[0] and own[1] else 1.0
+    shares = [mine / all_ for mine, all_ in zip(own, counts, strict=True)]
+    total: Tensor = task * shares[0] + ALPHA * ratio * kd * shares[1]
+    return total
+
+
+def _by_gradients(ce: Tensor, terms: list[Tensor], hidden: Tensor) -> Tensor:
+    """The total with norms of gradients in place of values."""
+    kd = sum(weight * term for weight, term in zip(WEIGHTS, terms, strict=True))
+    norms = [torch.autograd.grad(loss, hidden, retain_graph=True)[0].norm() for loss in (ce, kd)]
+    total: Tensor = CE_WEIGHT * ce + ALPHA * float(CE_WEIGHT * norms[0] / norms[1]) * kd
+    return total

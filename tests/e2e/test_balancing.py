@@ -1,0 +1,272 @@
+"""Balanced runs: the layout changes nothing, a resumed run is the run, nothing becomes infinite.
+
+Regimes: a state of the balance that a checkpoint forgets or restores twice; a schedule that counts
+its steps from the resumption; a name or a held-out figure that changes with a temperature; a pass
+before the step that leaves a trace in parameters, buffers or random states.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.runs import Inputs, course, failure, quick_and_slow, records, run
+
+FIRST, LAST = 1e-6, 1e-4
+SHORT = ("train.steps=6", "schedule.warmup_steps=2")
+MAGNITUDE = ("objective.balance={mode: magnitude, alpha: 0.5}",)
+PREVIOUS = ("objective.balance={mode: magnitude, raw_losses: previous}",)
+NORMS = ("objective.balance={mode: gradient_norm}",)
+# A weight from nothing, a temperature on its way down, alpha on its way up.
+CHANGING = (
+    """objective.terms=[
+    {divergence: forward_kl, weight: 0, weight_schedule: {to: 1, steps: 3}},
+    {divergence: reverse_kl, temperature: 4, scale_by_temperature_squared: true,
+     temperature_schedule: {to: 2, kind: cosine, steps: 4, start_step: 1}}]""",
+    "objective.ce_weight_schedule={to: 0.5, kind: constant, start_step: 3}",
+    "objective.balance.alpha_schedule={to: 0.2, steps: 5}",
+)
+SCHEDULE = ("objective.balance.mode=schedule", *CHANGING)
+TENSOR = "parallel.tensor=2"
+SEQUENCE = "parallel.sequence=true"
+PIPELINE = "parallel.pipeline=2"
+VIRTUAL = "parallel.virtual_pipeline=2"
+LATE = "optimizer.overlap_param_gather=true"
+DROPOUT = tuple(f"student.architecture.{kind}_dropout=0.1" for kind in ("attention", "hidden"))
+
+Course = list[dict[str, Any]]
+Runner = Callable[..., Course]
+
+
+@pytest.fixture(scope="module")
+def initial(pool: Pool, inputs: Inputs) -> dict[str, list[str]]:
+    """Overrides that start a run of each configuration from the same weights in every layout."""
+    found = {}
+    for name in ("dense", "moe"):
+        folder = inputs.folder / f"balancing-initial-{name}"
+        saved = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
+        run(pool, 1, inputs.folder / f"{name}.yaml", folder, *saved)
+        found[name] = [f"student.checkpoint={folder}"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs, initial: dict[str, list[str]]) -> Runner:
+    """Train a named configuration; the same request runs once."""
+    known: dict[tuple[Any, ...], Course] = {}
+
+    def trained(name: str, world: int, *overrides: str) -> Course:
+        key = (name, world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"balancing-{len(known)}"
+            config = inputs.folder / f"{name}.yaml"
+            known[key] = run(pool, world, config, folder, *initial[name], *SHORT, *overrides)
+        return known[key]
+
+    return trained
+
+
+LAYOUTS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
+    "micro-batch 4": ("dense", 1, MAGNITUDE, ("train.micro_batch_size=4",)),
+    "TP2+sequence x PP2": ("dense", 4, MAGNITUDE, (TENSOR, SEQUENCE, PIPELINE)),
+    "DP2, parameters gathered late": ("dense", 2, MAGNITUDE, (LATE,)),
+    "PP2+virtual x DP2, gathered late": ("dense", 4, MAGNITUDE, (LATE, PIPELINE, VIRTUAL)),
+    "CP2, recompute": ("dense", 2, MAGNITUDE, ("parallel.context=2", "train.recompute=full")),
+    "experts EP2": ("moe", 2, MAGNITUDE, ("parallel.expert=2",)),
+    "previous DP2 x TP2": ("dense", 4, PREVIOUS, (TENSOR,)),
+    "gradient norms TP2+sequence x DP2": ("dense", 4, NORMS, (TENSOR, SEQUENCE)),
+    "gradient norms PP2+virtual": ("dense", 2, NORMS, (PIPELINE, VIRTUAL)),
+    "schedule TP2xPP2": ("dense", 4, SCHEDULE, (TENSOR, PIPELINE)),
+    "schedule and magnitude DP2": (
+        "dense", 2, (*MAGNITUDE, *CHANGING), ("train.micro_batch_size=1",),
+    ),
+}  # fmt: skip
+QUICK_LAYOUTS = ("micro-batch 4", "PP2+virtual x DP2, gathered late")
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK_LAYOUTS))
+def test_balanced_steps_are_those_of_one_rank(train: Runner, layout: str) -> None:
+    name, world, balance, overrides = LAYOUTS[layout]
+    expected = train(name, 1, *balance)
+    found = train(name, world, *balance, *overrides)
+    assert [record["step"] for record in found] == list(range(1, 7))
+    for ours, theirs in zip(found, expected, strict=True):
+        tolerance = FIRST if ours["step"] == 1 else LAST
+        for figure in ("ce_loss", "kd_loss", "total_loss", "grad_norm"):
+            assert ours[figure] == pytest.approx(theirs[figure], rel=tolerance), ours["step"]
+        assert ours["balance"] == pytest.approx(theirs["balance"], rel=tolerance)
+
+
+def test_the_total_is_that_of_the_formula_at_every_step(train: Runner) -> None:
+    found = train("dense", 1, *MAGNITUDE)
+    for record in found:
+        balance = record["balance"]
+        assert balance["kd_scale"] == pytest.approx(record["ce_loss"] / record["kd_loss"], rel=1e-6)
+        assert balance["forward_kl_weight"] == 0.5 * balance["kd_scale"]
+        assert record["total_loss"] == pytest.approx(1.5 * record["ce_loss"], rel=1e-6)
+    scales = [record["balance"]["kd_scale"] for record in found]
+    assert max(scales) > 1.01 * min(scales)
+
+
+@pytest.mark.slow
+def test_previous_losses_are_those_of_the_step_before(train: Runner) -> None:
+    found = train("dense", 1, *PREVIOUS)
+    ratios = [record["ce_loss"] / record["kd_loss"] for record in found]
+    scales = [record["balance"]["kd_scale"] for record in found]
+    # The first step has none before it and measures.
+    assert scales == pytest.approx([ratios[0], *ratios[:-1]], rel=1e-6)
+
+
+def test_schedules_by_hand(train: Runner) -> None:
+    found = train("dense", 1, *SCHEDULE)
+    half = math.sqrt(0.5)
+    temperatures = [4, 4, 3 + half, 3, 3 - half, 2]
+    alphas = [1.0 - 0.16 * done for done in range(6)]
+    weights = [0, 1 / 3, 2 / 3, 1, 1, 1]
+    tasks = [1.0] * 3 + [0.5] * 3
+    second = "reverse_kl_t4to2"
+    for step, record in enumerate(found):
+        assert record["balance"] == pytest.approx(
+            {
+                "alpha": alphas[step],
+                "ce_weight": tasks[step],
+                "forward_kl_weight": alphas[step] * weights[step],
+                f"{second}_weight": alphas[step],
+                f"{second}_temperature": temperatures[step],
+            }
+        )
+        kd = weights[step] * record["forward_kl"] + record[second]
+        assert record["kd_loss"] == pytest.approx(kd, rel=1e-6)
+        total = tasks[step] * record["ce_loss"] + alphas[step] * kd
+        assert record["total_loss"] == pytest.approx(total, rel=1e-6)
+
+
+def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: Runner) -> None:
+    fixed = train("dense", 1)
+    assert all("balance" not in record for record in fixed)
+    same = train("dense", 1, "objective.balance.mode=schedule")
+    assert course(same) == course(fixed)
+    halved = train("dense", 1, "objective.balance.alpha=0.5")
+    weighted = train("dense", 1, "objective.terms.0.weight=0.5")
+    for ours, theirs in zip(halved, weighted, strict=True):
+        assert ours["grad_norm"] == theirs["grad_norm"]
+        assert ours["kd_loss"] == pytest.approx(2 * theirs["kd_loss"], rel=1e-6)
+
+
+AVERAGED = "objective.balance.ema=0.7"
+RESUMED: dict[str, tuple[int, Sequence[str]]] = {
+    "previous, averaged, dropout, DP2": (2, (*PREVIOUS, AVERAGED, *CHANGING, *DROPOUT)),
+    "exact, averaged, dropout, PP2": (2, (*MAGNITUDE, AVERAGED, PIPELINE, *DROPOUT)),
+    "gradient norms, averaged, TP2": (2, (*NORMS, AVERAGED, TENSOR)),
+    "schedule": (1, SCHEDULE),
+}
+QUICK_RESUMED = ("previous, averaged, dropout, DP2",)
+KEPT = (
+    "checkpoint.save=true",
+    "validation.samples=8",
+    "validation.interval=3",
+    "data.validation_fraction=0.2",
+)
+
+
+@pytest.mark.parametrize("case", quick_and_slow(RESUMED, QUICK_RESUMED))
+def test_a_resumed_run_is_the_run_to_the_bit(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    world, overrides = RESUMED[case]
+    config, common = inputs.folder / "dense.yaml", (*SHORT, *KEPT, *overrides)
+    expected = run(pool, world, config, tmp_path / "whole", *common)
+    run(pool, world, config, tmp_path / "cut", *common, stop_after=4)
+    found = run(pool, world, config, tmp_path / "cut", *common)
+    assert course(found) == course(expected)
+    assert [one["balance"] for one in found] == [one["balance"] for one in expected]
+    ours, theirs = (
+        [one for one in records(tmp_path / folder) if "validation" in one]
+        for folder in ("cut", "whole")
+    )
+    assert ours == theirs
+    # One set of names at temperatures of a run's end, all through.
+    assert [one["step"] for one in ours] == [3, 6]
+    assert ours[0]["validation"].keys() == ours[1]["validation"].keys()
+
+
+@pytest.mark.slow
+def test_another_layout_goes_on_with_the_same_balance(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    common = (*SHORT, "checkpoint.save=true", *MAGNITUDE, AVERAGED)
+    expected = run(pool, 1, config, tmp_path / "whole", *common)
+    run(pool, 1, config, tmp_path / "cut", *common, stop_after=3)
+    found = run(pool, 4, config, tmp_path / "cut", *common, TENSOR, PIPELINE)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["total_loss"] == pytest.approx(theirs["total_loss"], rel=LAST)
+        assert ours["balance"] == pytest.approx(theirs["balance"], rel=LAST)
+
+
+def test_a_bad_step_leaves_the_running_means_alone(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    # The first update throws the weights away; every step after it is not finite.
+    run(
+        pool, 1, inputs.folder / "dense.yaml", tmp_path, "train.steps=3", *MAGNITUDE, AVERAGED,
+        "checkpoint.save=true", "checkpoint.interval=1", "checkpoint.keep=5",
+        "schedule.warmup_steps=0", "schedule.decay=constant", "optimizer.learning_rate=1e30",
+        "optimizer.clip_grad_norm=0", "train.max_bad_steps=5",
+    )  # fmt: skip
+    folders = [tmp_path / "checkpoints" / f"step_000000{step}" for step in (1, 2, 3)]
+    descriptions = [json.loads((one / "description.json").read_text()) for one in folders]
+    assert [one["bad_steps"] for one in descriptions] == [0, 1, 2]
+    states = [one["balance"] for one in descriptions]
+    assert states[0] == states[1] == states[2]
+    assert states[0]["count"] == 1
+    found = records(tmp_path)
+    assert [one.get("skipped", False) for one in found] == [False, True, True]
+    assert all(math.isfinite(one["balance"]["kd_scale"]) for one in found)
+
+    descriptions[2]["balance"] = {"count": 3}
+    (folders[2] / "description.json").write_text(json.dumps(descriptions[2]))
+    said = failure(
+        pool, 1, inputs.folder / "dense.yaml", tmp_path, "train.steps=5", "checkpoint.save=true"
+    )
+    assert said.startswith(
+        f"CheckpointError: {folders[2]}: `balance` in its description is damaged"
+    )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_another_measure_begins_its_means_anew(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, saved = inputs.folder / "dense.yaml", "checkpoint.save=true"
+    run(pool, 1, config, tmp_path, *SHORT, saved, *MAGNITUDE, AVERAGED, stop_after=3)
+    run(pool, 1, config, tmp_path, *SHORT, saved, *NORMS, AVERAGED)
+    (path,) = (tmp_path / "checkpoints").glob("step_0000006/description.json")
+    balance = json.loads(path.read_text())["balance"]
+    assert (balance["measure"], balance["count"]) == ("gradient_norm", 3)
+
+
+@pytest.mark.slow
+def test_a_store_serves_a_changing_temperature_of_renormalized_probabilities(
+    pool: Pool, inputs: Inputs, train: Runner
+) -> None:
+    config, folder = write_capture(inputs, "balancing", samples=48), inputs.folder / "balanced"
+    assert run_in(pool, 1, config, folder) is True
+    terms = """objective.terms=[{divergence: forward_kl, top_k: 8, support: renormalized,
+        temperature: 3, temperature_schedule: {to: 0.7, steps: 5}}]"""
+    online = train("dense", 1, *MAGNITUDE, terms)
+    offline = train("dense", 1, *MAGNITUDE, terms, f"teacher.store={folder}")
+    for ours, theirs in zip(offline, online, strict=True):
+        assert ours["total_loss"] == pytest.approx(theirs["total_loss"], rel=LAST)
+        assert ours["balance"] == pytest.approx(theirs["balance"], rel=LAST)
+    temperatures = [
+        one["balance"]["forward_kl_t3to0.7_top8_renormalized_temperature"] for one in offline
+    ]
+    assert temperatures == pytest.approx([3, 2.54, 2.08, 1.62, 1.16, 0.7])
