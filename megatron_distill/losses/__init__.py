@@ -1,8 +1,20 @@
 """Objective terms on top of the vocabulary-parallel mathematics: masks, counts and weights."""
 
+from megatron_distill.losses.features import FeatureLoss, FeaturePair, add_gradient, feature_loss
 from megatron_distill.losses.objective import fused_linear_objective
+from megatron_distill.losses.projector import Projector
 from megatron_distill.losses.terms import Term
 from megatron_distill.losses.token_divergence import token_divergence
 from megatron_distill.losses.weights import token_weights
 
-__all__ = ["Term", "fused_linear_objective", "token_divergence", "token_weights"]
+__all__ = [
+    "FeatureLoss",
+    "FeaturePair",
+    "Projector",
+    "Term",
+    "add_gradient",
+    "feature_loss",
+    "fused_linear_objective",
+    "token_divergence",
+    "token_weights",
+]

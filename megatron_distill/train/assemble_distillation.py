@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble_data import read_validation
+from megatron_distill.train.assemble_features import Features, build_features
 from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
 from megatron_distill.train.assemble_store import Stored, open_stored
 from megatron_distill.train.assemble_tokenizer import Vocabulary
@@ -27,12 +28,15 @@ class Distillation:
 
     stored: Stored | None
     online: OnlineTeacher | None
+    features: Features | None
     objective: TokenObjective
     held_out: HeldOut
 
     @property
     def teacher(self) -> Teacher | None:
         """Who speaks about the training samples."""
+        if self.features is not None:
+            return self.features.teacher
         return self.stored.teacher if self.stored else self.online
 
 
@@ -63,8 +67,12 @@ def assemble_distillation(
     )
     settings = stored.settings if stored else None
     objective = build_objective(config, student, terms, settings=settings, groups=groups)
+    features = build_features(config, student, online, groups=groups, device=device)
     listener: Teacher | None = online
+    if features is not None:
+        objective = replace(objective, features=features.losses, feature_weights=features.weights)
+        listener = features.teacher
     if stored is not None:
         # A store knows its own samples and none of a corpus's held-out ones.
         listener = None if config.data.sources else stored.teacher
-    return Distillation(stored, online, objective, HeldOut.of(steps, listener, objective))
+    return Distillation(stored, online, features, objective, HeldOut.of(steps, listener, objective))

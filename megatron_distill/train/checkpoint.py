@@ -56,6 +56,8 @@ class Description:
     tokenizer: str  # content hash
     layout: str  # of the run that wrote it
     data: dict[str, Any]  # the loader's position
+    # What feature losses there were and what they passed through; None: none.
+    features: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""

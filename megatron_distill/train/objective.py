@@ -14,11 +14,12 @@ from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
+from megatron_distill.train.features import FeatureLosses
 
 
 @dataclass(frozen=True)
 class TokenObjective:
-    """Cross-entropy and divergences of one student over its sharded head.
+    """Cross-entropy and divergences of one student over its sharded head, and feature losses.
 
     Every sum is divided by a count over the whole global batch that was known before the schedule
     started, so that neither micro-batches nor data-parallel ranks appear in the result.
@@ -31,17 +32,20 @@ class TokenObjective:
     shard: VocabShard
     logit_rule: LogitRule
     groups: Groups
+    features: FeatureLosses | None = None
+    # Of the features' pairs in the gradient. What changes from step to step replaces them.
+    feature_weights: tuple[float, ...] = ()
 
     @property
     def report_names(self) -> tuple[str, ...]:
-        """The entries of every report, in one order on all ranks."""
+        """The entries of every micro-batch's report, in one order on all ranks."""
         if not self.metrics:
             return ("total", "ce")
         return ("total", "ce", "kd", *(term.name for term in self.terms), *self.metrics)
 
     def of_labels(self) -> TokenObjective:
         """The same objective without a teacher."""
-        return replace(self, terms=(), metrics=())
+        return replace(self, terms=(), metrics=(), features=None, feature_weights=())
 
     def __call__(
         self,
