@@ -52,17 +52,13 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _entry(f"objective.features.{index}", entry)
     yield from _projector(objective.projector, has_features=bool(features))
     layers = [_layers(model) for model in (config.student, teacher) if model is not None]
-    if len(layers) == 2 and all(_is_complete(entry) for entry in features):
+    if len(layers) == 2:
         yield from layer_problems(features, *layers)
 
 
 def _layers(model: ModelConfig) -> int | None:
     """Return a model's number of layers, or None where the file does not tell."""
     return model.architecture.num_layers if model.architecture is not None else None
-
-
-def _is_complete(entry: FeatureConfig) -> bool:
-    return next(_entry("", entry), None) is None
 
 
 def _entry(path: str, entry: FeatureConfig) -> Iterator[Problem]:
@@ -102,12 +98,14 @@ def layer_problems(
 ) -> Iterator[Problem]:
     """Say which layers the models do not have, and which pairs there are twice.
 
-    A depth of None is not known yet.
+    A depth of None is not known yet. Entries that contradict themselves are passed over.
     """
     seen: dict[tuple[int, int, str], str] = {}
     repeated: set[tuple[str, str]] = set()
     for index, entry in enumerate(features):
         path = f"objective.features.{index}"
+        if any(_entry(path, entry)):
+            continue
         for role, depth in (("student", student_layers), ("teacher", teacher_layers)):
             layer = getattr(entry, role)
             if layer is not None and depth is not None and layer > depth:

@@ -9,15 +9,13 @@ tensor, the context of cross-attention, which a GPT has none of.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_distill.models.gpt import HiddenStateGPT
 
 
 class Tap(Protocol):
@@ -53,7 +51,7 @@ def numbered(micro_batch: int | None) -> dict[str, Tensor] | None:
     return None if micro_batch is None else {"context": torch.tensor(micro_batch)}
 
 
-def tap_layers(chunks: Sequence[HiddenStateGPT], taps: Mapping[int, Tap]) -> None:
+def tap_layers(chunks: Sequence[GPTModel], taps: Mapping[int, Tap]) -> None:
     """Give those of the chunks' layers that the mapping names, from 1, their taps."""
     for chunk in chunks:
         for layer in chunk.decoder.layers:
