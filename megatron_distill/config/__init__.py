@@ -1,6 +1,7 @@
 """The configuration of a run: schema, loading, rules."""
 
-from megatron_distill.config.check import check_architecture, check_layout
+from megatron_distill.config.check import check_architecture, check_features, check_layout
+from megatron_distill.config.check_features import matched_layers
 from megatron_distill.config.load import load_capture_config, load_config, to_yaml
 from megatron_distill.config.schema import (
     PARAMETERS,
@@ -53,8 +54,10 @@ __all__ = [
     "ValueScheduleConfig",
     "WandbConfig",
     "check_architecture",
+    "check_features",
     "check_layout",
     "load_capture_config",
     "load_config",
+    "matched_layers",
     "to_yaml",
 ]

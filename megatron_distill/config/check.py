@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_distill.config.check_balance import balance_problems
 from megatron_distill.config.check_capture import capture_problems
+from megatron_distill.config.check_features import layer_problems
 from megatron_distill.config.check_job import job_problems, layout_problems
 from megatron_distill.config.check_model import architecture_problems
 from megatron_distill.config.check_objective import objective_problems
@@ -12,12 +13,13 @@ from megatron_distill.config.problems import Problem, raise_problems
 from megatron_distill.config.schema import (
     ArchitectureConfig,
     CaptureConfig,
+    FeatureConfig,
     JobConfig,
     ParallelConfig,
     RunConfig,
 )
 
-__all__ = ["check_architecture", "check_layout", "rule_problems"]
+__all__ = ["check_architecture", "check_features", "check_layout", "rule_problems"]
 
 
 def check_layout(config: JobConfig, world_size: int) -> None:
@@ -44,6 +46,17 @@ def check_architecture(
     """
     found = architecture_problems(architecture, role, parallel, sequence_length)
     return [problem.text for problem in found]
+
+
+def check_features(
+    features: tuple[FeatureConfig, ...], student_layers: int, teacher_layers: int
+) -> None:
+    """Check feature losses against the depths of two models that have been opened.
+
+    Raises ConfigError: one message with all problems.
+    """
+    subject = f"feature losses between {student_layers} and {teacher_layers} layers"
+    raise_problems(subject, list(layer_problems(features, student_layers, teacher_layers)))
 
 
 def rule_problems(config: JobConfig) -> list[Problem]:

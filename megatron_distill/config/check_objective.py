@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_distill.config.check_features import feature_problems
 from megatron_distill.config.problems import Problem
 from megatron_distill.config.schema import PARAMETERS, RunConfig, TermConfig
 
@@ -25,12 +26,13 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
             f"objective.terms: {len(objective.terms)} distillation term(s) but teacher = null; "
             "give a teacher or set objective.terms=[]",
         )
-    if objective.ce_weight == 0 and not objective.terms:
+    if objective.ce_weight == 0 and not objective.terms and not objective.features:
         yield Problem(
-            ("objective.ce_weight", "objective.terms"),
+            ("objective.ce_weight", "objective.terms", "objective.features"),
             "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained; raise "
             "objective.ce_weight or add a term",
         )
+    yield from feature_problems(config)
     is_stored = config.teacher is not None and config.teacher.store is not None
     for index, term in enumerate(objective.terms):
         yield from _term(f"objective.terms.{index}", term, keeps_all=not is_stored)

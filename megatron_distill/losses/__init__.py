@@ -10,7 +10,9 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
+from megatron_distill.losses.features import FeatureLoss, FeaturePair, add_gradient, feature_loss
 from megatron_distill.losses.objective import fused_linear_objective
+from megatron_distill.losses.projector import Projector
 from megatron_distill.losses.terms import Term
 from megatron_distill.losses.token_divergence import token_divergence
 from megatron_distill.losses.value_schedule import ScheduleKind, ValueSchedule
@@ -31,4 +33,13 @@ __all__ = [
     "token_divergence",
     "token_weights",
     "weighted_sum",
+    "FeatureLoss",
+    "FeaturePair",
+    "Projector",
+    "Term",
+    "add_gradient",
+    "feature_loss",
+    "fused_linear_objective",
+    "token_divergence",
+    "token_weights",
 ]

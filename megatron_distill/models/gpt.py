@@ -23,9 +23,10 @@ from megatron_distill.models.initialise import initialise
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.rotary import rotary_angles
 from megatron_distill.models.specs import layer_specs
+from megatron_distill.models.tapped_layer import numbered
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.runtime.groups import Groups, Layout
+from megatron_distill.runtime.groups import Groups
 
 
 class HiddenStateGPT(GPTModel):
@@ -104,7 +105,7 @@ def build_gpt(
     """
     layout = groups.layout
     if not interleaved:
-        layout = _without_virtual_stages(layout)
+        layout = layout.without_virtual_stages()
     config = transformer_config(architecture, layout, execution)
     # Interleaved schedules hand one stage index to each chunk; a single chunk has none.
     stages: list[int | None] = list(range(layout.virtual_pipeline or 0)) or [None]
@@ -139,17 +140,6 @@ def build_gpt(
     return chunks
 
 
-def _without_virtual_stages(layout: Layout) -> Layout:
-    return Layout(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=None,
-        context=layout.context,
-        expert=layout.expert,
-        sequence=layout.sequence,
-    )
-
-
 def _is_ends(groups: Groups, *, stage: int | None, stages: int) -> tuple[bool, bool]:
     index = stage or 0
     return (
@@ -165,17 +155,20 @@ def vocab_shard(architecture: Architecture, groups: Groups) -> VocabShard:
     return VocabShard(size=architecture.vocab_size, start=rank * rows, stop=(rank + 1) * rows)
 
 
-def run_model(model: torch.nn.Module, batch: Batch, *, context_size: int) -> Tensor:
+def run_model(
+    model: torch.nn.Module, batch: Batch, *, context_size: int, micro_batch: int | None = None
+) -> Tensor:
     """Run one model chunk (wrapped or not) on a micro-batch.
 
-    Returns the chunk's output [s, b, h], the sequence split over tensor ranks under sequence
-    parallelism.
+    With the micro-batch's number in its step the taps of the chunk's layers are called. Returns the
+    chunk's output [s, b, h], the sequence split over tensor ranks under sequence parallelism.
     """
     windows = get_attr_wrapped_model(model, "windows")
     return model(
         input_ids=batch.tokens_bs,
         position_ids=batch.position_ids_bs,
         attention_mask=attention_mask(batch, context_size=context_size, windows=windows),
+        extra_block_kwargs=numbered(micro_batch),
     )
 
 

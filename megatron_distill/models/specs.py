@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
@@ -26,6 +27,7 @@ from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.norm import TorchNorm
 from megatron_distill.models.router import SequenceBalancedRouter
 from megatron_distill.models.sublayers import KindAttention, mlp_with_post_norm
+from megatron_distill.models.tapped_layer import TappedLayer
 from megatron_distill.runtime.groups import Groups
 
 
@@ -48,6 +50,8 @@ def layer_specs(
         if transformer_engine_runs(device)
         else _torch_layer(architecture, config)
     )
+    assert layer.module is TransformerLayer
+    layer.module = TappedLayer
     norm = _norm(device)
     post_norm = norm if architecture.post_norms else None
     attention = layer.submodules.self_attention

@@ -61,3 +61,14 @@ def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
     table[0].insert(0, LayerType.embedding)
     table[-1].append(LayerType.loss)
     return StageLayers(table, layout.pipeline)
+
+
+def ranks_of_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Return the pipeline rank of each layer, whether the stages divide them or not."""
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    fewest, surplus = divmod(num_layers, stages)
+    return tuple(
+        stage % layout.pipeline
+        for stage in range(stages)
+        for _ in range(fewest + (stage < surplus))
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -26,6 +26,10 @@ class Layout:
     def model_ranks(self) -> int:
         """Ranks that together hold one copy of the model and one sequence."""
         return self.tensor * self.pipeline * self.context
+
+    def without_virtual_stages(self) -> Layout:
+        """The same layout with one model chunk per pipeline stage."""
+        return replace(self, virtual_pipeline=None)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from megatron_distill.signals.types import (
     Signal,
     Teacher,
     TopK,
+    WithFeatures,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "Signal",
     "Teacher",
     "TopK",
+    "WithFeatures",
 ]

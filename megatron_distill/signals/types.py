@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -20,6 +20,7 @@ __all__ = [
     "Signal",
     "Teacher",
     "TopK",
+    "WithFeatures",
 ]
 
 
@@ -165,10 +166,26 @@ class Recorded:
 Signal: TypeAlias = DenseLogits | HiddenState | TopK | Sampled | Recorded
 
 
+@dataclass(frozen=True)
+class WithFeatures:
+    """What a teacher says about a micro-batch, and what some of its layers put out.
+
+    Attributes:
+        signal: as without features: None on ranks whose pipeline stage needs none.
+        features: ``[s, b, H]`` by the number of the teacher's layer, from 1: those that layers of
+            this rank's pipeline stage are compared with, tokens as that stage holds them.
+    """
+
+    signal: Signal | None
+    features: Mapping[int, Tensor]
+
+
 class Teacher(Protocol):
     """Anything that can speak about micro-batches before the student's schedule starts."""
 
-    def signals(self, batches: Sequence[Batch]) -> Sequence[Signal] | Sequence[None]:
+    def signals(
+        self, batches: Sequence[Batch]
+    ) -> Sequence[Signal] | Sequence[None] | Sequence[WithFeatures]:
         """One signal per micro-batch; None on ranks whose pipeline stage needs none."""
         ...
 

@@ -28,6 +28,7 @@ from megatron_distill.train.assemble_models import build_student
 from megatron_distill.train.assemble_origin import Origin, find_origin
 from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint import CheckpointFolder
+from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.flops import GptShape, step_flops_per_token
 from megatron_distill.train.lookahead import Lookahead, StepSource
 from megatron_distill.train.loop import LoopPlan, Parts, train
@@ -96,7 +97,9 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         config, tokenizer, stored, groups=groups, device=device.torch_device
     )
     resources.callback(loader.close)
-    state = _build_state(config, origin, execution, groups, vocabulary)
+    state = _build_state(
+        config, origin, execution, groups, vocabulary, distillation.objective.features
+    )
     resources.callback(state.checkpoints.close)
     source: StepSource = loader
     if stored is not None:
@@ -107,7 +110,9 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
             stores=stored.identities,
         )
     newest = _checkpoint_to_resume(config, state.checkpoints)
-    balancing = build_balancing(config.objective)
+    balancing = build_balancing(
+        config.objective, feature_weights=distillation.objective.feature_weights
+    )
     if newest is not None:
         state.restore(newest, source)
         state.balance = balancing.resumed(state.balance)
@@ -135,9 +140,12 @@ def _build_state(
     execution: Execution,
     groups: Groups,
     vocabulary: Vocabulary,
+    features: FeatureLosses | None,
 ) -> RunState:
     """Build the student and what trains it, at step 0."""
     chunks = build_student(config, origin, groups=groups, execution=execution)
+    if features is not None:
+        features.attach(chunks)
     wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
     positions = config.train.global_batch_size * config.data.sequence_length
     connect_schedule(wrapped, config.optimizer, positions=positions)
@@ -150,6 +158,7 @@ def _build_state(
         ),
         architecture=origin.architecture,
         tokenizer_hash=vocabulary.identity,
+        features=features,
         checkpoints=CheckpointFolder(
             Path(config.output) / "checkpoints",
             keep=config.checkpoint.keep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from megatron_distill.config import ObjectiveConfig, ValueScheduleConfig
 from megatron_distill.losses import RatioBalance, ValueSchedule
@@ -10,8 +11,11 @@ from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.objective import TokenObjective
 
 
-def build_balancing(config: ObjectiveConfig) -> Balancing:
-    """Translate `objective.balance` and every schedule of the objective."""
+def build_balancing(config: ObjectiveConfig, *, feature_weights: Sequence[float]) -> Balancing:
+    """Translate `objective.balance` and every schedule of the objective.
+
+    `feature_weights` are those of each pair of layers, once these are known.
+    """
     balance = config.balance
     return Balancing(
         mode=balance.mode,
@@ -21,6 +25,7 @@ def build_balancing(config: ObjectiveConfig) -> Balancing:
             temperatures=tuple(
                 _schedule(term.temperature, term.temperature_schedule) for term in config.terms
             ),
+            features=tuple(map(ValueSchedule.unchanging, feature_weights)),
             alpha=_schedule(balance.alpha, balance.alpha_schedule),
         ),
         ratios=RatioBalance(balance.epsilon, balance.clamp),
@@ -35,7 +40,8 @@ def final_objective(objective: TokenObjective, config: ObjectiveConfig) -> Token
 
     Held-out losses are those of this one all through a run, so that they can be compared.
     """
-    return build_balancing(config).schedules.applied(objective, steps_done=sys.maxsize)
+    balancing = build_balancing(config, feature_weights=objective.feature_weights)
+    return balancing.schedules.applied(objective, steps_done=sys.maxsize)
 
 
 def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedule:

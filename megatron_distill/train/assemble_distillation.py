@@ -14,6 +14,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble_balancing import final_objective
 from megatron_distill.train.assemble_data import read_validation
+from megatron_distill.train.assemble_features import Features, build_features
 from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
 from megatron_distill.train.assemble_sources import source_names
 from megatron_distill.train.assemble_store import Stored, open_stored
@@ -29,12 +30,15 @@ class Distillation:
 
     stored: Stored | None
     online: OnlineTeacher | None
+    features: Features | None
     objective: TokenObjective
     held_out: HeldOut
 
     @property
     def teacher(self) -> Teacher | None:
         """Who speaks about the training samples."""
+        if self.features is not None:
+            return self.features.teacher
         return self.stored.teacher if self.stored else self.online
 
 
@@ -65,14 +69,19 @@ def assemble_distillation(
     )
     settings = stored.settings if stored else None
     objective = build_objective(config, student, terms, settings=settings, groups=groups)
+    features = build_features(config, student, online, groups=groups, device=device)
+    if features is not None:
+        objective = replace(objective, features=features.losses, feature_weights=features.weights)
     measured = replace(objective, source_names=_blended(source_names(config, held_out=True)))
     objective = replace(objective, source_names=_blended(source_names(config, held_out=False)))
     listener: Teacher | None = online
+    if features is not None:
+        listener = features.teacher
     if stored is not None:
         # A store knows its own samples and none of a corpus's held-out ones.
         listener = None if config.data.sources else stored.teacher
-    measured = final_objective(measured, config.objective)
-    return Distillation(stored, online, objective, HeldOut.of(steps, listener, measured))
+    held_out = HeldOut.of(steps, listener, final_objective(measured, config.objective))
+    return Distillation(stored, online, features, objective, held_out)
 
 
 def _blended(names: tuple[str, ...]) -> tuple[str, ...]:

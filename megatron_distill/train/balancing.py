@@ -21,6 +21,7 @@ from megatron_distill.losses import (
 )
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.features import FEATURES_LOSS
 from megatron_distill.train.loss_sizes import (
     agreed,
     gradient_norms,
@@ -105,8 +106,9 @@ class Balancing:
 
     def resumed(self, state: BalanceState) -> BalanceState:
         """The state of a checkpoint, or a new one where that is of other losses."""
-        terms = 1 if self.mode == "gradient_norm" else len(self.schedules.terms)
-        features = len(self.schedules.features)
+        terms, features = len(self.schedules.terms), len(self.schedules.features)
+        if self.mode == "gradient_norm":
+            terms, features = 1, min(features, 1)
         if not self.is_measured or state.fits(self.mode, terms=terms, features=features):
             return state
         _LOGGER.warning(
@@ -162,14 +164,13 @@ class Balancing:
     ) -> tuple[BalanceState, StepReport]:
         """Return the state and the report of a step; what was not applied leaves the state alone.
 
-        `kd` becomes the sum of the terms with their own weights, comparable from step to step.
+        `kd` and the sum of the features become those with their own weights, comparable from step
+        to step.
 
         Collective: with `from_last_step`, that of `agreed`.
         """
         if balanced.logged and "kd" in report.values:
-            terms = [report.values[name] for name in raw_names(balanced.objectives[0])[1:]]
-            kd = weighted_sum(terms, balanced.own_weights.terms)
-            report = replace(report, values={**report.values, "kd": kd})
+            report = replace(report, values=_with_own_weights(balanced, report.values))
         before, after = balanced.states
         if not report.applied:
             return before, report
@@ -198,8 +199,8 @@ class Balancing:
             state = state.updated(raw, measure=self.mode, decay=self.decay)
             raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
         if self.mode == "gradient_norm":
-            # The divergences have their weights already.
-            weights = replace(weights, terms=(1.0,))
+            # Divergences and features have their weights already.
+            weights = replace(weights, terms=(1.0,), features=(1.0,) * len(raw.features))
         return self.ratios.scales(raw, weights), state
 
     def _logged(
@@ -216,7 +217,19 @@ class Balancing:
             logged[f"{term.name}_weight"] = weight
             if temperature.start != temperature.end:
                 logged[f"{term.name}_temperature"] = term.temperature
+        pairs = () if own.features is None else own.features.pairs
+        for pair, weight in zip(pairs, weights.features, strict=True):
+            logged[f"{pair.name}_weight"] = weight
         return logged
+
+
+def _with_own_weights(balanced: BalancedStep, values: Mapping[str, float]) -> dict[str, float]:
+    objective, own = balanced.objectives[0], balanced.own_weights
+    raw = raw_losses(objective, [values[name] for name in raw_names(objective)])
+    found = {**values, "kd": weighted_sum(raw.terms, own.terms)}
+    if objective.features is not None:
+        found[FEATURES_LOSS] = weighted_sum(raw.features, own.features)
+    return found
 
 
 def _mean(

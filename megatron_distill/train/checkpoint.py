@@ -57,6 +57,8 @@ class Description:
     layout: str  # of the run that wrote it
     data: dict[str, Any]  # the loader's position
     balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
+    # What feature losses there were and what they passed through; None: none.
+    features: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""

@@ -22,7 +22,7 @@ from megatron_distill.train.memory import peak_memory_bytes
 from megatron_distill.train.metrics import MetricsLog
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import RunState
-from megatron_distill.train.step import StepReport, train_step
+from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.throughput import Throughput
 from megatron_distill.train.validation import HeldOut, validate
 
@@ -177,9 +177,12 @@ def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: Loop
     if report.applied:
         return
     samples = ", ".join(map(str, _sample_ids(batches, state.student.groups)))
+    projector_norm = report.values.get(PROJECTOR_NORM)
     message = (
         f"step {state.step}: the loss is {report.values['total']} and the gradient norm "
-        f"{report.grad_norm}; the step was not applied (samples {samples} of the stream)"
+        f"{report.grad_norm}"
+        + (f", that of the projectors {projector_norm}" if projector_norm is not None else "")
+        + f"; the step was not applied (samples {samples} of the stream)"
     )
     if state.bad_steps > plan.max_bad_steps:
         raise TrainingError(

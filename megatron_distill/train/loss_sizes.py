@@ -14,6 +14,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.seed import repeated_dropout
 from megatron_distill.signals import Signal
+from megatron_distill.train.features import FEATURES_LOSS, FeatureLosses
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.step import Pair, Student, run_student, student_reports
 
@@ -51,21 +52,27 @@ def local_loss_values(
     with torch.no_grad(), repeated_dropout():
         objectives = [objective] * len(pairs)
         reports = student_reports(student, pairs, objectives, step, forward_only=True)
-    names = raw_names(objective)
-    means = torch.zeros(len(pairs), len(names), device=pairs[0][0].tokens_bs.device)
+    names = token_names(objective)
+    shares = torch.zeros(len(pairs), len(names), device=pairs[0][0].tokens_bs.device)
     for row, report in enumerate(reports):
-        batch = pairs[row][0]
-        ce, kd = (
-            total / mask.sum().clamp(min=1)
-            for total, mask in (
-                (step.ce_tokens, batch.ce_mask_bs),
-                (step.kd_tokens, batch.kd_mask_bs),
-            )
-        )
-        means[row] = torch.stack([report[name] * (ce if name == "ce" else kd) for name in names])
+        shares[row] = torch.stack([report[name] for name in names])
     if student.groups.pipeline.size() > 1:
-        dist.all_reduce(means, group=student.groups.pipeline)
+        dist.all_reduce(shares, group=student.groups.pipeline)
+    if objective.features is not None:
+        shares = torch.cat([shares, objective.features.finish_each()], dim=1)
+    means = torch.stack(
+        [share * _batches_in(pair[0], step, share) for pair, share in zip(pairs, shares)]
+    )
     return [raw_losses(objective, row) for row in means.tolist()]
+
+
+def _batches_in(batch: Batch, step: StepBatches, share: Tensor) -> Tensor:
+    """What makes a micro-batch's shares in the means of the global batch its own means."""
+    ce, kd = (
+        total / mask.sum().clamp(min=1)
+        for total, mask in ((step.ce_tokens, batch.ce_mask_bs), (step.kd_tokens, batch.kd_mask_bs))
+    )
+    return torch.stack([ce, *[kd] * (len(share) - 1)])
 
 
 def gradient_norms(
@@ -74,29 +81,40 @@ def gradient_norms(
     """Return the norms of the gradients of cross-entropy and of the weighted divergences.
 
     The gradient is that of the loss alone, a mean over the global batch, with respect to the
-    student's last hidden states; its norm is over all of them. The pass is that of `loss_values`,
-    with two gradients of the objective instead of its values.
+    student's last hidden states; its norm is over all of them. That of the weighted features is
+    with respect to what they are taken of, each pair apart. The pass is that of `loss_values`, with
+    gradients instead of values.
 
     Collective: as `loss_values`, and per micro-batch and gradient those of the objective's backward
     pass in the tensor group.
     """
     with torch.no_grad(), repeated_dropout():
         objectives = [_GradientSquares(replace(objective, source_names=()))] * len(pairs)
-        squares = run_student(student, pairs, objectives, step, forward_only=True)
-    norms = agreed(torch.stack([squares["ce"], squares["kd"]]).sqrt(), groups=student.groups)
-    return RawLosses(norms[0], (norms[1],))
+        squares = run_student(
+            student, pairs, objectives, step, forward_only=True, feature_gradients=True
+        )
+    names = ["ce", "kd"] + ([] if objective.features is None else [FEATURES_LOSS])
+    norms = torch.stack([squares[name] for name in names]).sqrt()
+    ce, kd, *features = agreed(norms, groups=student.groups)
+    return RawLosses(ce, (kd,), tuple(features))
+
+
+def token_names(objective: TokenObjective) -> tuple[str, ...]:
+    """The entries of a micro-batch's report that are raw losses."""
+    return ("ce", *(term.name for term in objective.terms))
 
 
 def raw_names(objective: TokenObjective) -> tuple[str, ...]:
-    """The entries of a report that are raw losses, in the order of `RawLosses`."""
-    return ("ce", *(term.name for term in objective.terms))
+    """The entries of a step's report that are raw losses, in the order of `RawLosses`."""
+    pairs = () if objective.features is None else objective.features.pairs
+    return (*token_names(objective), *(pair.name for pair in pairs))
 
 
 def raw_losses(objective: TokenObjective, values: Sequence[float]) -> RawLosses:
     """The values of `raw_names` as what they are."""
-    ce, *terms = values
-    assert len(terms) == len(objective.terms)
-    return RawLosses(ce, tuple(terms))
+    assert len(values) == len(raw_names(objective))
+    features = 1 + len(objective.terms)
+    return RawLosses(values[0], tuple(values[1:features]), tuple(values[features:]))
 
 
 def agreed(values: Tensor, *, groups: Groups) -> list[float]:
@@ -130,7 +148,17 @@ class _GradientSquares:
     @property
     def report_names(self) -> tuple[str, ...]:
         """Cross-entropy, and all divergences together."""
-        return ("ce", "kd")
+        return ("total", "ce", "kd")
+
+    @property
+    def features(self) -> FeatureLosses | None:
+        """Those of the objective."""
+        return self.objective.features
+
+    @property
+    def feature_weights(self) -> tuple[float, ...]:
+        """Those of the objective."""
+        return self.objective.feature_weights
 
     @property
     def source_report_names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from megatron_distill.ops.partition import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
+from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.source_figures import BY_SOURCE, source_keys, split_report
 
 
@@ -28,6 +29,16 @@ class Head(Protocol):
 
 class MicroBatchObjective(Protocol):
     """What the student's schedule asks of each micro-batch."""
+
+    @property
+    def features(self) -> FeatureLosses | None:
+        """The losses between hidden states, the same of all micro-batches."""
+        ...
+
+    @property
+    def feature_weights(self) -> tuple[float, ...]:
+        """What the mean of each pair of hidden states is multiplied by."""
+        ...
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -53,7 +64,7 @@ class MicroBatchObjective(Protocol):
 
 @dataclass(frozen=True)
 class TokenObjective:
-    """Cross-entropy and divergences of one student over its sharded head.
+    """Cross-entropy and divergences of one student over its sharded head, and feature losses.
 
     Every sum is divided by a count over the whole global batch that was known before the schedule
     started, so that neither micro-batches nor data-parallel ranks appear in the result.
@@ -67,6 +78,8 @@ class TokenObjective:
     logit_rule: LogitRule
     groups: Groups
     source_names: tuple[str, ...] = ()  # of a blend, each of which is reported by itself
+    features: FeatureLosses | None = None
+    # Of the features' pairs in the gradient. What changes from step to step replaces them.
     feature_weights: tuple[float, ...] = ()
 
     @property
@@ -97,7 +110,7 @@ class TokenObjective:
 
     def of_labels(self) -> TokenObjective:
         """The same objective without a teacher."""
-        return replace(self, terms=(), metrics=())
+        return replace(self, terms=(), metrics=(), features=None, feature_weights=())
 
     def __call__(
         self,

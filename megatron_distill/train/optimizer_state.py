@@ -27,14 +27,19 @@ def allocate_moments(optimizer: ChainedOptimizer) -> None:
     that was not applied.
     """
     for adam in _torch_adams(optimizer):
-        for group in adam.param_groups:
-            on_device = group["capturable"] or group["fused"]
-            for parameter in group["params"]:
-                adam.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device if on_device else "cpu"),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        allocate_adam(adam)
+
+
+def allocate_adam(adam: torch.optim.Adam) -> None:
+    """Give one Adam the state that its first step would give it."""
+    for group in adam.param_groups:
+        on_device = group["capturable"] or group["fused"]
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device if on_device else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def without_layout(state: dict[str, Any], *, has_master_weights: bool) -> dict[str, Any]:

@@ -28,8 +28,10 @@ from megatron_distill.train.checkpoint import (
     load_state,
     sharding_metadata,
 )
+from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.lookahead import StepSource
 from megatron_distill.train.optimizer_state import load_optimizer, shards_of, without_layout
+from megatron_distill.train.projectors import Projectors
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import evaluating
 
@@ -44,6 +46,7 @@ class RunState:
     architecture: Architecture
     tokenizer_hash: str
     checkpoints: CheckpointFolder
+    features: FeatureLosses | None = None
     step: int = 0
     tokens: int = 0
     bad_steps: int = 0
@@ -72,6 +75,7 @@ class RunState:
                     layout=_layout_name(self.student.groups),
                     data=loader.state_dict(),
                     balance=self.balance.as_dict(),
+                    features=self._features(),
                 ),
             )
 
@@ -79,10 +83,12 @@ class RunState:
         """Continue from a checkpoint written in this or any other layout.
 
         Random states are restored in the same layout only; they matter to dropout alone. Raises
-        CheckpointError when the checkpoint is of another model, tokenizer or optimizer.
+        CheckpointError when the checkpoint is of another model, tokenizer or optimizer, or of other
+        feature losses.
         """
         description = Description.read(folder)
         check_same_model(description, self.architecture, self.tokenizer_hash, folder)
+        check_same_features(description, self._features(), folder)
         same_layout = description.layout == _layout_name(self.student.groups)
         state = self._sharded(is_loading=True, with_rng=same_layout)
         loaded = load_state({**state, "optimizer": shards_of(state["optimizer"])}, folder)
@@ -96,10 +102,20 @@ class RunState:
             loaded["optimizer"],
             applied_steps=self.step - self.bad_steps,
         )
+        if self._projectors is not None:
+            applied = self.step - self.bad_steps
+            self._projectors.load(loaded["projectors"], applied_steps=applied)
         if same_layout:
             _restore_rng(loaded["rng"])
         self.schedule.step(self.step)
         loader.load_state_dict(description.data)
+
+    @property
+    def _projectors(self) -> Projectors | None:
+        return self.features.projectors if self.features else None
+
+    def _features(self) -> dict[str, Any] | None:
+        return self.features.as_dict() if self.features else None
 
     def _sharded(self, *, is_loading: bool, with_rng: bool = True) -> dict[str, Any]:
         groups = self.student.groups
@@ -109,6 +125,8 @@ class RunState:
             self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata),
             has_master_weights=self.student.chunks[0].config.bf16,
         )
+        if self._projectors is not None:
+            state["projectors"] = self._projectors.sharded_state()
         if with_rng:
             state["rng"] = _sharded_rng(groups)
         return state
@@ -146,6 +164,21 @@ def check_same_model(
             f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, this run "
             f"has {tokenizer_hash[:12]}); set data.tokenizer.path to that one"
         )
+
+
+def check_same_features(
+    description: Description, features: dict[str, Any] | None, folder: Path
+) -> None:
+    """Raise CheckpointError when a checkpoint has other feature losses or other projectors."""
+    none: dict[str, Any] = {"losses": [], "projectors": None}
+    there, here = description.features or none, features or none
+    for key, setting in (("losses", "objective.features"), ("projectors", "objective.projector")):
+        if there[key] != here[key]:
+            raise CheckpointError(
+                f"{folder} has other feature losses: {key} are {there[key]} there and {here[key]} "
+                f"here; change {setting}, or start a run of its own with student.checkpoint and "
+                "another `output`"
+            )
 
 
 def saved_architecture(description: Description, folder: Path) -> Architecture:

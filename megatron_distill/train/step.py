@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +17,16 @@ from torch import Tensor
 from megatron_distill.models.gpt import HiddenStateGPT, run_model
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Signal
+from megatron_distill.signals import Signal, WithFeatures
+from megatron_distill.train.features import FEATURES_LOSS
 from megatron_distill.train.objective import MicroBatchObjective, TokenObjective, reduce_report
 from megatron_distill.train.optimizer import apply_gradients
 from megatron_distill.train.schedule import run_schedule
 from megatron_distill.train.source_figures import SourceFigures, step_figures
 
-Pair = tuple[Batch, Signal | None]
-_Item = tuple[Batch, Signal | None, MicroBatchObjective]
+PROJECTOR_NORM = "projector_grad_norm"
+Pair = tuple[Batch, Signal | WithFeatures | None]
+_Item = tuple[int, Pair, MicroBatchObjective]
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,14 @@ def _forward(
     student: Student,
     step: StepBatches,
 ) -> tuple[Tensor, Any]:
-    batch, signal, objective = next(iterator)
-    hidden_sbh = run_model(chunk, batch, context_size=student.groups.context.size())
+    number, (batch, spoken), objective = next(iterator)
+    hidden_sbh = run_model(
+        chunk,
+        batch,
+        context_size=student.groups.context.size(),
+        micro_batch=None if objective.features is None else number,
+    )
+    signal = spoken.signal if isinstance(spoken, WithFeatures) else spoken
     return hidden_sbh, partial(
         _loss, objective=objective, head=student.chunks[-1], batch=batch, signal=signal, step=step
     )
@@ -82,19 +90,26 @@ def student_reports(
     step: StepBatches,
     *,
     forward_only: bool = False,
+    feature_gradients: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Run the student's schedule, leaving gradients in its buffers unless `forward_only`.
 
     Each micro-batch has its objective. Returns the report of each on the last stage, an empty list
-    elsewhere.
+    elsewhere. Feature losses, with `feature_gradients` the squares of their gradients, are left to
+    be finished.
 
     Collective: those of `run_schedule` and of the objective per micro-batch.
     """
-    items = [(*pair, objective) for pair, objective in zip(pairs, objectives, strict=True)]
+    features = objectives[0].features
+    if features is not None:
+        spoken = [_features(pair) for pair in pairs]
+        weights = [objective.feature_weights for objective in objectives]
+        features.begin(spoken, step, weights, of_gradients=feature_gradients)
+    numbered = enumerate(zip(pairs, objectives, strict=True))
     return run_schedule(
         partial(_forward, student=student, step=step),
         student.wrapped,
-        items,
+        [(number, pair, objective) for number, (pair, objective) in numbered],
         groups=student.groups,
         micro_batch_size=pairs[0][0].tokens_bs.shape[0],
         sequence_length=student.sequence_length,
@@ -109,21 +124,40 @@ def run_student(
     step: StepBatches,
     *,
     forward_only: bool = False,
+    feature_gradients: bool = False,
 ) -> dict[str, Tensor]:
     """Run the student's schedule as `student_reports` does, and add its reports up.
 
     Returns the global means that the objectives report (fp32 scalars, the same on every rank).
 
-    Collective: those of `student_reports` and of `reduce_report`.
+    Collective: those of `student_reports`, of `reduce_report` and of the feature losses.
     """
-    reports = student_reports(student, pairs, objectives, step, forward_only=forward_only)
-    return reduce_report(
+    reports = student_reports(
+        student,
+        pairs,
+        objectives,
+        step,
+        forward_only=forward_only,
+        feature_gradients=feature_gradients,
+    )
+    means = reduce_report(
         reports,
         names=objectives[0].report_names,
         source_names=objectives[0].source_report_names,
         groups=student.groups,
         device=pairs[0][0].tokens_bs.device,
     )
+    features = objectives[0].features
+    if features is not None:
+        means |= features.finish()
+        means["total"] = means["total"] + means[FEATURES_LOSS]
+    return means
+
+
+def _features(pair: Pair) -> Mapping[int, Tensor]:
+    _, spoken = pair
+    assert isinstance(spoken, WithFeatures)
+    return spoken.features
 
 
 def train_step(
@@ -138,18 +172,27 @@ def train_step(
 ) -> StepReport:
     """Take one optimizer step, each micro-batch with its objective.
 
-    A loss or gradient that is not finite leaves weights and optimizer state as they were.
+    A loss or gradient that is not finite leaves weights and optimizer state as they were, those of
+    the features' projectors among them.
     """
     for chunk in student.wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     schedule.step(1)
+    projectors = objectives[0].features.projectors if objectives[0].features else None
+    if projectors is not None:
+        projectors.zero_gradients()
     means = run_student(student, pairs, objectives, step)
+    if projectors is not None:
+        means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
+    projector_norm = values.get(PROJECTOR_NORM, 0.0)
     sources = step_figures(values, step, objectives[0].source_names)
     update = apply_gradients(
         optimizer,
         clip_grad_norm=clip_grad_norm,
-        loss_is_finite=math.isfinite(values["total"]),
+        loss_is_finite=math.isfinite(values["total"]) and math.isfinite(projector_norm),
     )
+    if projectors is not None and update.applied:
+        projectors.apply_gradients(schedule, norm=projector_norm)
     return StepReport(values, update.grad_norm, update.applied, sources)

@@ -42,7 +42,7 @@ class OnlineTeacher:
         outputs = run_schedule(
             partial(_forward, context_size=context_size),
             [self.model],
-            batches,
+            list(enumerate(batches)),
             groups=self.groups,
             micro_batch_size=batches[0].tokens_bs.shape[0],
             sequence_length=self.sequence_length,
@@ -63,10 +63,11 @@ class OnlineTeacher:
 
 
 def _forward(
-    iterator: Iterator[Batch], model: torch.nn.Module, *, context_size: int
+    iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module, *, context_size: int
 ) -> tuple[Tensor, Callable[..., Tensor]]:
-    batch = next(iterator)
-    return run_model(model, batch, context_size=context_size), _keep_output
+    number, batch = next(iterator)
+    output = run_model(model, batch, context_size=context_size, micro_batch=number)
+    return output, _keep_output
 
 
 def _keep_output(output: Tensor, *, non_loss_data: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
 from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from megatron_distill.config.schema.features import FeatureConfig, ProjectorConfig
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "CapturePassConfig",
     "CheckpointConfig",
     "DataConfig",
+    "FeatureConfig",
     "JobConfig",
     "LoggingConfig",
     "ModelConfig",
@@ -42,6 +44,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ProjectorConfig",
     "RopeScalingConfig",
     "RunConfig",
     "RuntimeConfig",

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.features import FeatureConfig, ProjectorConfig
 
 __all__ = [
     "PARAMETERS",
@@ -162,6 +163,14 @@ class ObjectiveConfig(Section):
         strict=False,
         description="The distillation terms; left out: one `forward_kl` of weight 1 with a "
         "teacher, none without.",
+    )
+    features: tuple[FeatureConfig, ...] = Field(
+        default=(),
+        strict=False,
+        description="Losses between hidden states; need a live teacher. docs/features.md.",
+    )
+    projector: ProjectorConfig = Field(
+        default=ProjectorConfig(), description="What features of different sizes pass through."
     )
     balance: BalanceConfig = Field(
         default=BalanceConfig(), description="Labels and teacher against each other."

@@ -1,0 +1,145 @@
+"""Losses between hidden states of the two models, and how a layer in the middle gets a gradient.
+
+The loss of a layer is not a term of what the last pipeline stage returns. Its gradient is added to
+the one that comes back through the layer's output, which is the same sum: so every stage has its
+own losses, and the pipeline's schedules know nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_distill.losses.projector import Projector
+
+__all__ = ["FeatureLoss", "FeaturePair", "add_gradient", "feature_loss"]
+
+# What is computed at one time, in numbers of one hidden state: 64 MiB of fp32.
+_BLOCK_NUMBERS = 2**24
+
+
+@dataclass(frozen=True)
+class FeaturePair:
+    """A student's layer and the teacher's layer that it is to resemble, both from 1."""
+
+    student: int
+    teacher: int
+    loss: str
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return f"feature_{self.loss}_{self.student}_{self.teacher}"
+
+
+def feature_loss(student_NH: Tensor, teacher_NH: Tensor, weights_N: Tensor, *, loss: str) -> Tensor:
+    """``sum over tokens of weight * D(student, teacher)`` as an fp32 scalar.
+
+    ``mse`` is the mean over the hidden size of the squared difference, ``cosine`` one minus the
+    cosine of the angle. Hidden states are ``[N, H]`` of any floating-point type, computed with in
+    fp32 (float64 stays what it is); weights ``[N]``. A token of weight zero is left out, whatever
+    it holds.
+    """
+    student_NH, teacher_NH = (
+        _counted(x, weights_N).to(torch.promote_types(x.dtype, torch.float32))
+        for x in (student_NH, teacher_NH)
+    )
+    return (weights_N * _DISTANCES[loss](student_NH, teacher_NH)).sum()
+
+
+def _counted(state_NH: Tensor, weights_N: Tensor) -> Tensor:
+    """Zeros in place of tokens of weight zero, whose NaN would survive a product with zero."""
+    return torch.where((weights_N != 0).unsqueeze(1), state_NH, 0)
+
+
+def _mse(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
+    return (student_NH - teacher_NH).square().mean(1)
+
+
+def _cosine(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
+    return 1.0 - (F.normalize(student_NH, dim=1) * F.normalize(teacher_NH, dim=1)).sum(1)
+
+
+_DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": _mse, "cosine": _cosine}
+
+
+@dataclass(frozen=True)
+class FeatureLoss:
+    """The loss of one pair of layers on one micro-batch.
+
+    Attributes:
+        loss: ``mse`` or ``cosine``.
+        teacher: ``[N, H_t]``, in the order of the student's tokens.
+        weights: ``[N]`` fp32, mask and normalisation.
+        projector: brings the student's hidden states to the teacher's size; None: they have it.
+    """
+
+    loss: str
+    teacher: Tensor
+    weights: Tensor
+    projector: Projector | None
+
+    @torch.no_grad()
+    def value(self, student_NH: Tensor) -> Tensor:
+        """The loss, an fp32 scalar."""
+        blocks = self._blocks(student_NH)
+        return torch.stack([self._of_block(student_NH[rows], rows) for rows in blocks]).sum()
+
+    def gradient(self, student_NH: Tensor, *, coefficient: float) -> Tensor:
+        """The gradient of ``coefficient`` times the loss ``[N, H]``, in the student's dtype.
+
+        The projector's gradient is added to what its parameters' ``grad`` holds. Computed anew from
+        the hidden states, block by block: until now nothing of the size of a hidden state is kept.
+        """
+        parameters = [] if self.projector is None else list(self.projector.parameters())
+        out_NH = torch.empty_like(student_NH)
+        for rows in self._blocks(student_NH):
+            block = student_NH[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                value = coefficient * self._of_block(block, rows)
+            out_NH[rows], *others = torch.autograd.grad(value, [block, *parameters])
+            for parameter, gradient in zip(parameters, others, strict=True):
+                assert parameter.grad is not None
+                parameter.grad += gradient
+        return out_NH
+
+    def _of_block(self, student_nH: Tensor, rows: slice) -> Tensor:
+        weights_n = self.weights[rows]
+        if self.projector is not None:
+            student_nH = self.projector(_counted(student_nH, weights_n))
+        return feature_loss(student_nH, self.teacher[rows], weights_n, loss=self.loss)
+
+    def _blocks(self, student_NH: Tensor) -> list[slice]:
+        widest = max(student_NH.shape[1], self.teacher.shape[1])
+        length = max(1, _BLOCK_NUMBERS // widest)
+        return [slice(at, at + length) for at in range(0, student_NH.shape[0], length)]
+
+
+def add_gradient(hidden: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `hidden`, whose gradient will be larger by ``gradient(hidden)``.
+
+    `hidden` is kept until then, and the gradient computed when the backward pass comes through.
+    """
+    return _AddGradient.apply(hidden, gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.gradient = gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (from_above,) = gradients
+        (hidden,) = ctx.saved_tensors
+        return from_above + ctx.gradient(hidden), None

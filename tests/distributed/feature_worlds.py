@@ -1,0 +1,252 @@
+"""One step with feature losses in any layout, by the package's own parts; for pool workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_distill.runtime.batch import Batch, StepBatches
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.test_models import LENGTH, packed_batch
+from tests.reference.features import Pair, Trained
+from tests.reference.llama import Heads, Packed
+
+if TYPE_CHECKING:
+    from megatron_distill.models.gpt import HiddenStateGPT
+    from megatron_distill.runtime.groups import Groups
+    from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.train.step import Student
+    from megatron_distill.train.teacher import OnlineTeacher
+
+ROWS = 4
+CE_WEIGHT = 0.7
+KD_WEIGHT = 1.3
+STUDENT = {"init_std": 0.2, "vocab_size": 208}
+TEACHER = {**STUDENT, "num_layers": 6, "hidden_size": 40, "head_size": 10, "ffn_hidden_size": 56}
+STUDENT_HEADS = Heads(queries=4, groups=2, size=8)
+TEACHER_HEADS = Heads(queries=4, groups=2, size=10)
+# From a later stage to an earlier one and the other way round, two of one layer, one layer to two.
+PAIRS: tuple[Pair, ...] = (
+    (1, 5, "mse", 0.6),
+    (4, 2, "cosine", 2.0),
+    (3, 3, "mse", 0.3),
+    (3, 6, "cosine", 1.5),
+    (2, 5, "mse", 0.4),
+)
+Parts = dict[tuple[str, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is taken in, and with."""
+
+    layout: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    micro_batch_size: int = 1
+    pairs: Sequence[Pair] = PAIRS
+    projector: str = "linear"
+    shared: bool = False
+    teacher: dict[str, Any] = field(default_factory=lambda: dict(TEACHER))
+    ce_weight: float = CE_WEIGHT
+    kd_weight: float = KD_WEIGHT
+    forward_only: bool = False
+    factor: float = 1.0  # on every pair's weight, as balancing would put it
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has after a step: means, and its parts of weights and gradients."""
+
+    values: dict[str, float]
+    weights: Parts
+    gradients: Parts
+    teacher_weights: Parts
+    projectors: dict[str, Tensor]
+    projector_gradients: dict[str, Tensor]
+
+
+def whole_batch() -> Batch:
+    """Four packed sequences with masks of their own; padding is trained by neither."""
+    two = packed_batch(isolate=True)
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(0, 200, (ROWS, LENGTH), generator=generator)
+    documents = two.document_ids_bS.repeat(2, 1)
+    ce_mask, kd_mask = (
+        (torch.rand(ROWS, LENGTH, generator=generator) < share) & (documents >= 0)
+        for share in (0.7, 0.8)
+    )
+    return replace(
+        two,
+        tokens_bs=tokens,
+        labels_bs=tokens.roll(-1, 1),
+        ce_mask_bs=ce_mask,
+        kd_mask_bs=kd_mask,
+        position_ids_bs=two.position_ids_bs.repeat(2, 1),
+        document_ids_bS=documents,
+        sample_ids_b=torch.arange(ROWS),
+    )
+
+
+def trained() -> Trained:
+    """The same as the oracle takes it."""
+    whole = whole_batch()
+    packed = Packed(whole.tokens_bs, whole.position_ids_bs, whole.document_ids_bS)
+    return Trained(packed, whole.labels_bs, whole.ce_mask_bs, whole.kd_mask_bs)
+
+
+def step_batches(groups: Groups, micro_batch_size: int) -> StepBatches:
+    """This rank's share of the whole batch."""
+    whole = whole_batch()
+    mine = range(groups.data.rank(), ROWS, groups.data.size())
+    starts = range(0, len(mine), micro_batch_size)
+    batches = [_rows(whole, list(mine)[start : start + micro_batch_size]) for start in starts]
+    rank, size = groups.context.rank(), groups.context.size()
+    return StepBatches(
+        tuple(batch.context_shard(rank, size).with_trained_rows() for batch in batches),
+        ce_tokens=int(whole.ce_mask_bs.sum()),
+        kd_tokens=int(whole.kd_mask_bs.sum()),
+        positions=ROWS * LENGTH,
+    )
+
+
+def _rows(whole: Batch, rows: list[int]) -> Batch:
+    return replace(
+        whole,
+        tokens_bs=whole.tokens_bs[rows],
+        labels_bs=whole.labels_bs[rows],
+        ce_mask_bs=whole.ce_mask_bs[rows],
+        kd_mask_bs=whole.kd_mask_bs[rows],
+        position_ids_bs=whole.position_ids_bs[rows],
+        document_ids_bS=whole.document_ids_bS[rows],
+        sample_ids_b=whole.sample_ids_b[rows],
+    )
+
+
+def build_student(groups: Groups, recompute: str) -> Student:
+    """The student with Megatron's gradient buffers, whole on every rank."""
+    from megatron_distill.config import OptimizerConfig
+    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.gpt import build_gpt
+    from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+    from megatron_distill.train.step import Student
+
+    execution = Execution(torch.float32, torch.device("cpu"), recompute)
+    chunks = build_gpt(small_architecture(**STUDENT), groups=groups, execution=execution, seed=11)
+    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
+    wrapped = wrap_data_parallel(chunks, plain, groups=groups)
+    connect_schedule(wrapped, plain, positions=ROWS * LENGTH)
+    return Student(chunks, wrapped, groups, LENGTH)
+
+
+def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
+    """The frozen teacher."""
+    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.gpt import build_gpt
+    from megatron_distill.train.teacher import OnlineTeacher
+
+    architecture = small_architecture(**changes)
+    execution = Execution(torch.float32, torch.device("cpu"))
+    (model,) = build_gpt(
+        architecture, groups=groups, execution=execution, seed=12, interleaved=False
+    )
+    model.requires_grad_(False)
+    model.eval()
+    head = model.head_weight().detach() if groups.is_last_stage else None
+    return OnlineTeacher(model, architecture, head, groups, LENGTH)
+
+
+def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
+    """The feature losses of a setting, with projectors where the sizes differ."""
+    from megatron_distill.losses import FeaturePair
+    from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.train.projectors import (
+        ProjectorOptimization,
+        Projectors,
+        ProjectorShape,
+        projector_name,
+    )
+
+    pairs = [FeaturePair(*pair) for pair in setting.pairs]
+    theirs = setting.teacher.get("hidden_size", 32)
+    projectors = None
+    if theirs != 32:
+        names = dict.fromkeys(projector_name(pair, shared=setting.shared) for pair in pairs)
+        within = (24,) if setting.projector == "mlp" else ()
+        projectors = Projectors(
+            ProjectorShape(tuple(names), (32, *within, theirs)),
+            ProjectorOptimization(1e-3, 0.1, (0.9, 0.95), 1e-8, True, 1.0),
+            seed=5,
+            groups=groups,
+            device=torch.device("cpu"),
+        )
+    return FeatureLosses(pairs, projectors=projectors, groups=groups, device=torch.device("cpu"))
+
+
+def take_step(rank: int, world: int, setting: Setting) -> Found:
+    """Forward and backward of one step, gradients reduced and not applied."""
+    with megatron_groups(**setting.layout) as groups:
+        from megatron_distill.losses import Term
+        from megatron_distill.models.gpt import vocab_shard
+        from megatron_distill.ops import LogitRule
+        from megatron_distill.train.feature_teacher import FeatureTeacher, routes
+        from megatron_distill.train.objective import TokenObjective
+        from megatron_distill.train.step import run_student
+
+        student = build_student(groups, setting.recompute)
+        online = build_teacher(groups, setting.teacher)
+        losses = build_losses(setting, groups)
+        losses.attach(student.chunks)
+        depth = online.architecture.num_layers
+        ways = routes(losses.pairs, student_layers=4, teacher_layers=depth, layout=groups.layout)
+        objective = TokenObjective(
+            ce_weight=setting.ce_weight,
+            terms=(Term("forward_kl", weight=setting.kd_weight),) if setting.kd_weight else (),
+            metrics=("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"),
+            chunk_tokens=24,
+            shard=vocab_shard(small_architecture(**STUDENT), groups),
+            logit_rule=LogitRule(None, 1.0),
+            groups=groups,
+            features=losses,
+            feature_weights=tuple(setting.factor * pair.weight for pair in losses.pairs),
+        )
+        weights = parts(student.chunks, groups)
+        teacher_weights = parts([online.model], groups)
+        step = step_batches(groups, setting.micro_batch_size)
+        signals = FeatureTeacher(online, ways).signals(step.micro_batches)
+        pairs = list(zip(step.micro_batches, signals, strict=True))
+        for chunk in student.wrapped:
+            chunk.zero_grad_buffer()
+        if setting.forward_only:
+            with torch.no_grad():
+                means = run_student(student, pairs, objective, step, forward_only=True)
+        else:
+            means = run_student(student, pairs, objective, step)
+        norm = losses.projectors.reduce_gradients() if losses.projectors else torch.zeros(())
+        for chunk in student.chunks:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+        named = dict(losses.projectors.named_parameters()) if losses.projectors else {}
+        return Found(
+            {name: float(mean) for name, mean in means.items()} | {"norm": float(norm)},
+            weights,
+            parts(student.chunks, groups),
+            teacher_weights,
+            {name: p.detach().clone() for name, p in named.items()},
+            {name: p.grad.clone() for name, p in named.items() if p.grad is not None},
+        )
+
+
+def parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
+    """What the chunks' parameters hold, by key and place in the global tensor."""
+    from megatron_distill.models.initialise import sharded_tensors
+
+    found: Parts = {}
+    for part in sharded_tensors(chunks, groups):
+        assert part.data is not None
+        data = part.data.detach().clone()
+        found[part.key, part.global_offset] = data[None] if part.prepend_axis_num else data
+    return found

@@ -1,0 +1,326 @@
+"""Runs with feature losses: the same in every layout, resumed bit for bit, and refused in words.
+
+Regimes: a projector that ranks train apart, that a checkpoint forgets, restores in one layout only
+or hands on to what has no use for it; a step that is not finite in a projector alone; features that
+no teacher can give; layers that there are not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.distributed.pool import Pool
+from tests.e2e.converting import convert
+from tests.e2e.runs import (
+    Inputs,
+    assembled,
+    checkpoints,
+    course,
+    failure,
+    quick_and_slow,
+    records,
+    run,
+)
+
+LOSSES = (
+    "objective.features=[{student: 1, teacher: 2, weight: 0.5}, "
+    "{student: 3, teacher: 1, loss: cosine}, {match: uniform, loss: cosine, weight: 0.7}]"
+)
+MLP = "objective.projector={kind: mlp, hidden_size: 24, learning_rate: 0.01, weight_decay: 0.02}"
+SHARED = "objective.projector={shared: true}"
+EQUAL = "teacher.architecture.hidden_size=32"
+SHORT = ("train.steps=6", "schedule.warmup_steps=2")
+TENSOR = "parallel.tensor=2"
+SEQUENCE = "parallel.sequence=true"
+PIPELINE = "parallel.pipeline=2"
+VIRTUAL = "parallel.virtual_pipeline=2"
+CONTEXT = "parallel.context=2"
+RECOMPUTE = "train.recompute=full"
+QUANTITIES = (
+    "ce_loss", "kd_loss", "total_loss", "grad_norm", "projector_grad_norm", "features_loss",
+    "feature_mse_1_2", "feature_cosine_3_1", "feature_cosine_1_1", "feature_cosine_2_1",
+    "feature_cosine_3_2", "feature_cosine_4_2",
+)  # fmt: skip
+
+# The changes that one rank makes as well, and those of the layout.
+LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "TP2+sequence x PP2, recompute": (4, (), (TENSOR, SEQUENCE, PIPELINE, RECOMPUTE)),
+    "PP2+virtual, recompute": (2, (), (PIPELINE, VIRTUAL, RECOMPUTE)),
+    "MLP, TP2xPP2": (4, (MLP,), (TENSOR, PIPELINE)),
+    "shared, DP2": (2, (SHARED,), ()),
+    "TP2": (2, (), (TENSOR,)),
+    "PP2": (2, (), (PIPELINE,)),
+    "CP2": (2, (), (CONTEXT,)),
+    "DP2, whole optimizer": (2, (), ("optimizer.distributed=false",)),
+    "DP2xPP2, parameters gathered late": (
+        4, (), (PIPELINE, VIRTUAL, "optimizer.overlap_param_gather=true"),
+    ),
+    "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
+    "no accumulation": (1, (), ("train.micro_batch_size=8",)),
+}  # fmt: skip
+QUICK = ("TP2+sequence x PP2, recompute", "MLP, TP2xPP2")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
+def test_a_course_is_that_of_one_rank(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    world, common, layout = LAYOUTS[case]
+    config = inputs.folder / "dense.yaml"
+    both = (LOSSES, *SHORT, *common)
+    expected = run(pool, 1, config, tmp_path / "one", *both)
+    found = run(pool, world, config, tmp_path / "many", *both, *layout)
+    assert [record["step"] for record in found] == list(range(1, 7))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in (name for name in QUANTITIES if name in theirs):
+            tolerance = 3e-6 if ours["step"] == 1 else 1e-4
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+    # What a wrong gradient of the features would leave.
+    assert found[-1]["features_loss"] < 0.99 * found[0]["features_loss"]
+
+
+def test_experts_and_bf16_have_features_too(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    layout = (PIPELINE, "parallel.expert=2", RECOMPUTE)
+    exact = run(pool, 1, inputs.folder / "moe.yaml", tmp_path / "one", LOSSES, *SHORT)
+    found = run(pool, 4, inputs.folder / "moe.yaml", tmp_path / "many", LOSSES, *SHORT, *layout)
+    for name in QUANTITIES:
+        assert found[0][name] == pytest.approx(exact[0][name], rel=3e-6), name
+    rounded = run(
+        pool, 1, inputs.folder / "moe.yaml", tmp_path / "bf16", LOSSES, *SHORT,
+        "train.precision=bf16",
+    )  # fmt: skip
+    assert rounded[-1]["features_loss"] == pytest.approx(exact[-1]["features_loss"], rel=0.02)
+
+
+SAVE = ("checkpoint.save=true", "validation.samples=8", "data.validation_fraction=0.2")
+RESUMED: dict[str, tuple[int, Sequence[str], int, Sequence[str]]] = {
+    "PP2+virtual in the same": (2, (PIPELINE, VIRTUAL), 2, (PIPELINE, VIRTUAL)),
+    "DP2xTP2 to PP2": (4, (TENSOR,), 2, (PIPELINE,)),
+    "saved meanwhile": (2, ("checkpoint.asynchronous=true",), 2, ("checkpoint.asynchronous=true",)),
+}
+
+
+def projector_parts(rank: int, world: int, config: Path, overrides: list[str]) -> list[bytes]:
+    """What an assembled run's projectors and their moments hold."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        features = parts.objective.features
+        assert features is not None
+        assert features.projectors is not None
+        return [tensor.numpy().tobytes() for _, tensor in features.projectors._tensors()]
+
+
+@pytest.mark.parametrize("case", quick_and_slow(RESUMED, list(RESUMED)[:1]))
+def test_a_run_that_stops_goes_on_as_if_it_had_not(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    world, layout, next_world, next_layout = RESUMED[case]
+    config = inputs.folder / "dense.yaml"
+    both = (LOSSES, MLP, *SHORT, *SAVE)
+    expected = run(pool, world, config, tmp_path / "whole", *both, *layout)
+    run(pool, world, config, tmp_path / "cut", *both, *layout, stop_after=3)
+    cut = [f"output={tmp_path / 'cut'}", *both]
+    before = pool.run(world, projector_parts, config, [*cut, *layout])
+    after = pool.run(next_world, projector_parts, config, [*cut, *next_layout])
+    assert len(before[0]) == 6 * 3 * 4  # pairs of layers, weights and moments, an MLP's parameters
+    assert all(parts == before[0] for parts in (*before, *after))
+    found = run(pool, next_world, config, tmp_path / "cut", *both, *next_layout)
+    if layout == next_layout:
+        assert course(found) == course(expected)
+        validations = [
+            [record for record in records(tmp_path / name) if "validation" in record]
+            for name in ("cut", "whole")
+        ]
+        assert validations[0] == validations[1]
+        assert set(QUANTITIES[5:]) <= set(validations[0][0]["validation"])
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in QUANTITIES:
+            tolerance = 0.0 if layout == next_layout else 1e-4
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, inputs: Inputs) -> Path:
+    """A run with projectors and one checkpoint, not to be changed."""
+    output = inputs.folder / "saved-features"
+    short = ("train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true")
+    run(pool, 1, inputs.folder / "dense.yaml", output, LOSSES, MLP, *short)
+    return output
+
+
+def test_only_a_run_of_the_same_features_goes_on(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
+    for changes, part in (
+        ((LOSSES.replace("cosine}, {match", "mse}, {match"), MLP), "losses are ['feature_mse_1_2'"),
+        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} there and "),
+        ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
+        ((), "losses are ['feature_mse_1_2'"),
+    ):
+        said = failure(pool, 2, config, folder, *going_on, *changes)
+        assert said.startswith(f"CheckpointError: {folder / 'checkpoints' / 'step_0000002'}")
+        assert part in said
+        assert "student.checkpoint" in said
+    # Weights may change, as those of other terms may.
+    heavier = LOSSES.replace("weight: 0.5", "weight: 0.8")
+    found = run(pool, 2, config, folder, *going_on, heavier, MLP)
+    assert [record["step"] for record in found] == [1, 2, 3]
+
+
+def test_a_projector_serves_its_own_run_alone(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    folder = saved / "checkpoints" / "step_0000002"
+    names = set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+    projectors = {name for name in names if name.startswith("projector.")}
+    assert "projector.3_2.weights.1" in projectors
+    assert "projector.exp_avg_sq.1_2.biases.0" in projectors
+    # A run that starts from the student has projectors of its own, or none.
+    config = inputs.folder / "dense.yaml"
+    start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
+    plain = run(pool, 1, config, tmp_path / "plain", *start)
+    again = run(pool, 2, config, tmp_path / "again", *start, LOSSES, SHARED, PIPELINE)
+    assert again[0]["ce_loss"] == pytest.approx(plain[0]["ce_loss"], rel=1e-6)
+    # An export does not know of any.
+    endings = convert(pool, "export", "--checkpoint", saved, "--hf", tmp_path / "out")
+    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    exported = _exported_names(tmp_path / "out")
+    assert exported
+    assert not any("projector" in name for name in exported)
+
+
+def _exported_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+def poisoned_step(
+    rank: int, world: int, config: Path, overrides: list[str]
+) -> tuple[str, bool, list[float]]:
+    """Train with a projector's gradient that overflows, while everything else is finite."""
+    from megatron_distill.errors import TrainingError
+
+    with assembled(rank, world, config, overrides) as (found, parts):
+        from megatron_distill.runtime.termination import TerminationRequest
+        from megatron_distill.train.assemble import _plan
+        from megatron_distill.train.loop import train
+
+        features = parts.objective.features
+        assert features is not None
+        assert features.projectors is not None
+        # Weights of zero keep the gradient, however large, from the student.
+        for _, tensor in features.projectors._tensors():
+            tensor.zero_()
+        weights = [p for chunk in parts.state.student.chunks for p in chunk.parameters()]
+        before = [weight.detach().clone() for weight in weights]
+        said = ""
+        try:
+            train(parts, _plan(found), TerminationRequest())
+        except TrainingError as error:
+            said = str(error)
+        same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+        moved = [float(tensor.abs().max()) for _, tensor in features.projectors._tensors()]
+        return said, same, moved
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, TENSOR])
+def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
+    pool: Pool, inputs: Inputs, tmp_path: Path, layout: str
+) -> None:
+    # Only the square of the gradient overflows.
+    huge = "objective.features=[{student: 1, teacher: 2, weight: 1e27}]"
+    overrides = [f"output={tmp_path}", huge, layout, "checkpoint.save=true"]
+    found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides)
+    said, student_stays, moved = found[0]
+    assert found[1][0] == said
+    assert said.startswith("step 1: the loss is ")
+    assert "that of the projectors inf; the step was not applied" in said
+    assert "nan" not in said
+    assert student_stays
+    assert found[1][1]
+    assert moved == found[1][2] == [0.0] * len(moved)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [
+                "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
+                "{match: uniform, weight: 0.3}]",
+                "student.architecture=null",
+            ],
+            [
+                "2 problems",
+                "objective.features.0.student = 5: the student has layers 1 to 4; lower it",
+                "objective.features.2 and objective.features.1 both have the mse loss between "
+                "layer 2 of the student and layer 1 of the teacher",
+            ],
+        ),
+        (
+            ["objective.features=[{match: last}]", "student.architecture=null"],
+            ["objective.features.0.match = 'last': the teacher has 2 layers, fewer than the"],
+        ),
+    ],
+)
+def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
+    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
+    assert said.startswith("ConfigError: feature losses between 4 and 2 layers: ")
+    for part in parts:
+        assert part in said
+
+
+def test_layers_of_one_size_need_no_projector(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.folder / "dense.yaml"
+    short = ("train.steps=2", "schedule.warmup_steps=1", LOSSES, EQUAL)
+    (plain, *_) = run(pool, 2, config, tmp_path / "plain", *short, PIPELINE)
+    assert "projector_grad_norm" not in plain
+    (asked, *_) = run(
+        pool, 1, config, tmp_path / "asked", *short, "objective.projector.always=true"
+    )
+    assert asked["projector_grad_norm"] > 0
+    assert asked["feature_mse_1_2"] != pytest.approx(plain["feature_mse_1_2"], rel=1e-3)
+
+
+def schedule_of(rank: int, world: int, config: Path, overrides: list[str]) -> list[Any]:
+    """The learning rates of student and projectors at each step."""
+    with assembled(rank, world, config, overrides) as (found, parts):
+        features, schedule = parts.objective.features, parts.state.schedule
+        assert features is not None
+        assert features.projectors is not None
+        rates = []
+        for _ in range(found.train.steps):
+            schedule.step(1)
+            features.projectors.apply_gradients(schedule, norm=0.0)
+            groups = features.projectors._adam.param_groups
+            rates.append((parts.state.optimizer.param_groups[0]["lr"], *(g["lr"] for g in groups)))
+        return rates
+
+
+def test_projectors_follow_the_schedule_in_shape(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    overrides = [f"output={tmp_path}", LOSSES, MLP, *SHORT, "schedule.min_learning_rate=0.0006"]
+    (rates,) = pool.run(1, schedule_of, inputs.folder / "dense.yaml", overrides)
+    assert [own for own, *_ in rates][:3] == pytest.approx([0.0015, 0.003, 0.00264853], rel=1e-5)
+    assert rates[-1][0] == pytest.approx(0.0006)
+    for own, *others in rates:
+        assert others == pytest.approx([own * 0.01 / 0.003] * 2)

@@ -1,0 +1,103 @@
+"""A whole objective with feature losses by its definition: float64 models and plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.reference.distillation import cross_entropy, forward_kl
+from tests.reference.llama import Heads, Packed, run
+
+Weights = Mapping[str, Tensor]
+# Student's layer, teacher's layer, loss, weight.
+Pair = tuple[int, int, str, float]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Whole sequences with their labels and masks, [b, S]."""
+
+    packed: Packed
+    labels: Tensor
+    ce_mask: Tensor
+    kd_mask: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the oracle says: means over the batch, and gradients by name."""
+
+    total: float
+    ce: float
+    kd: float
+    features: list[float]
+    gradients: dict[str, Tensor]
+    projector_gradients: dict[str, Tensor]
+
+
+def projected(state: Tensor, projector: Weights) -> Tensor:
+    """Apply a projector's linear maps, with GELU between them."""
+    count = len(projector) // 2
+    for index in range(count):
+        state = state @ projector[f"weights.{index}"].t() + projector[f"biases.{index}"]
+        if index + 1 < count:
+            state = state * 0.5 * (1 + torch.erf(state / 2**0.5))
+    return state
+
+
+def distance(student: Tensor, teacher: Tensor, loss: str) -> Tensor:
+    """One token's distance."""
+    if loss == "mse":
+        return ((student - teacher) ** 2).sum() / len(teacher)
+    return 1 - (student @ teacher) / ((student @ student) * (teacher @ teacher)).sqrt()
+
+
+def solve(
+    student: tuple[Weights, Heads],
+    teacher: tuple[Weights, Heads],
+    trained: Trained,
+    pairs: Sequence[Pair],
+    projectors: Weights,
+    *,
+    ce_weight: float,
+    kd_weight: float,
+) -> Answer:
+    """CE, forward KL and feature losses, and every gradient.
+
+    `projectors` are by the names of a checkpoint, `student_teacher.part` or `shared.part`; none
+    where the sizes are equal.
+    """
+    own = {name: tensor.double().requires_grad_() for name, tensor in student[0].items()}
+    learned = {name: tensor.double().requires_grad_() for name, tensor in projectors.items()}
+    states, logits = run(own, student[1], trained.packed)
+    frozen = {name: tensor.double() for name, tensor in teacher[0].items()}
+    teacher_states, teacher_logits = run(frozen, teacher[1], trained.packed)
+    ce_at, kd_at = trained.ce_mask, trained.kd_mask
+    ce = cross_entropy(logits[ce_at], trained.labels[ce_at]).mean()
+    kd = forward_kl(logits[kd_at], teacher_logits[kd_at], 1.0).mean()
+    total = ce_weight * ce + kd_weight * kd
+    values = []
+    for layer, other, loss, weight in pairs:
+        prefix = "shared." if any(name.startswith("shared.") for name in learned) else ""
+        prefix = prefix or f"{layer}_{other}."
+        maps = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
+        terms = [
+            distance(projected(mine, maps), theirs, loss)
+            for mine, theirs in zip(
+                states[layer - 1][kd_at], teacher_states[other - 1][kd_at], strict=True
+            )
+        ]
+        values.append(torch.stack(terms).mean())
+        total = total + weight * values[-1]
+    total.backward()  # type: ignore[no-untyped-call]
+    return Answer(
+        total.item(), ce.item(), kd.item(), [value.item() for value in values],
+        _gradients(own), _gradients(learned),
+    )  # fmt: skip
+
+
+def _gradients(parameters: Weights) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
