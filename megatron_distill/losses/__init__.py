@@ -1,6 +1,13 @@
 """Objective terms on top of the vocabulary-parallel mathematics: masks, counts and weights."""
 
-from megatron_distill.losses.features import FeatureLoss, FeaturePair, add_gradient, feature_loss
+from megatron_distill.losses.attention_maps import AttentionInputs, AttentionLoss, ScoreRule
+from megatron_distill.losses.features import (
+    ATTENTION,
+    FeatureLoss,
+    FeaturePair,
+    add_gradients,
+    feature_loss,
+)
 from megatron_distill.losses.objective import fused_linear_objective
 from megatron_distill.losses.projector import Projector
 from megatron_distill.losses.terms import Term
@@ -8,11 +15,15 @@ from megatron_distill.losses.token_divergence import token_divergence
 from megatron_distill.losses.weights import token_weights
 
 __all__ = [
+    "ATTENTION",
+    "AttentionInputs",
+    "AttentionLoss",
     "FeatureLoss",
     "FeaturePair",
     "Projector",
+    "ScoreRule",
     "Term",
-    "add_gradient",
+    "add_gradients",
     "feature_loss",
     "fused_linear_objective",
     "token_divergence",
