@@ -75,11 +75,11 @@ def _ratio_targets(config: RunConfig) -> Iterator[Problem]:
     """Find what has no size to be scaled, or to scale to."""
     objective = config.objective
     mode = objective.balance.mode
-    if not objective.terms:
+    if not objective.terms and not objective.features:
         yield Problem(
-            ("objective.balance.mode", "objective.terms"),
-            f"objective.balance.mode = {mode!r} but objective.terms is empty: there is nothing to "
-            "scale; add a term, or set objective.balance.mode=fixed",
+            ("objective.balance.mode", "objective.terms", "objective.features"),
+            f"objective.balance.mode = {mode!r} but objective.terms and objective.features are "
+            "empty: there is nothing to scale; add a term, or set objective.balance.mode=fixed",
         )
     end = objective.ce_weight_schedule
     if objective.ce_weight == 0 or (end is not None and end.to == 0):
@@ -96,6 +96,14 @@ def _ratio_targets(config: RunConfig) -> Iterator[Problem]:
                 f"objective.terms.{index}.support = 'raw' can be negative, which has no magnitude "
                 "to scale by; use 'tail' or 'renormalized', or "
                 "objective.balance.mode=gradient_norm",
+            )
+    for index, feature in enumerate(objective.features):
+        if mode == "gradient_norm" and feature.loss == "attention":
+            yield Problem(
+                ("objective.balance.mode", f"objective.features.{index}.loss"),
+                f"objective.features.{index}.loss = 'attention' has gradients on queries and keys, "
+                "and objective.balance.mode = 'gradient_norm' compares those on hidden states; use "
+                "'mse' or 'cosine', or objective.balance.mode=magnitude",
             )
 
 

@@ -1,5 +1,6 @@
 """Objective terms on top of the vocabulary-parallel mathematics: masks, counts and weights."""
 
+from megatron_distill.losses.attention_maps import AttentionInputs, AttentionLoss, ScoreRule
 from megatron_distill.losses.balance import (
     BalanceMode,
     BalanceState,
@@ -10,7 +11,13 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
-from megatron_distill.losses.features import FeatureLoss, FeaturePair, add_gradient, feature_loss
+from megatron_distill.losses.features import (
+    ATTENTION,
+    FeatureLoss,
+    FeaturePair,
+    add_gradients,
+    feature_loss,
+)
 from megatron_distill.losses.objective import fused_linear_objective
 from megatron_distill.losses.projector import Projector
 from megatron_distill.losses.terms import Term
@@ -19,6 +26,9 @@ from megatron_distill.losses.value_schedule import ScheduleKind, ValueSchedule
 from megatron_distill.losses.weights import token_weights
 
 __all__ = [
+    "ATTENTION",
+    "AttentionInputs",
+    "AttentionLoss",
     "BalanceMode",
     "BalanceState",
     "LossWeights",
@@ -36,8 +46,9 @@ __all__ = [
     "FeatureLoss",
     "FeaturePair",
     "Projector",
+    "ScoreRule",
     "Term",
-    "add_gradient",
+    "add_gradients",
     "feature_loss",
     "fused_linear_objective",
     "token_divergence",

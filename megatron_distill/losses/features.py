@@ -18,7 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.losses.projector import Projector
 
-__all__ = ["FeatureLoss", "FeaturePair", "add_gradient", "feature_loss"]
+__all__ = ["ATTENTION", "FeatureLoss", "FeaturePair", "add_gradients", "feature_loss"]
+
+# The loss between attention maps; all others are between hidden states.
+ATTENTION = "attention"
 
 # What is computed at one time, in numbers of one hidden state: 64 MiB of fp32.
 _BLOCK_NUMBERS = 2**24
@@ -32,6 +35,11 @@ class FeaturePair:
     teacher: int
     loss: str
     weight: float
+
+    @property
+    def is_of_attention(self) -> bool:
+        """Whether attention maps are compared, and not hidden states."""
+        return self.loss == ATTENTION
 
     @property
     def name(self) -> str:
@@ -122,24 +130,27 @@ class FeatureLoss:
         return [slice(at, at + length) for at in range(0, student_NH.shape[0], length)]
 
 
-def add_gradient(hidden: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `hidden`, whose gradient will be larger by ``gradient(hidden)``.
+def add_gradients(
+    tensors: tuple[Tensor, ...], gradients: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Return the tensors, whose gradients will be larger by ``gradients(*tensors)``.
 
-    `hidden` is kept until then, and the gradient computed when the backward pass comes through.
+    The tensors are kept until then, and the gradients computed when the backward pass comes.
     """
-    return _AddGradient.apply(hidden, gradient)  # type: ignore[no-untyped-call, no-any-return]
+    return _AddGradients.apply(gradients, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _AddGradient(torch.autograd.Function):
+class _AddGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.gradient = gradient
-        return hidden.view_as(hidden)
+    def forward(
+        ctx: Any, gradients: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.gradients = gradients
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (from_above,) = gradients
-        (hidden,) = ctx.saved_tensors
-        return from_above + ctx.gradient(hidden), None
+    def backward(ctx: Any, *from_above: Tensor) -> tuple[Tensor | None, ...]:
+        added = ctx.gradients(*ctx.saved_tensors)
+        return None, *(above + own for above, own in zip(from_above, added, strict=True))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_distill.models.layer_kinds import limited
 from megatron_distill.models.softcapped_attention import softcapped_attention
+from megatron_distill.models.taps import AttentionTap, micro_batch_of
 from megatron_distill.runtime.batch import Batch, zigzag_index
 
 
@@ -75,10 +76,13 @@ class TorchAttention(MegatronModule):
     """Exact attention of local queries over all keys, in the place of Megatron's core attention.
 
     `softcap` bounds the scores, which torch's attention cannot do; see `softcapped_attention`.
+    Queries and keys pass a tap, if there is one; see `AttentionTap`.
 
     Collective: context-parallel group, one all-gather of keys and one of values in forward, a
     reduce-scatter of each in backward; 2 * g * d elements per token and direction.
     """
+
+    tap: AttentionTap | None = None
 
     def __init__(  # Megatron-Core calls it with all of these by name
         self,
@@ -116,13 +120,16 @@ class TorchAttention(MegatronModule):
         """Attend.
 
         query [s, b, n, d], key and value [s, b, g, d]; attention_mask [b, 1, s, S] is a plane of
-        what `attention_mask` returns. Returns [s, b, n * d].
+        what `attention_mask` returns, attention_bias the number of `taps.numbered`. Returns
+        [s, b, n * d].
         """
-        assert attention_bias is None
         assert packed_seq_params is None
         if self.context_group.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.context_group)
             value = gather_from_sequence_parallel_region(value, group=self.context_group)
+        micro_batch = micro_batch_of(attention_bias)
+        if self.tap is not None and micro_batch is not None:
+            query, key = self.tap(query, key, attention_mask, micro_batch=micro_batch)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.dropout and self.training and not self.config.sequence_parallel:
             with get_cuda_rng_tracker().fork():

@@ -23,7 +23,7 @@ from megatron_distill.models.initialise import initialise
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.rotary import rotary_angles
 from megatron_distill.models.specs import layer_specs
-from megatron_distill.models.tapped_layer import numbered
+from megatron_distill.models.taps import numbered
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups

@@ -172,12 +172,14 @@ class WithFeatures:
 
     Attributes:
         signal: as without features: None on ranks whose pipeline stage needs none.
-        features: ``[s, b, H]`` by the number of the teacher's layer, from 1: those that layers of
-            this rank's pipeline stage are compared with, tokens as that stage holds them.
+        features: what layers of this rank's pipeline stage are compared with: by what it is and the
+            number of the teacher's layer, from 1. ``output`` is ``[s, b, H]``, ``query``
+            ``[s, b, n, d]`` and ``key`` ``[S, b, g, d]`` of this rank's heads; tokens as the
+            student's layers hold them.
     """
 
     signal: Signal | None
-    features: Mapping[int, Tensor]
+    features: Mapping[tuple[str, int], Tensor]
 
 
 class Teacher(Protocol):

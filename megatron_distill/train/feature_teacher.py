@@ -18,12 +18,15 @@ from megatron_distill.runtime.groups import Layout
 from megatron_distill.signals import WithFeatures
 from megatron_distill.train.teacher import OnlineTeacher
 
+# What it is, `output`, `query` or `key`, and of which layer, from 1.
+Feature = tuple[str, int]
+
 
 @dataclass(frozen=True)
 class Route:
-    """A layer of the teacher, the pipeline rank that has it, and one whose student wants it."""
+    """Something of a teacher's layer, the pipeline rank that has it, and one that wants it."""
 
-    layer: int
+    feature: Feature
     source: int
     destination: int
 
@@ -31,35 +34,46 @@ class Route:
 def routes(
     pairs: Sequence[FeaturePair], *, student_layers: int, teacher_layers: int, layout: Layout
 ) -> tuple[Route, ...]:
-    """Return where the teacher's layers have to go, each once, in one order on all ranks."""
+    """Return what of the teacher has to go where, each once, in one order on all ranks."""
     of_teacher = ranks_of_layers(teacher_layers, layout.without_virtual_stages())
     of_student = ranks_of_layers(student_layers, layout)
-    wanted = {(pair.teacher, of_student[pair.student - 1]) for pair in pairs}
-    return tuple(Route(layer, of_teacher[layer - 1], rank) for layer, rank in sorted(wanted))
+    wanted = {
+        ((what, pair.teacher), of_student[pair.student - 1])
+        for pair in pairs
+        for what in (("query", "key") if pair.is_of_attention else ("output",))
+    }
+    return tuple(
+        Route(feature, of_teacher[feature[1] - 1], rank) for feature, rank in sorted(wanted)
+    )
 
 
 class FeatureTeacher:
-    """An online teacher that answers with the outputs of some layers too.
+    """An online teacher that tells what some of its layers do too.
 
-    They are kept for a whole step, in the teacher's type: on the stage of the student's layer the
-    hidden states of every micro-batch, and on the teacher's own stage until they are sent.
+    That is kept for a whole step, in the teacher's type: on the stage of the student's layer for
+    every micro-batch, and on the teacher's own stage until it is sent.
     """
 
     def __init__(self, online: OnlineTeacher, ways: Sequence[Route]) -> None:
         self.online = online
         self._routes = tuple(ways)
-        self._rank = online.groups.pipeline.rank()
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[Feature, Tensor] = {}
         self._micro_batches = 0
-        mine = {route.layer for route in ways if route.source == self._rank}
-        tap_layers([online.model], {layer: partial(self._keep, layer) for layer in mine})
+        # Those layers alone that are on this rank.
+        features = {way.feature for way in ways if way.source == online.groups.pipeline.rank()}
+        tap_layers(
+            [online.model],
+            {layer: partial(self._put_out, layer) for what, layer in features if what == "output"},
+            {layer: partial(self._attended, layer) for what, layer in features if what == "query"},
+        )
 
     def signals(self, batches: Sequence[Batch]) -> Sequence[WithFeatures]:
         """Return the teacher's signal of each micro-batch, and the features that this stage needs.
 
-        Collective: those of the online teacher; then, in the pipeline group, one message for each
-        teacher's layer and other stage that wants it: 2 bytes (in bf16) per hidden feature and
-        token of this rank's micro-batches.
+        Collective: those of the online teacher; then, in the pipeline group, a message for each
+        feature and other stage that wants it. For hidden states that is 2 bytes (in bf16) per
+        number and token of this rank's micro-batches, for queries and keys 2 bytes per number of
+        this tensor rank's heads, the keys of the whole sequence.
         """
         self._micro_batches = len(batches)
         signals = self.online.signals(batches)
@@ -67,60 +81,86 @@ class FeatureTeacher:
         features = exchange(
             kept,
             self._routes,
-            like=self._buffer(batches),
+            shapes=self._shapes(batches),
+            dtype=self.online.model.config.params_dtype,
             device=batches[0].tokens_bs.device,
             group=self.online.groups.pipeline,
         )
         return [
-            WithFeatures(signal, {layer: states[index] for layer, states in features.items()})
+            WithFeatures(signal, {name: states[index] for name, states in features.items()})
             for index, signal in enumerate(signals)
         ]
 
-    def _keep(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
-        if layer not in self._kept:
-            self._kept[layer] = hidden_sbH.new_empty((self._micro_batches, *hidden_sbH.shape))
-        self._kept[layer][micro_batch] = hidden_sbH
+    def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
+        self._keep(("output", layer), hidden_sbH, micro_batch)
         return hidden_sbH
 
-    def _buffer(self, batches: Sequence[Batch]) -> Tensor:
-        """Return what describes one layer's outputs of a step, without memory."""
-        layout = self.online.groups.layout
-        micro_batch_size, length = batches[0].tokens_bs.shape
-        if layout.sequence:
-            length //= layout.tensor
-        shape = (len(batches), length, micro_batch_size, self.online.architecture.hidden_size)
-        return torch.empty(shape, dtype=self.online.model.config.params_dtype, device="meta")
+    def _attended(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,  # noqa: ARG002 - that of the student's layer is the same
+        *,
+        micro_batch: int,
+    ) -> tuple[Tensor, Tensor]:
+        self._keep(("query", layer), query, micro_batch)
+        self._keep(("key", layer), key, micro_batch)
+        return query, key
+
+    def _keep(self, feature: Feature, tensor: Tensor, micro_batch: int) -> None:
+        if feature not in self._kept:
+            self._kept[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
+        self._kept[feature][micro_batch] = tensor
+
+    def _shapes(self, batches: Sequence[Batch]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of what is kept of a step, by what it is."""
+        shape, layout = self.online.architecture, self.online.groups.layout
+        size, length = batches[0].tokens_bs.shape
+        whole = batches[0].document_ids_bS.shape[1]
+        heads, key_heads = (
+            count // layout.tensor for count in (shape.num_attention_heads, shape.num_kv_heads)
+        )
+        shared = length // layout.tensor if layout.sequence else length
+        return {
+            "output": (len(batches), shared, size, shape.hidden_size),
+            "query": (len(batches), length, size, heads, shape.head_size),
+            "key": (len(batches), whole, size, key_heads, shape.head_size),
+        }
 
 
 def exchange(
-    kept: Mapping[int, Tensor],
+    kept: Mapping[Feature, Tensor],
     ways: Sequence[Route],
     *,
-    like: Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup,
-) -> dict[int, Tensor]:
-    """Send the kept layers' outputs where they are wanted; return those wanted here.
+) -> dict[Feature, Tensor]:
+    """Send the kept features where they are wanted; return those wanted here.
 
     All messages are under way together, numbered alike on both sides, so that no order of sends and
     receives can block.
 
-    Collective: `group`, one message of the size of `like` for each route between two ranks of it.
+    Collective: `group`, one message of the feature's shape for each route between two ranks of it.
     """
     rank = group.rank()
-    found: dict[int, Tensor] = {}
+    found: dict[Feature, Tensor] = {}
     messages: list[dist.P2POp] = []
     for number, way in enumerate(ways):
+        feature = way.feature
         if way.destination == rank:
             is_mine = way.source == rank
-            found[way.layer] = kept[way.layer] if is_mine else torch.empty_like(like, device=device)
+            empty = partial(torch.empty, shapes[feature[0]], dtype=dtype, device=device)
+            found[feature] = kept[feature] if is_mine else empty()
         if way.source == way.destination or rank not in (way.source, way.destination):
             continue
         is_sender = way.source == rank
         messages.append(
             dist.P2POp(
                 dist.isend if is_sender else dist.irecv,
-                kept[way.layer] if is_sender else found[way.layer],
+                kept[feature] if is_sender else found[feature],
                 group=group,
                 tag=number,
                 group_peer=way.destination if is_sender else way.source,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import FeatureLoss, FeaturePair, add_gradient, token_weights
+from megatron_distill.losses import (
+    AttentionInputs,
+    AttentionLoss,
+    FeatureLoss,
+    FeaturePair,
+    ScoreRule,
+    add_gradients,
+    token_weights,
+)
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.tapped_layer import tap_layers
 from megatron_distill.runtime.batch import StepBatches
@@ -20,27 +28,38 @@ from megatron_distill.train.projectors import Projectors
 
 # What reports call the weighted sum of all pairs.
 FEATURES_LOSS = "features_loss"
+Features = Mapping[tuple[str, int], Tensor]  # of one micro-batch, as `WithFeatures` has them
 
 
 @dataclass(frozen=True)
 class _Step:
     """What the taps need to know during one step, and the losses that they have found.
 
-    A layer that is recomputed comes twice, so each loss has a place of its own.
+    A layer that is recomputed comes twice, so each loss has a place of its own. `of_gradients`: it
+    is the sum of squares of the weighted loss's gradient.
     """
 
-    features: Sequence[Mapping[int, Tensor]]  # per micro-batch, by the teacher's layer
-    token_weights_N: Sequence[Tensor]  # per micro-batch
-    weights: Sequence[float]  # per pair
+    features: Sequence[Features]  # per micro-batch
+    weights_sb: Sequence[Tensor]  # per micro-batch, of all tokens of this context rank
+    pair_weights: Sequence[Sequence[float]]  # per micro-batch
+    of_gradients: bool
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by pair and micro-batch
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """How both models make scores of queries and keys."""
+
+    student: ScoreRule
+    teacher: ScoreRule
 
 
 class FeatureLosses:
     """The losses between chosen layers of student and teacher.
 
     Each pair's loss is a mean over the distilled tokens of the global batch. Its gradient joins the
-    student's where the layer's output passes its tap, on whatever stage that is; the schedules are
-    the stock ones and see one gradient.
+    student's where the layer's output, or its queries and keys, pass a tap, on whatever stage that
+    is; the schedules are the stock ones and see one gradient.
     """
 
     def __init__(
@@ -48,11 +67,13 @@ class FeatureLosses:
         pairs: Sequence[FeaturePair],
         *,
         projectors: Projectors | None,
+        rules: ScoreRules,
         groups: Groups,
         device: torch.device,
     ) -> None:
         self.pairs = tuple(pairs)
         self.projectors = projectors
+        self._rules = rules
         self._groups = groups
         self._device = device
         self._step: _Step | None = None
@@ -69,71 +90,144 @@ class FeatureLosses:
 
     def attach(self, chunks: Sequence[HiddenStateGPT]) -> None:
         """Tap those layers of the student that this rank holds."""
-        layers = {pair.student for pair in self.pairs}
-        tap_layers(chunks, {layer: partial(self._tapped, layer) for layer in layers})
+        maps = {pair.student for pair in self.pairs if pair.is_of_attention}
+        states = {pair.student for pair in self.pairs if not pair.is_of_attention}
+        tap_layers(
+            chunks,
+            {layer: partial(self._tapped, layer) for layer in states},
+            {layer: partial(self._attended, layer) for layer in maps},
+        )
 
     def begin(
         self,
-        features: Sequence[Mapping[int, Tensor]],
+        features: Sequence[Features],
         step: StepBatches,
-        weights: Sequence[float],
+        pair_weights: Sequence[Sequence[float]],
+        *,
+        of_gradients: bool = False,
     ) -> None:
-        """Take the losses of the schedule that runs now, until `finish`.
+        """Take the losses of the schedule that runs now, until `finish` or `finish_each`.
 
-        `features` are the teacher's of each micro-batch, `weights` what the mean of each pair is
-        multiplied by in the gradient. Where no gradients are computed, none is added.
+        `features` are the teacher's of each micro-batch, `pair_weights` what the mean of each pair
+        is multiplied by in the gradient there. Where no gradients are computed, none is added. With
+        `of_gradients` the sums of squares of the weighted losses' gradients take the place of the
+        losses, with respect to the layers' outputs; nothing is added then.
         """
-        token_weights_N = [
-            token_weights(self._local(batch.kd_mask_bs.t()).reshape(-1), step.kd_tokens)
-            for batch in step.micro_batches
+        weights_sb = [
+            token_weights(batch.kd_mask_bs.t(), step.kd_tokens) for batch in step.micro_batches
         ]
-        self._step = _Step(features, token_weights_N, weights)
+        self._step = _Step(features, weights_sb, pair_weights, of_gradients)
 
     def finish(self) -> dict[str, Tensor]:
         """Return the means over the global batch, each pair's without its weight, and their sum.
 
-        Collective: one all-reduce of a float per pair in the data x context and the pipeline group,
-        and in the tensor group under sequence parallelism.
+        With `of_gradients` sums of squares, and the sum of all.
+
+        Collective: one all-reduce of a float per pair and one more in the data x context, the
+        pipeline and the tensor group.
         """
+        step = self._finished()
+        shares_MP = self._shares(step)
+        weights_MP = torch.tensor(step.pair_weights, device=self._device)
+        weighted_MP = shares_MP if step.of_gradients else weights_MP * shares_MP
+        sums = torch.cat([weighted_MP.sum().reshape(1), shares_MP.sum(0)])
+        groups = self._groups
+        means = sum_over(sums, groups.data_context, groups.pipeline, groups.tensor)
+        return dict(zip(self.report_names, means.unbind(), strict=True))
+
+    def finish_each(self) -> Tensor:
+        """Return what each micro-batch of this data and context rank adds to the pairs' means.
+
+        fp32 `[micro-batches, pairs]`, the same on the ranks of all stages.
+
+        Collective: one all-reduce of it in the pipeline and the tensor group.
+        """
+        shares_MP = self._shares(self._finished())
+        return sum_over(shares_MP, self._groups.pipeline, self._groups.tensor)
+
+    def _finished(self) -> _Step:
         step, self._step = self._step, None
         assert step is not None
-        sums_P = torch.zeros(len(self.pairs), device=self._device)
-        for (index, _), value in step.values.items():
-            sums_P[index] += value
-        groups = [self._groups.data_context, self._groups.pipeline]
-        if self._groups.layout.sequence:
-            groups.append(self._groups.tensor)
-        means_P = sum_over(sums_P, *groups)
-        weights_P = torch.tensor(step.weights, device=self._device)
-        values = ((weights_P * means_P).sum(), *means_P.unbind())
-        return dict(zip(self.report_names, values, strict=True))
+        return step
 
-    def _local(self, mask_sb: Tensor) -> Tensor:
-        """Return the part of the sequence that the layers of this rank hold."""
-        if not self._groups.layout.sequence:
-            return mask_sb
-        return mask_sb.chunk(self._groups.tensor.size())[self._groups.tensor.rank()]
+    def _shares(self, step: _Step) -> Tensor:
+        """What this rank adds, the sum over tensor ranks being the whole."""
+        shares_MP = torch.zeros(len(step.features), len(self.pairs), device=self._device)
+        for (index, micro_batch), value in step.values.items():
+            # All ranks of a tensor group have a map's loss whole, whoever holds the sequence.
+            is_part = self._splits and not self.pairs[index].is_of_attention
+            if is_part or self._share == 0:
+                shares_MP[micro_batch, index] = value
+        return shares_MP
+
+    @property
+    def _splits(self) -> bool:
+        """Whether layers leave each tensor rank a part of the sequence."""
+        return self._groups.layout.sequence
+
+    @property
+    def _share(self) -> int:
+        """Which part of what the tensor ranks share is this rank's."""
+        return self._groups.tensor.rank()
+
+    def _of(self, layer: int, *, is_of_attention: bool) -> Iterator[tuple[int, FeaturePair]]:
+        for index, pair in enumerate(self.pairs):
+            if pair.student == layer and pair.is_of_attention == is_of_attention:
+                yield index, pair
 
     def _tapped(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         step = self._step
         assert step is not None
-        for index, pair in enumerate(self.pairs):
-            if pair.student != layer:
-                continue
+        weights_sb = step.weights_sb[micro_batch]
+        if self._splits:
+            weights_sb = weights_sb.chunk(self._groups.tensor.size())[self._share]
+        for index, pair in self._of(layer, is_of_attention=False):
             loss = FeatureLoss(
                 pair.loss,
-                teacher=step.features[micro_batch][pair.teacher].flatten(0, 1),
-                weights=step.token_weights_N[micro_batch],
+                teacher=step.features[micro_batch]["output", pair.teacher].flatten(0, 1),
+                weights=weights_sb.reshape(-1),
                 projector=self.projectors.of(pair) if self.projectors else None,
             )
+            weight = step.pair_weights[micro_batch][index]
+            added = partial(_of_states, loss=loss, coefficient=weight)
             if (index, micro_batch) not in step.values:
-                step.values[index, micro_batch] = loss.value(hidden_sbH.detach().flatten(0, 1))
+                step.values[index, micro_batch] = (
+                    torch.linalg.vector_norm(*added(hidden_sbH), dtype=torch.float32).square()
+                    if step.of_gradients
+                    else loss.value(hidden_sbH.detach().flatten(0, 1))
+                )
             if torch.is_grad_enabled():
-                gradient = partial(_gradient, loss=loss, coefficient=step.weights[index])
-                hidden_sbH = add_gradient(hidden_sbH, gradient)
+                (hidden_sbH,) = add_gradients((hidden_sbH,), added)
         return hidden_sbH
 
+    def _attended(
+        self, layer: int, query: Tensor, key: Tensor, mask: Tensor | None, *, micro_batch: int
+    ) -> tuple[Tensor, Tensor]:
+        step = self._step
+        assert step is not None
+        assert not step.of_gradients, "the rules refuse that of attention maps"
+        features = step.features[micro_batch]
+        for index, pair in self._of(layer, is_of_attention=True):
+            loss = AttentionLoss(
+                AttentionInputs(
+                    features["query", pair.teacher],
+                    features["key", pair.teacher],
+                    self._rules.teacher,
+                ),
+                weights=step.weights_sb[micro_batch],
+                mask=mask,
+                rule=self._rules.student,
+                group=self._groups.tensor,
+            )
+            if (index, micro_batch) not in step.values:
+                step.values[index, micro_batch] = loss.value(query.detach(), key.detach())
+            if torch.is_grad_enabled():
+                weight = step.pair_weights[micro_batch][index]
+                added = partial(loss.gradients, coefficient=weight)
+                query, key = add_gradients((query, key), added)
+        return query, key
 
-def _gradient(hidden_sbH: Tensor, *, loss: FeatureLoss, coefficient: float) -> Tensor:
+
+def _of_states(hidden_sbH: Tensor, *, loss: FeatureLoss, coefficient: float) -> tuple[Tensor]:
     gradient_NH = loss.gradient(hidden_sbH.flatten(0, 1), coefficient=coefficient)
-    return gradient_NH.view_as(hidden_sbH)
+    return (gradient_NH.view_as(hidden_sbH),)

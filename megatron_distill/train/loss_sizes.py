@@ -61,7 +61,10 @@ def local_loss_values(
     if objective.features is not None:
         shares = torch.cat([shares, objective.features.finish_each()], dim=1)
     means = torch.stack(
-        [share * _batches_in(pair[0], step, share) for pair, share in zip(pairs, shares)]
+        [
+            share * _batches_in(batch, step, share)
+            for (batch, _), share in zip(pairs, shares.unbind(), strict=True)
+        ]
     )
     return [raw_losses(objective, row) for row in means.tolist()]
 
@@ -82,7 +85,7 @@ def gradient_norms(
 
     The gradient is that of the loss alone, a mean over the global batch, with respect to the
     student's last hidden states; its norm is over all of them. That of the weighted features is
-    with respect to what they are taken of, each pair apart. The pass is that of `loss_values`, with
+    with respect to the layers' outputs, each pair apart. The pass is that of `loss_values`, with
     gradients instead of values.
 
     Collective: as `loss_values`, and per micro-batch and gradient those of the objective's backward

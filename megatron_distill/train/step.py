@@ -154,7 +154,7 @@ def run_student(
     return means
 
 
-def _features(pair: Pair) -> Mapping[int, Tensor]:
+def _features(pair: Pair) -> Mapping[tuple[str, int], Tensor]:
     _, spoken = pair
     assert isinstance(spoken, WithFeatures)
     return spoken.features

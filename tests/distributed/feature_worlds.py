@@ -161,8 +161,8 @@ def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
 
 def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     """The feature losses of a setting, with projectors where the sizes differ."""
-    from megatron_distill.losses import FeaturePair
-    from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.losses import FeaturePair, ScoreRule
+    from megatron_distill.train.features import FeatureLosses, ScoreRules
     from megatron_distill.train.projectors import (
         ProjectorOptimization,
         Projectors,
@@ -174,7 +174,8 @@ def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     theirs = setting.teacher.get("hidden_size", 32)
     projectors = None
     if theirs != 32:
-        names = dict.fromkeys(projector_name(pair, shared=setting.shared) for pair in pairs)
+        states = [pair for pair in pairs if not pair.is_of_attention]
+        names = dict.fromkeys(projector_name(pair, shared=setting.shared) for pair in states)
         within = (24,) if setting.projector == "mlp" else ()
         projectors = Projectors(
             ProjectorShape(tuple(names), (32, *within, theirs)),
@@ -183,7 +184,18 @@ def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
             groups=groups,
             device=torch.device("cpu"),
         )
-    return FeatureLosses(pairs, projectors=projectors, groups=groups, device=torch.device("cpu"))
+    teacher = small_architecture(**setting.teacher)
+    rules = (
+        ScoreRule(shape.head_size**-0.5, None, shape.num_attention_heads)
+        for shape in (small_architecture(**STUDENT), teacher)
+    )
+    return FeatureLosses(
+        pairs,
+        projectors=projectors,
+        rules=ScoreRules(*rules),
+        groups=groups,
+        device=torch.device("cpu"),
+    )
 
 
 def take_step(rank: int, world: int, setting: Setting) -> Found:

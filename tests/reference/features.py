@@ -55,6 +55,12 @@ def distance(student: Tensor, teacher: Tensor, loss: str) -> Tensor:
     return 1 - (student @ teacher) / ((student @ student) * (teacher @ teacher)).sqrt()
 
 
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || student) of what one query attends to, over the keys that it sees."""
+    seen = teacher > 0
+    return (teacher[seen] * (teacher[seen] / student[seen]).log()).sum()
+
+
 def solve(
     student: tuple[Weights, Heads],
     teacher: tuple[Weights, Heads],
@@ -72,24 +78,24 @@ def solve(
     """
     own = {name: tensor.double().requires_grad_() for name, tensor in student[0].items()}
     learned = {name: tensor.double().requires_grad_() for name, tensor in projectors.items()}
-    states, logits = run(own, student[1], trained.packed)
+    mine = run(own, student[1], trained.packed)
     frozen = {name: tensor.double() for name, tensor in teacher[0].items()}
-    teacher_states, teacher_logits = run(frozen, teacher[1], trained.packed)
+    theirs = run(frozen, teacher[1], trained.packed)
     ce_at, kd_at = trained.ce_mask, trained.kd_mask
-    ce = cross_entropy(logits[ce_at], trained.labels[ce_at]).mean()
-    kd = forward_kl(logits[kd_at], teacher_logits[kd_at], 1.0).mean()
+    ce = cross_entropy(mine.logits[ce_at], trained.labels[ce_at]).mean()
+    kd = forward_kl(mine.logits[kd_at], theirs.logits[kd_at], 1.0).mean()
     total = ce_weight * ce + kd_weight * kd
     values = []
     for layer, other, loss, weight in pairs:
-        prefix = "shared." if any(name.startswith("shared.") for name in learned) else ""
-        prefix = prefix or f"{layer}_{other}."
-        maps = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
-        terms = [
-            distance(projected(mine, maps), theirs, loss)
-            for mine, theirs in zip(
-                states[layer - 1][kd_at], teacher_states[other - 1][kd_at], strict=True
-            )
-        ]
+        if loss == "attention":
+            maps = (mine.maps[layer - 1][kd_at], theirs.maps[other - 1][kd_at])
+            terms = [divergence(a, b) for a, b in zip(*maps, strict=True)]
+        else:
+            prefix = "shared." if any(name.startswith("shared.") for name in learned) else ""
+            prefix = prefix or f"{layer}_{other}."
+            linear = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
+            states = (mine.outputs[layer - 1][kd_at], theirs.outputs[other - 1][kd_at])
+            terms = [distance(projected(a, linear), b, loss) for a, b in zip(*states, strict=True)]
         values.append(torch.stack(terms).mean())
         total = total + weight * values[-1]
     total.backward()  # type: ignore[no-untyped-call]

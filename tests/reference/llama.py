@@ -29,36 +29,48 @@ class Packed:
     documents: Tensor
 
 
-def run(weights: Mapping[str, Tensor], heads: Heads, packed: Packed) -> tuple[list[Tensor], Tensor]:
-    """Return what each layer puts out [b, S, H], from the first, and the logits [b, S, V].
+@dataclass(frozen=True)
+class Run:
+    """What a model does: of each layer, from the first, its output and its heads' mean map."""
+
+    outputs: list[Tensor]  # [b, S, H]
+    maps: list[Tensor]  # [b, S, S]: what queries attend to
+    logits: Tensor  # [b, S, V]
+
+
+def run(weights: Mapping[str, Tensor], heads: Heads, packed: Packed) -> Run:
+    """Run a model.
 
     `weights` are float64 by name, those of layers stacked in the order of the layers.
     """
     state = weights["embedding.word_embeddings.weight"][packed.tokens]
-    outputs = []
+    outputs, maps = [], []
     for layer in range(len(weights[f"{LAYER}self_attention.linear_qkv.layer_norm_weight"])):
         own = {
             name.removeprefix(LAYER): tensor[layer]
             for name, tensor in weights.items()
             if name.startswith(LAYER)
         }
-        state = state + _attention(
-            own, _norm(state, own["self_attention.linear_qkv.layer_norm_weight"]), heads, packed
-        )
+        normed = _norm(state, own["self_attention.linear_qkv.layer_norm_weight"])
+        attended, mean_map = _attention(own, normed, heads, packed)
+        state = state + attended
         gate, up = (
             _norm(state, own["mlp.linear_fc1.layer_norm_weight"]) @ own["mlp.linear_fc1.weight"].t()
         ).chunk(2, -1)
         state = state + (gate * gate.sigmoid() * up) @ own["mlp.linear_fc2.weight"].t()
         outputs.append(state)
+        maps.append(mean_map)
     final = _norm(state, weights["decoder.final_layernorm.weight"])
-    return outputs, final @ weights["output_layer.weight"].t()
+    return Run(outputs, maps, final @ weights["output_layer.weight"].t())
 
 
 def _norm(state: Tensor, weight: Tensor) -> Tensor:
     return state / (state.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def _attention(own: Mapping[str, Tensor], state: Tensor, heads: Heads, packed: Packed) -> Tensor:
+def _attention(
+    own: Mapping[str, Tensor], state: Tensor, heads: Heads, packed: Packed
+) -> tuple[Tensor, Tensor]:
     batch, length, _ = state.shape
     per_group = heads.queries // heads.groups
     rows = (state @ own["self_attention.linear_qkv.weight"].t()).view(
@@ -72,7 +84,7 @@ def _attention(own: Mapping[str, Tensor], state: Tensor, heads: Heads, packed: P
     seen = same & torch.ones(length, length, dtype=torch.bool).tril()
     chance = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     attended = torch.einsum("bnqk,bknd->bqnd", chance, value).flatten(2)
-    return attended @ own["self_attention.linear_proj.weight"].t()
+    return attended @ own["self_attention.linear_proj.weight"].t(), chance.mean(1)
 
 
 def _turned(heads: Tensor, positions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import FeatureLoss, FeaturePair, Projector, add_gradient, features
+from megatron_distill.losses import FeatureLoss, FeaturePair, Projector, add_gradients, features
 from tests.reference.features import distance, projected
 
 CPU = torch.device("cpu")
@@ -128,10 +128,12 @@ def test_no_token_that_counts_is_no_loss() -> None:
 def test_a_gradient_is_added_to_the_one_that_comes_back() -> None:
     hidden = states(3, 4, 1).requires_grad_()
     inner = hidden * 2
-    passed = add_gradient(inner, lambda state: state + 1)
+    other = states(2, 2, 2).requires_grad_()
+    passed, second = add_gradients((inner, other), lambda one, two: (one + 1, 5 * two))
     assert torch.equal(passed, inner)
-    (3 * passed).sum().backward()
+    ((3 * passed).sum() + second.sum()).backward()
     assert torch.equal(hidden.grad, 2 * (3 + (2 * hidden.detach() + 1)))
+    assert torch.equal(other.grad, 1 + 5 * other.detach())
 
 
 def test_projectors_depend_on_seed_and_name_alone_and_keep_the_scale() -> None:

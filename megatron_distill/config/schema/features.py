@@ -1,4 +1,4 @@
-"""The parts of `objective` that compare hidden states of the two models."""
+"""The parts of `objective` that compare layers of the two models."""
 
 from typing import Literal
 
@@ -26,10 +26,11 @@ class FeatureConfig(Section):
         description="Pair every layer of the student: `uniform` by relative depth, `last` with the "
         "teacher's last layers; null: `student` and `teacher` say which.",
     )
-    loss: Literal["mse", "cosine"] = Field(
+    loss: Literal["mse", "cosine", "attention"] = Field(
         default="mse",
-        description="`mse`: squared difference, mean over the hidden size; `cosine`: one minus the "
-        "cosine.",
+        description="Of the layers' outputs: `mse`, the squared difference, mean over the hidden "
+        "size, or `cosine`, one minus the cosine. `attention`: KL between what their heads attend "
+        "to on average.",
     )
     weight: float = Field(
         default=1.0,

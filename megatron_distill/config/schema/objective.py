@@ -167,7 +167,7 @@ class ObjectiveConfig(Section):
     features: tuple[FeatureConfig, ...] = Field(
         default=(),
         strict=False,
-        description="Losses between hidden states; need a live teacher. docs/features.md.",
+        description="Losses between layers; they need a live teacher. docs/features.md.",
     )
     projector: ProjectorConfig = Field(
         default=ProjectorConfig(), description="What features of different sizes pass through."

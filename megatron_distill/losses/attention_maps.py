@@ -1,0 +1,136 @@
+"""A loss between attention maps, which no kernel of ours writes out: computed anew, block by block.
+
+A map is what a layer's heads attend to on average: for each query a distribution over the keys that
+it sees. Averages compare models of different numbers of heads.
+
+Shapes: s queries of this rank, S keys, b sequences, n heads and g key-value heads of this rank, d
+head size; q queries of a block, K keys that a block sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["AttentionInputs", "AttentionLoss", "ScoreRule"]
+
+# fp32 scores of one block of one model; some tensors of this size exist together.
+_BLOCK_BYTES = 64 * 2**20
+# Where a student's chance is smaller, it is taken for this: the loss stays finite.
+_SMALLEST = 1e-30
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a model's scores are made of queries and keys: ``cap(scale q.k)``."""
+
+    scale: float
+    softcap: float | None
+    heads: int  # of all tensor ranks
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Queries ``[s, b, n, d]`` and keys ``[S, b, g, d]`` of this rank's heads, and their scores."""
+
+    query: Tensor
+    key: Tensor
+    rule: ScoreRule
+
+
+@dataclass(frozen=True)
+class AttentionLoss:
+    """``sum over queries of weight * KL(teacher's map || student's)`` on one micro-batch.
+
+    Attributes:
+        teacher: the teacher's queries and keys, in the order of the student's tokens.
+        weights: ``[s, b]`` fp32, mask and normalisation. A query of weight zero is left out.
+        mask: bool ``[b or 1, 1, s, S]``, true where a query sees a key, of both models; None: plain
+            causality.
+        rule: of the student.
+        group: tensor-parallel ranks that share the heads of both models.
+
+    Collective: ``group``, one all-reduce for each block of queries, 8 bytes per query and key that
+    it may see, in `value` and again in `gradients`.
+    """
+
+    teacher: AttentionInputs
+    weights: Tensor
+    mask: Tensor | None
+    rule: ScoreRule
+    group: dist.ProcessGroup | None
+
+    @torch.no_grad()
+    def value(self, query: Tensor, key: Tensor) -> Tensor:
+        """The loss, an fp32 scalar, the same on every rank of the group."""
+        blocks = self._blocks(query, key)
+        return torch.stack(
+            [
+                self._of_block(self._counted(query, rows), key, rows, hidden)
+                for rows, hidden in blocks
+            ]
+        ).sum()
+
+    def gradients(self, query: Tensor, key: Tensor, *, coefficient: float) -> tuple[Tensor, Tensor]:
+        """The gradients of ``coefficient`` times the loss for this rank's queries and keys."""
+        of_query, of_key = torch.empty_like(query), torch.zeros_like(key, dtype=torch.float32)
+        leaf = key.detach().float().requires_grad_()
+        for rows, hidden in self._blocks(query, key):
+            block = self._counted(query, rows).detach().requires_grad_()
+            with torch.enable_grad():
+                value = coefficient * self._of_block(block, leaf, rows, hidden)
+            of_query[rows], added = torch.autograd.grad(value, [block, leaf])
+            of_key += added
+        return of_query, of_key.to(key.dtype)
+
+    def _counted(self, query: Tensor, rows: slice) -> Tensor:
+        """Zeros in place of queries that are left out, which may hold NaN."""
+        return torch.where(self.weights[rows, :, None, None] != 0, query[rows], 0)
+
+    def _of_block(self, query_qbnd: Tensor, key: Tensor, rows: slice, hidden: Tensor) -> Tensor:
+        mine = _mean_map(query_qbnd, key, self.rule, hidden)
+        with torch.no_grad():
+            queries = self._counted(self.teacher.query, rows)
+            theirs = _mean_map(queries, self.teacher.key, self.teacher.rule, hidden)
+            both = torch.stack([theirs, mine])
+            if self.group is not None and self.group.size() > 1:
+                dist.all_reduce(both, group=self.group)
+        p, q = both
+        # The value of all heads, with the gradient of this rank's.
+        q = mine + (q - mine).detach()
+        loss_bq = (torch.xlogy(p, p) - p * q.clamp_min(_SMALLEST).log()).sum(2)
+        loss: Tensor = (self.weights[rows].t() * loss_bq).sum()
+        return loss
+
+    def _blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of queries, and which keys each must not see, [b or 1, q, K]."""
+        heads = max(query.shape[2], self.teacher.query.shape[2])
+        length = max(1, _BLOCK_BYTES // (4 * heads * query.shape[1] * key.shape[0]))
+        for start in range(0, query.shape[0], length):
+            rows = slice(start, min(start + length, query.shape[0]))
+            if self.mask is not None:
+                yield rows, ~self.mask[:, 0, rows]
+                continue
+            index = torch.arange(rows.stop, device=query.device)
+            yield rows, (index > index[rows, None])[None]
+
+
+def _mean_map(query_qbnd: Tensor, key: Tensor, rule: ScoreRule, hidden: Tensor) -> Tensor:
+    """This rank's share of the map ``[b, q, K]`` of a block of queries, fp32.
+
+    ``hidden`` ``[b or 1, q, K]`` is true where a query must not see a key, the first K of all.
+    """
+    length, batch, heads, size = query_qbnd.shape
+    groups = key.shape[2]
+    keys = key[: hidden.shape[2]].permute(1, 2, 3, 0).unsqueeze(2).float()  # [b, g, 1, d, K]
+    queries = query_qbnd.reshape(length, batch, groups, heads // groups, size)
+    scores = (queries.permute(1, 2, 3, 0, 4).float() @ keys) * rule.scale  # [b, g, n / g, q, K]
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    chances = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+    mean: Tensor = chances.sum((1, 2)) / rule.heads
+    return mean

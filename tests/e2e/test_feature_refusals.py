@@ -1,0 +1,141 @@
+"""Runs with feature losses that must not go on, or not so: each says why.
+
+Regimes: a run that goes on with other features than it began with; layers that there are not, or
+that see other keys; a step that is not finite in a projector alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run
+from tests.e2e.test_features import LOSSES, MAPS, MLP, PIPELINE, SHARED, TENSOR
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, inputs: Inputs) -> Path:
+    """A run with projectors and one checkpoint, not to be changed."""
+    output = inputs.folder / "saved-features"
+    short = ("train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true")
+    run(pool, 1, inputs.folder / "dense.yaml", output, LOSSES, MLP, *short)
+    return output
+
+
+def test_only_a_run_of_the_same_features_goes_on(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
+    for changes, part in (
+        ((LOSSES.replace("cosine}, {match", "mse}, {match"), MLP), "losses are ['feature_mse_1_2'"),
+        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} there and "),
+        ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
+        ((), "losses are ['feature_mse_1_2'"),
+    ):
+        said = failure(pool, 2, config, folder, *going_on, *changes)
+        assert said.startswith(f"CheckpointError: {folder / 'checkpoints' / 'step_0000002'}")
+        assert part in said
+        assert "student.checkpoint" in said
+    # Weights may change, as those of other terms may.
+    heavier = LOSSES.replace("weight: 0.5", "weight: 0.8")
+    found = run(pool, 2, config, folder, *going_on, heavier, MLP)
+    assert [record["step"] for record in found] == [1, 2, 3]
+
+
+def poisoned_step(
+    rank: int, world: int, config: Path, overrides: list[str]
+) -> tuple[str, bool, list[float]]:
+    """Train with a projector's gradient that overflows, while everything else is finite."""
+    from megatron_distill.errors import TrainingError
+
+    with assembled(rank, world, config, overrides) as (found, parts):
+        from megatron_distill.runtime.termination import TerminationRequest
+        from megatron_distill.train.assemble import _plan
+        from megatron_distill.train.loop import train
+
+        features = parts.objective.features
+        assert features is not None
+        assert features.projectors is not None
+        # Weights of zero keep the gradient, however large, from the student.
+        for _, tensor in features.projectors._tensors():
+            tensor.zero_()
+        weights = [p for chunk in parts.state.student.chunks for p in chunk.parameters()]
+        before = [weight.detach().clone() for weight in weights]
+        said = ""
+        try:
+            train(parts, _plan(found), TerminationRequest())
+        except TrainingError as error:
+            said = str(error)
+        same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+        moved = [float(tensor.abs().max()) for _, tensor in features.projectors._tensors()]
+        return said, same, moved
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.slow)])
+def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
+    pool: Pool, inputs: Inputs, tmp_path: Path, layout: str
+) -> None:
+    # Only the square of the gradient overflows.
+    huge = "objective.features=[{student: 1, teacher: 2, weight: 1e27}]"
+    overrides = [f"output={tmp_path}", huge, layout, "checkpoint.save=true"]
+    found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides)
+    said, student_stays, moved = found[0]
+    assert found[1][0] == said
+    assert said.startswith("step 1: the loss is ")
+    assert "that of the projectors inf; the step was not applied" in said
+    assert "nan" not in said
+    assert student_stays
+    assert found[1][1]
+    assert moved == found[1][2] == [0.0] * len(moved)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [
+                "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
+                "{match: uniform, weight: 0.3}]",
+                "student.architecture=null",
+            ],
+            [
+                "2 problems",
+                "objective.features.0.student = 5: the student has layers 1 to 4; lower it",
+                "objective.features.2 and objective.features.1 both have the mse loss between "
+                "layer 2 of the student and layer 1 of the teacher",
+            ],
+        ),
+        (
+            ["objective.features=[{match: last}]", "student.architecture=null"],
+            ["objective.features.0.match = 'last': the teacher has 2 layers, fewer than the"],
+        ),
+    ],
+)
+def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
+    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
+    assert said.startswith("ConfigError: feature losses between 4 and 2 layers: ")
+    for part in parts:
+        assert part in said
+
+
+def test_maps_of_layers_that_see_other_keys_are_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
+    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
+    assert said.startswith("ConfigError: objective.features with loss = 'attention' need layers")
+    assert (
+        "layer 4 of the student has a sliding_window of 8, layer 2 of the teacher one of None"
+        in said
+    )
+    assert "layer 2 of the student" not in said
