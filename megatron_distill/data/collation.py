@@ -9,17 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, PADDING_DOCUMENT, Sample
+from megatron_distill.data.samples import (
+    CE_TRAINED,
+    KD_TRAINED,
+    PADDING_DOCUMENT,
+    WEIGHT_UNITS,
+    Sample,
+)
 from megatron_distill.runtime.batch import Batch
 
-_FLAG_BITS = 2
+_FLAG_BITS = 8  # of which two are masks and six are the weight
+_MASK_BITS = 2
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of one step as they travel: G rows of S + 1 tokens.
 
-    marks holds (document id + 1) << 2 | flags, so that 0 is padding.
+    marks holds (document id + 1) << 8 | flags, so that 0 is padding.
     """
 
     tokens_GS1: Tensor  # int32
@@ -90,10 +97,24 @@ def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tens
     return real & (flags & CE_TRAINED > 0), real & (flags & KD_TRAINED > 0)
 
 
-def count_labels(batch: GlobalBatch, *, isolate_documents: bool) -> tuple[int, int]:
-    """Labels of the global batch that cross-entropy and distillation train."""
-    ce_mask, kd_mask = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
-    return int(ce_mask.sum()), int(kd_mask.sum())
+def label_units(marks: Tensor) -> Tensor | None:
+    """Weights of the labels in units of 1/64: int32 [.., S]; None where each weighs one."""
+    lacking = (marks[..., 1:] & (1 << _FLAG_BITS) - 1) >> _MASK_BITS
+    return WEIGHT_UNITS - lacking if bool(lacking.any()) else None
+
+
+def count_labels(batch: GlobalBatch, *, isolate_documents: bool) -> tuple[float, float]:
+    """Labels of the global batch that cross-entropy and distillation train, by their weights.
+
+    Multiples of 1/64; whole numbers where every label weighs one.
+    """
+    masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
+    units = label_units(batch.marks_GS1)
+    if units is None:
+        ce_count, kd_count = (int(mask.sum()) for mask in masks)
+        return ce_count, kd_count
+    ce_units, kd_units = (int((mask * units).sum()) for mask in masks)
+    return ce_units / WEIGHT_UNITS, kd_units / WEIGHT_UNITS
 
 
 def document_positions(document_ids_bS: Tensor) -> Tensor:
@@ -109,6 +130,7 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
     """Some rows of the global batch as a whole (not context-sharded) micro-batch."""
     tokens, marks = batch.tokens_GS1[rows].long(), batch.marks_GS1[rows]
     ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
+    units = label_units(marks)
     index = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     if isolate_documents:
         documents = (marks[:, :-1] >> _FLAG_BITS).long() + PADDING_DOCUMENT
@@ -126,4 +148,5 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
         sequence_index_s=index,
         sample_ids_b=batch.sample_ids_G[rows],
         isolate_documents=isolate_documents,
+        label_weights_bs=None if units is None else units / WEIGHT_UNITS,
     )

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.data.collation import GlobalBatch
-from megatron_distill.data.samples import State
+from megatron_distill.data.samples import WEIGHT_UNITS, State
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.collectives import ERROR_TYPES
 
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # and the kinds of error from here on
-_HEADER_FIELDS: Final = 5  # status, step, cross-entropy labels, distillation labels, text bytes
+_HEADER_FIELDS: Final = 5  # status, step, two counts of labels (see `_units`), text bytes
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class StepData:
     """What a step's samples are, what they count, and where the source stands after them."""
 
     batch: GlobalBatch
-    ce_tokens: int
-    kd_tokens: int
+    ce_tokens: float
+    kd_tokens: float
     state_text: bytes  # JSON
 
     @property
@@ -71,7 +71,7 @@ class Wire:
             return said
         header, payload = self._message(step, said) if said is not None else (None, None)
         header = self._broadcast(header, _HEADER_FIELDS, torch.int64)
-        status, sent_step, ce_tokens, kd_tokens, text_bytes = header.tolist()
+        status, sent_step, *counts, text_bytes = header.tolist()
         assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
         words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
         payload = self._broadcast(payload, words, torch.int32)
@@ -82,6 +82,7 @@ class Wire:
         if status != _DATA:
             kind = ERROR_TYPES[status - _FIRST_ERROR]
             raise said if isinstance(said, MegatronDistillError) else kind(text.decode("utf-8"))
+        ce_tokens, kd_tokens = map(_count, counts)
         return StepData(self._unpack(payload), ce_tokens, kd_tokens, text)
 
     def _data_words(self) -> int:
@@ -97,7 +98,7 @@ class Wire:
             status = _FIRST_ERROR + ERROR_TYPES.index(type(said))
             text, parts, counts = str(said).encode("utf-8"), [], [0, 0]
         else:
-            text, counts = said.state_text, [said.ce_tokens, said.kd_tokens]
+            text, counts = said.state_text, [_units(said.ce_tokens), _units(said.kd_tokens)]
             batch = said.batch
             parts = [batch.tokens_GS1, batch.marks_GS1, batch.sample_ids_G.view(torch.int32)]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
@@ -122,3 +123,12 @@ class Wire:
             marks_GS1=payload[cells : 2 * cells].view(self._rows, self._width),
             sample_ids_G=sample_ids,
         )
+
+
+def _units(count: float) -> int:
+    """A count of labels, each with its weight, as a whole number."""
+    return round(count * WEIGHT_UNITS)
+
+
+def _count(units: int) -> float:
+    return units // WEIGHT_UNITS if units % WEIGHT_UNITS == 0 else units / WEIGHT_UNITS

@@ -261,7 +261,7 @@ def _open_source(job: _Job, places: StreamPlaces, order: CaptureOrder) -> HoleSo
             stream = open_training(
                 source_specs(data.sources),
                 tokenizer=job.tokenizer,
-                options=data_options(data),
+                options=data_options(job.config),
                 seed=job.config.seed,
             )
             source = HoleSource(

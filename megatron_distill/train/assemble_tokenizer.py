@@ -65,7 +65,7 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
         return load_tokenizer(folder)
     texts = sample_texts(
         source_specs(config.data.sources),
-        options=data_options(config.data),
+        options=data_options(config),
         characters=wanted.train_bytes,
     )
     tokenizer = train_bpe(texts, vocab_size=wanted.train_vocab_size)

@@ -61,7 +61,7 @@ def validate(student: Student, held_out: HeldOut) -> dict[str, float]:
                 mine, all_ = (
                     (step.ce_tokens, ce_tokens) if by_label else (step.kd_tokens, kd_tokens)
                 )
-                share = mine / max(all_, 1)
+                share = mine / all_ if all_ else 0.0
                 sums[name] = sums.get(name, torch.zeros_like(mean)) + mean * share
     names = list(sums)
     return dict(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True))
