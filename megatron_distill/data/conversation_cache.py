@@ -36,7 +36,8 @@ class Manifest:
 
     conversations: int
     tokens: int
-    trained: int
+    ce_labels: int
+    kd_labels: int
     rows: int
     bad_rows: int
     problems: tuple[str, ...]
@@ -148,7 +149,7 @@ def _write(
 ) -> Manifest:
     digest = hashlib.blake2b(digest_size=16)
     problems: list[str] = []
-    conversations = tokens = trained = rows = bad_rows = 0
+    conversations = tokens = ce_labels = kd_labels = rows = bad_rows = 0
     streams: dict[str, IO[bytes]] = {}
     try:
         for name in _FILES:
@@ -172,7 +173,8 @@ def _write(
                 streams[name].write(data)
             conversations += len(index)
             tokens += len(block.tokens_n)
-            trained += int(index["trained"].sum())
+            ce_labels += block.ce_labels
+            kd_labels += int(index["trained"].sum())
             rows += block.rows
         for stream in streams.values():
             stream.flush()
@@ -181,7 +183,15 @@ def _write(
         for stream in streams.values():
             stream.close()
     manifest = Manifest(
-        conversations, tokens, trained, rows, bad_rows, tuple(problems), (), digest.hexdigest()
+        conversations=conversations,
+        tokens=tokens,
+        ce_labels=ce_labels,
+        kd_labels=kd_labels,
+        rows=rows,
+        bad_rows=bad_rows,
+        problems=tuple(problems),
+        files=(),
+        content=digest.hexdigest(),
     )
     with (partial / _MANIFEST).open("w") as stream_text:
         json.dump(asdict(manifest), stream_text, indent=1)

@@ -18,7 +18,7 @@ from megatron_distill.data.conversations import (
 )
 from megatron_distill.data.response_spans import Rendered, ResponseFinder
 from megatron_distill.data.rows import RowBlock, rows_of
-from megatron_distill.data.samples import FULLY_TRAINED, KD_TRAINED, weight_flag
+from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, weight_flag
 from megatron_distill.data.tokenizer import Encoding, Tokenizer
 
 INDEX_TYPE: Final = np.dtype(
@@ -27,7 +27,7 @@ INDEX_TYPE: Final = np.dtype(
         ("row", "<i8"),  # its number in the file, from 1
         ("digest", "<u8"),  # of its content
         ("file", "<i4"),
-        ("trained", "<i4"),  # labels that cross-entropy or distillation trains
+        ("trained", "<i4"),  # labels that distillation trains, cross-entropy's among them
     ]
 )
 
@@ -53,6 +53,7 @@ class PreparedBlock:
     index: NDArray[np.void]
     problems: tuple[tuple[int, str], ...]
     rows: int
+    ce_labels: int
     file: int
 
 
@@ -102,11 +103,12 @@ class ConversationEncoder:
         encodings = self._tokenizer.encode_with_offsets(texts)
         index = np.zeros(len(found), INDEX_TYPE)
         flags: list[NDArray[np.uint8]] = []
-        stop = 0
+        stop = ce_labels = 0
         for place, (row, conversation, rendered, digest) in enumerate(found):
             own = label_flags(encodings[place], rendered, conversation.weights, self._rule)
             stop += len(own)
-            trained = int(np.count_nonzero(own[1:] & FULLY_TRAINED))
+            trained = int(np.count_nonzero(own[1:] & KD_TRAINED))
+            ce_labels += int(np.count_nonzero(own[1:] & CE_TRAINED))
             number = int.from_bytes(digest, "big")
             index[place] = (stop, row, number, block.file, trained)
             flags.append(own)
@@ -117,6 +119,7 @@ class ConversationEncoder:
             index=index,
             problems=problems,
             rows=rows,
+            ce_labels=ce_labels,
             file=block.file,
         )
 

@@ -144,13 +144,13 @@ def _prepare(
 
         refused = _Refusals(skip_bad=skip_bad)
         found = write_cache(folder, files, named(), refuse=refused)
-        _LOG.info(
-            "%s: prepared in %.1f s by %d workers: %s",
-            spec.name,
-            progress.seconds,
-            workers,
-            folder,
-        )
+    _LOG.info(
+        "%s: prepared in %.1f s by %s: %s",
+        spec.name,
+        progress.seconds,
+        f"{workers} workers" if workers else "this process",
+        folder,
+    )
     return found
 
 
@@ -184,12 +184,14 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     said = found.manifest
     untrained = int((found.index["trained"] == 0).sum())
     _LOG.info(
-        "%s: %s rows, %s conversations, %s tokens, %.1f%% of them trained%s%s",
+        "%s: %s rows, %s conversations, %s tokens; cross-entropy trains %.1f%% of them, "
+        "distillation %.1f%%%s%s",
         spec.name,
         f"{said.rows:,}",
         f"{said.conversations:,}",
         f"{said.tokens:,}",
-        100 * said.trained / max(1, said.tokens),
+        100 * said.ce_labels / max(1, said.tokens),
+        100 * said.kd_labels / max(1, said.tokens),
         f"; {said.bad_rows:,} bad rows skipped" if said.bad_rows else "",
         f"; {untrained:,} conversations without a trained token left out" if untrained else "",
     )

@@ -31,7 +31,7 @@ class PreparationProgress:
         if is_shown and console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=20),
                 TimeRemainingColumn(),
                 console=console,
                 auto_refresh=False,

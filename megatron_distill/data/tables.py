@@ -79,11 +79,9 @@ def record_batches(
             if skipped < batch.num_rows:
                 yield row + skipped, batch.slice(skipped)
             row += batch.num_rows
-    except pa.ArrowException as error:
-        reason = str(error).strip().splitlines()[0]
+    except (pa.ArrowException, OSError) as error:  # of a cut-off stream it is an OSError
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise DamagedFileError(f"{path}: damaged or cut off ({reason}); replace it") from error
-    except OSError as error:
-        raise DamagedFileError(f"{path}: cannot be read ({error})") from error
 
 
 def _batches(

@@ -16,7 +16,7 @@ from megatron_distill.data.conversation_source import ConversationOptions
 from megatron_distill.data.conversations import ConversationSpec
 from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.sources import DataOptions
-from megatron_distill.train.capture_folder import working_folder
+from megatron_distill.train.capture_places import working_folder
 
 
 def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
