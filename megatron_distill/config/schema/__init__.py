@@ -2,7 +2,12 @@
 
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
-from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from megatron_distill.config.schema.data import (
+    ConversationConfig,
+    DataConfig,
+    SourceConfig,
+    TokenizerConfig,
+)
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
@@ -34,6 +39,7 @@ __all__ = [
     "CaptureConfig",
     "CapturePassConfig",
     "CheckpointConfig",
+    "ConversationConfig",
     "DataConfig",
     "JobConfig",
     "LoggingConfig",
