@@ -238,14 +238,14 @@ def _loaded(case: Case, records: Sequence[SampleRecord]) -> list[StepBatches]:
             for one in records[first : first + per_step]
         ]
         whole = pack_samples(samples)
-        ce_tokens, kd_tokens = count_labels(whole, isolate_documents=False)
+        (labels,) = count_labels(whole, isolate_documents=False)
         micro_batches = tuple(
             micro_batch(
                 whole, slice(at * size, (at + 1) * size), isolate_documents=False
             ).with_trained_rows()
             for at in range(count)
         )
-        steps.append(StepBatches(micro_batches, ce_tokens, kd_tokens, case.tokens_per_step))
+        steps.append(StepBatches(micro_batches, labels.ce, labels.kd, case.tokens_per_step))
     return steps
 
 

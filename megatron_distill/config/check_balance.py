@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_distill.config.describe import shown
 from megatron_distill.config.problems import Problem
 from megatron_distill.config.schema import BalanceConfig, RunConfig, ValueScheduleConfig
 
@@ -32,9 +33,9 @@ def balance_problems(config: RunConfig) -> Iterator[Problem]:
             if value != nothing:
                 yield Problem(
                     (f"objective.balance.{name}", "objective.balance.mode"),
-                    f"objective.balance.{name} = {value} is of ratios, and objective.balance.mode "
-                    f"= {balance.mode!r} has none; leave it out, or choose 'magnitude' or "
-                    "'gradient_norm'",
+                    f"objective.balance.{name} = {shown(value)} is of ratios, and "
+                    f"objective.balance.mode = {balance.mode!r} has none; leave it "
+                    "out, or choose 'magnitude' or 'gradient_norm'",
                 )
     yield from _temperatures(config)
 

@@ -9,6 +9,8 @@ from megatron_distill.config.schema import JobConfig, SourceConfig
 
 __all__ = ["job_problems", "layout_problems", "repeated_names"]
 
+_CONVERSATION_FORMATS = ("jsonl", "parquet", "arrow")
+
 
 def job_problems(job: JobConfig) -> Iterator[Problem]:
     """Find what the rules say that hold for any job and any number of processes."""
@@ -113,6 +115,28 @@ def repeated_names(key: str, names: Sequence[str]) -> Iterator[Problem]:
             )
 
 
+def _conversations(job: JobConfig) -> Iterator[Problem]:
+    data = job.data
+    sources = (*data.sources, *data.validation_sources)
+    has_conversations = any(source.conversation is not None for source in sources)
+    if has_conversations and not data.isolate_documents:
+        yield Problem(
+            ("data.isolate_documents", "data.sources"),
+            "data.isolate_documents = false: conversations in one sequence must not see each "
+            "other; set it to true",
+        )
+    asked = {
+        "distill_on_prompt": data.distill_on_prompt,
+        "train_on": data.train_on != "all_responses",
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked and not has_conversations):
+        yield Problem(
+            (f"data.{name}", "data.sources"),
+            f"data.{name} = {getattr(data, name)!r}: says something of conversations, and no "
+            "source has a `conversation` section; give one or leave it out",
+        )
+
+
 def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
     keys = (f"{name}.paths", f"{name}.format")
     if source.format == "python_stdlib" and source.paths:
@@ -121,6 +145,12 @@ def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
         )
     if source.format != "python_stdlib" and not source.paths:
         yield Problem(keys, f"{name}.paths: format {source.format} needs at least one path")
+    if source.conversation is not None and source.format not in _CONVERSATION_FORMATS:
+        yield Problem(
+            (f"{name}.conversation", f"{name}.format"),
+            f"{name}.conversation: rows of format {', '.join(_CONVERSATION_FORMATS)} hold "
+            f"conversations, those of format {source.format} do not; leave it out",
+        )
 
 
 def _tokenizer(job: JobConfig) -> Iterator[Problem]:
@@ -167,6 +197,7 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _sequence,
     _experts,
     _sources,
+    _conversations,
     _tokenizer,
     _backend,
 )

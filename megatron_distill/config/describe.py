@@ -62,6 +62,8 @@ class Key:
             name = "section"
         elif get_origin(self.plain) is Literal:
             name = "choice"
+        elif get_origin(self.plain) is dict:
+            name = "mapping"
         else:
             name = {int: "integer", float: "number", str: "text", bool: "true/false"}[self.plain]
         return f"{name} or null" if self.nullable else name
@@ -97,6 +99,8 @@ class Key:
             words = f"a section with keys such as {', '.join(list(self.section.model_fields)[:3])}"
         elif get_origin(self.plain) is Literal:
             words = f"one of {self.range_name}"
+        elif get_origin(self.plain) is dict:
+            words = "a mapping of names to single values"
         else:
             words = _PLAIN[self.plain]
         if self.range_name and get_origin(self.plain) is not Literal:

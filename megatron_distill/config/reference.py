@@ -95,7 +95,7 @@ def _default(field: FieldInfo) -> str:
         return "required" if leads_on else f"required, e.g. `{json.dumps(key.example)}`"
     if leads_on and field.default:
         return "its defaults"
-    return f"`{json.dumps(field.default)}`"
+    return f"`{json.dumps(field.get_default(call_default_factory=True))}`"
 
 
 if __name__ == "__main__":

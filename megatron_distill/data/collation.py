@@ -9,17 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, PADDING_DOCUMENT, Sample
+from megatron_distill.data.samples import (
+    CE_TRAINED,
+    KD_TRAINED,
+    PADDING_DOCUMENT,
+    WEIGHT_UNITS,
+    Sample,
+)
 from megatron_distill.runtime.batch import Batch, LabelCounts
 
-_FLAG_BITS = 2
+_FLAG_BITS = 8  # of which two are masks and six are the weight
+_MASK_BITS = 2
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of one step as they travel: G rows of S + 1 tokens.
 
-    marks holds (document id + 1) << 2 | flags, so that 0 is padding.
+    marks holds (document id + 1) << 8 | flags, so that 0 is padding.
     """
 
     tokens_GS1: Tensor  # int32
@@ -93,24 +100,29 @@ def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tens
     return real & (flags & CE_TRAINED > 0), real & (flags & KD_TRAINED > 0)
 
 
-def count_labels(batch: GlobalBatch, *, isolate_documents: bool) -> tuple[int, int]:
-    """Labels of the global batch that cross-entropy and distillation train."""
-    ce_mask, kd_mask = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
-    return int(ce_mask.sum()), int(kd_mask.sum())
+def label_units(marks: Tensor) -> Tensor | None:
+    """Weights of the labels in units of 1/64: int32 [.., S]; None where each weighs one."""
+    lacking = (marks[..., 1:] & (1 << _FLAG_BITS) - 1) >> _MASK_BITS
+    return WEIGHT_UNITS - lacking if bool(lacking.any()) else None
 
 
-def count_by_source(
-    batch: GlobalBatch, sources: int, *, isolate_documents: bool
+def count_labels(
+    batch: GlobalBatch, *, sources: int = 1, isolate_documents: bool
 ) -> tuple[LabelCounts, ...]:
-    """`count_labels` of the samples of each source; all of them where there is one source."""
-    if sources == 1:
-        return (LabelCounts(*count_labels(batch, isolate_documents=isolate_documents)),)
+    """Labels of each source that cross-entropy and distillation train, by their weights.
+
+    Multiples of 1/64; whole numbers where every label weighs one. One source is the whole batch.
+    """
     masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
+    units = label_units(batch.marks_GS1)
+    ids_G = batch.sources_G if sources > 1 else torch.zeros_like(batch.sources_G)
     ce, kd = (
-        torch.zeros(sources, dtype=torch.int64).index_add_(0, batch.sources_G, mask.sum(1))
-        for mask in masks
+        torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, rows.sum(1))
+        for rows in (mask if units is None else mask * units for mask in masks)
     )
-    return tuple(map(LabelCounts, ce.tolist(), kd.tolist()))
+    if units is None:
+        return tuple(map(LabelCounts, ce.tolist(), kd.tolist()))
+    return tuple(map(LabelCounts, (ce / WEIGHT_UNITS).tolist(), (kd / WEIGHT_UNITS).tolist()))
 
 
 def document_positions(document_ids_bS: Tensor) -> Tensor:
@@ -126,6 +138,7 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
     """Some rows of the global batch as a whole (not context-sharded) micro-batch."""
     tokens, marks = batch.tokens_GS1[rows].long(), batch.marks_GS1[rows]
     ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
+    units = label_units(marks)
     index = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     if isolate_documents:
         documents = (marks[:, :-1] >> _FLAG_BITS).long() + PADDING_DOCUMENT
@@ -144,4 +157,5 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
         sample_ids_b=batch.sample_ids_G[rows],
         sources_b=batch.sources_G[rows].long(),
         isolate_documents=isolate_documents,
+        label_weights_bs=None if units is None else units / WEIGHT_UNITS,
     )

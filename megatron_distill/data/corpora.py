@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from megatron_distill.data.conversations import ConversationSpec
 from megatron_distill.data.files import expand_paths
+from megatron_distill.data.tables import expand_saved
 from megatron_distill.errors import DataError
 
-FORMATS: Final = ("text", "jsonl", "megatron", "python_stdlib")
+FORMATS: Final = ("text", "jsonl", "parquet", "arrow", "megatron", "python_stdlib")
 _NOT_CORPUS: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -25,8 +27,9 @@ class SourceSpec:
     format: str  # one of FORMATS
     paths: tuple[str, ...] = ()  # files and globs; prefixes for megatron; empty for python_stdlib
     weight: float = 1.0
-    text_key: str = "text"  # jsonl
+    text_key: str = "text"  # jsonl, parquet, arrow
     documents: str = "file"  # text: "file" or "line"
+    conversation: ConversationSpec | None = None  # jsonl, parquet, arrow: rows of instruction data
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -46,7 +49,9 @@ class SourceSpec:
 
 def source_files(spec: SourceSpec) -> list[Path]:
     """The files of a source that is read as text, sorted. Raises DataError, see `expand_paths`."""
-    return stdlib_files() if spec.format == "python_stdlib" else expand_paths(spec.paths)
+    if spec.format == "python_stdlib":
+        return stdlib_files()
+    return expand_paths(expand_saved(spec.paths) if spec.format == "arrow" else spec.paths)
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:

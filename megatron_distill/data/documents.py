@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.data.files import DamagedFileError, InputFile
+from megatron_distill.data.tables import record_batches
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
 
@@ -131,6 +132,23 @@ def jsonl_reader(text_key: str) -> ReadFile:
     return read
 
 
+def table_reader(text_key: str) -> ReadFile:
+    """A reader of Parquet and Arrow files whose column `text_key` holds the documents.
+
+    `line` of a cursor counts rows.
+    """
+
+    def read(file: InputFile, start: Cursor) -> Iterator[Record]:
+        for first, batch in record_batches(file.path, required=(text_key,), first_row=start.line):
+            for place, text in enumerate(batch.column(text_key).to_pylist()):
+                after = Cursor(start.file, 0, first + place + 1)
+                record = _text_record(text, file.path, after, text_key)
+                if isinstance(record, BadRecord) or record.text:
+                    yield record
+
+    return read
+
+
 def _numbered_lines(file: InputFile, start: Cursor) -> Iterator[tuple[bytes | BadRecord, Cursor]]:
     number = start.line
     while line := file.read_line(LINE_BYTES):
@@ -171,7 +189,11 @@ def _parsed(line: bytes, path: Path, after: Cursor, text_key: str) -> Record:
             "data source",
             after,
         )
-    text = value[text_key]
+    return _text_record(value[text_key], path, after, text_key)
+
+
+def _text_record(text: object, path: Path, after: Cursor, text_key: str) -> Record:
+    where = f"{path}:{after.line}"
     if not isinstance(text, str):
         kind = type(text).__name__
         return BadRecord(f"{where}: the value of {text_key!r} is not a string but {kind}", after)
@@ -232,12 +254,16 @@ class DocumentReader:
 
 def reading_table(text_key: str) -> Mapping[tuple[str, str], ReadFile]:
     """How each (format, documents) of a source is read."""
-    jsonl = jsonl_reader(text_key)
+    jsonl, table = jsonl_reader(text_key), table_reader(text_key)
     return {
         ("text", "file"): read_whole,
         ("text", "line"): read_lines,
         ("jsonl", "file"): jsonl,
         ("jsonl", "line"): jsonl,
+        ("parquet", "file"): table,
+        ("parquet", "line"): table,
+        ("arrow", "file"): table,
+        ("arrow", "line"): table,
         ("python_stdlib", "file"): read_whole,
         ("python_stdlib", "line"): read_whole,
     }

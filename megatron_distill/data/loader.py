@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_distill.data.collation import (
     BatchLayout,
-    count_by_source,
+    count_labels,
     micro_batch,
     pack_samples,
     unpack_samples,
@@ -179,6 +179,8 @@ class StepLoader:
         except (DataError, StoreError) as error:
             return error
         batch = pack_samples(samples)
-        by_source = count_by_source(batch, self._sources, isolate_documents=self._isolate_documents)
+        by_source = count_labels(
+            batch, sources=self._sources, isolate_documents=self._isolate_documents
+        )
         state_text = json.dumps(self._source.state_dict()).encode("utf-8")
         return StepData(batch, by_source, state_text)

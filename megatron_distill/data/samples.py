@@ -13,6 +13,9 @@ CE_TRAINED: Final = 1
 KD_TRAINED: Final = 2
 FULLY_TRAINED: Final = CE_TRAINED | KD_TRAINED
 PADDING_DOCUMENT: Final = -1
+WEIGHT_UNITS: Final = 64
+"""Weights of labels are multiples of 1/64."""
+_WEIGHT_SHIFT: Final = 2
 
 State = dict[str, Any]
 """Plain values only (numbers, strings, lists, dicts): it goes through JSON."""
@@ -24,7 +27,8 @@ class Sample:
 
     document_ids_S1 counts the documents inside the sample from 0, -1 marks padding (always at the
     end). flags_S1[i] says whether token i, **as a label**, is trained: bit 0 by cross-entropy,
-    bit 1 by distillation; whether the boundary of two documents is trained is not said here.
+    bit 1 by distillation; whether the boundary of two documents is trained is not said here. The
+    six bits above say what its weight lacks of one, in units of 1/64, see `weight_flag`.
     source says which of the blended sources it comes from.
     """
 
@@ -33,6 +37,13 @@ class Sample:
     flags_S1: NDArray[np.uint8]
     sample_id: int
     source: int = 0
+
+
+def weight_flag(weight: float) -> int:
+    """The flag bits of a label's weight in (0, 1], rounded to a multiple of 1/64, at least 1/64."""
+    assert 0 < weight <= 1, weight
+    units = max(1, round(weight * WEIGHT_UNITS))
+    return WEIGHT_UNITS - units << _WEIGHT_SHIFT
 
 
 class SampleSource(Protocol):

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from megatron_distill.data.blending import BlendedSource, blend_finite
+from megatron_distill.data.conversation_source import (
+    Choice,
+    ConversationOptions,
+    ConversationSource,
+)
 from megatron_distill.data.corpora import SourceSpec, fingerprint, source_files
 from megatron_distill.data.documents import Cursor, DocumentReader, is_held_out, reading_table
 from megatron_distill.data.megatron_indexed import IndexedSource
 from megatron_distill.data.order import permutation
+from megatron_distill.data.preparation import conversation_texts, prepared_conversations
 from megatron_distill.data.samples import Sample, SampleList, SampleSource
 from megatron_distill.data.shuffle import ShuffledSamples
 from megatron_distill.data.stream import Order, PackedStream, TextEncoder
+from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import DataError
 
 HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
@@ -32,7 +39,7 @@ class DataOptions:
     validation_fraction: share of the documents that training never sees, chosen by content.
     shuffle_buffer: documents per shuffled block. shuffle_samples: packed samples per shuffled
     window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
-    of format megatron.
+    of format megatron. conversations: how sources of conversations are masked, packed and prepared.
     """
 
     sequence_length: int
@@ -41,6 +48,7 @@ class DataOptions:
     shuffle_samples: int = 1024
     on_error: str = "raise"
     index_cache: Path | None = None
+    conversations: ConversationOptions | None = None
 
 
 def open_training(
@@ -54,6 +62,8 @@ def open_training(
     def opened(spec: SourceSpec) -> list[SampleSource]:
         if spec.format == "megatron":
             return list(_indexed(spec, tokenizer, options, seed, is_held_out=False))
+        if spec.conversation is not None:
+            return [_conversations(spec, tokenizer, options, seed, is_held_out=False)]
         order = Order(
             seed=seed,
             shuffle_buffer=options.shuffle_buffer,
@@ -91,9 +101,11 @@ def read_held_out(
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
     for number, spec in enumerate(named):
-        parts: list[IndexedSource] | list[PackedStream]
+        parts: list[IndexedSource] | list[PackedStream] | list[ConversationSource]
         if spec.format == "megatron":
             parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
+        elif spec.conversation is not None:
+            parts = [_conversations(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)]
         else:
             order = Order(
                 seed=HELD_OUT_SEED,
@@ -118,7 +130,9 @@ def read_held_out(
     return SampleList(found_samples)
 
 
-def _spread(source: IndexedSource | PackedStream, choice: int) -> Iterator[Sample]:
+def _spread(
+    source: IndexedSource | PackedStream | ConversationSource, choice: int
+) -> Iterator[Sample]:
     """All samples of a finite source, each `choice` of them in a fixed shuffled order."""
     remaining = iter(source.next_or_none, None)
     while pool := list(islice(remaining, choice)):
@@ -141,15 +155,23 @@ def sample_texts(
     total = sum(spec.weight for spec in readable)
     for spec in readable:
         budget = characters * spec.weight / total
-        reader = _reader(spec, source_files(spec), options)
-        order = permutation(len(reader.files), HELD_OUT_SEED)
-        for document in reader.documents(order, Cursor()):
-            if is_held_out(document.digest, options.validation_fraction):
-                continue
-            yield document.text[: max(1, int(budget))]
-            budget -= len(document.text)
+        for text in _training_texts(spec, options):
+            yield text[: max(1, int(budget))]
+            budget -= len(text)
             if budget <= 0:
                 break
+
+
+def _training_texts(spec: SourceSpec, options: DataOptions) -> Iterator[str]:
+    if spec.conversation is not None:
+        skip_bad, fraction = options.on_error == "skip", options.validation_fraction
+        yield from conversation_texts(spec, skip_bad=skip_bad, held_out_fraction=fraction)
+        return
+    reader = _reader(spec, source_files(spec), options)
+    order = permutation(len(reader.files), HELD_OUT_SEED)
+    for document in reader.documents(order, Cursor()):
+        if not is_held_out(document.digest, options.validation_fraction):
+            yield document.text
 
 
 def _named(specs: Sequence[SourceSpec], key: str) -> Sequence[SourceSpec]:
@@ -201,3 +223,25 @@ def _indexed(
         )
         for prefix in spec.paths
     ]
+
+
+def _conversations(
+    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int, *, is_held_out: bool
+) -> ConversationSource:
+    assert options.conversations is not None, "whoever reads conversations says where to keep them"
+    prepared = prepared_conversations(
+        spec,
+        cast(Tokenizer, tokenizer),
+        options=options.conversations,
+        skip_bad=options.on_error == "skip",
+    )
+    return ConversationSource(
+        prepared,
+        choice=Choice(seed, options.validation_fraction, is_held_out),
+        sequence_length=options.sequence_length,
+        padding_token=tokenizer.eos_id,
+        truncation=options.conversations.truncation,
+        packing_buffer=options.conversations.packing_buffer,
+        name=spec.name,
+        epochs=1 if is_held_out else None,
+    )

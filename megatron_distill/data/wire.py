@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.data.collation import GlobalBatch
-from megatron_distill.data.samples import State
+from megatron_distill.data.samples import WEIGHT_UNITS, State
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.batch import LabelCounts
 from megatron_distill.runtime.collectives import ERROR_TYPES
 
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # and the kinds of error from here on
-_HEADER_FIELDS: Final = 3  # status, step, text bytes; then two counts of labels per source
+_HEADER_FIELDS: Final = 3  # status, step, text bytes; two counts (see `_units`) per source
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Wire:
         if status != _DATA:
             kind = ERROR_TYPES[status - _FIRST_ERROR]
             raise said if isinstance(said, MegatronDistillError) else kind(text.decode("utf-8"))
-        by_source = tuple(map(LabelCounts, counts[::2], counts[1::2]))
+        values = [_count(units) for units in counts]
+        by_source = tuple(map(LabelCounts, values[::2], values[1::2]))
         return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
@@ -101,7 +102,8 @@ class Wire:
             text, parts, counts = str(said).encode("utf-8"), [], [0, 0] * self._sources
         else:
             text, batch = said.state_text, said.batch
-            counts = [count for source in said.by_source for count in (source.ce, source.kd)]
+            each = [count for source in said.by_source for count in (source.ce, source.kd)]
+            counts = [_units(count) for count in each]
             ids_G2 = batch.sample_ids_G.view(torch.int32)
             parts = [batch.tokens_GS1, batch.marks_GS1, ids_G2, batch.sources_G]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
@@ -128,3 +130,12 @@ class Wire:
             sample_ids_G=sample_ids,
             sources_G=payload[ids_end : ids_end + self._rows],
         )
+
+
+def _units(count: float) -> int:
+    """A count of labels, each with its weight, as a whole number."""
+    return round(count * WEIGHT_UNITS)
+
+
+def _count(units: int) -> float:
+    return units // WEIGHT_UNITS if units % WEIGHT_UNITS == 0 else units / WEIGHT_UNITS

@@ -8,11 +8,12 @@ from torch import Tensor
 __all__ = ["token_weights"]
 
 
-def token_weights(mask_N: Tensor, global_count: int) -> Tensor:
+def token_weights(mask_N: Tensor, global_count: float) -> Tensor:
     """``mask / global_count`` as fp32 ``[N]``; zeros where nothing counts anywhere.
 
-    ``global_count`` is the number of tokens that count in the whole global batch, known before any
-    forward pass. That is what makes loss and gradient independent of how the batch is split.
+    The mask is of bools, or of weights where tokens count differently. ``global_count`` is its sum
+    over the whole global batch, known before any forward pass. That is what makes loss and gradient
+    independent of how the batch is split.
 
     Raises:
         ValueError: the count is negative.

@@ -48,6 +48,7 @@ class Batch:
     # Known beforehand, they spare the objective from waiting for the device to count them.
     trained_rows_n: Tensor | None = None
     sources_b: Tensor | None = None  # int64, which of the blended sources; None: there is one
+    label_weights_bs: Tensor | None = None  # fp32, of the labels that count; None: each weighs one
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -67,7 +68,7 @@ class Batch:
         assert self.trained_rows_n is None, "rows are looked for after sharding"
         if size == 1:
             return self
-        device = self.tokens_bs.device
+        device, weights_bs = self.tokens_bs.device, self.label_weights_bs
         index = zigzag_index(sequence_length, rank=rank, size=size, device=device)
         return replace(
             self,
@@ -77,7 +78,18 @@ class Batch:
             kd_mask_bs=self.kd_mask_bs[:, index],
             position_ids_bs=self.position_ids_bs[:, index],
             sequence_index_s=self.sequence_index_s[index],
+            label_weights_bs=None if weights_bs is None else weights_bs[:, index],
         )
+
+    @property
+    def ce_weights_bs(self) -> Tensor:
+        """The cross-entropy mask, times the weight of each label where they differ."""
+        return _weighted(self.ce_mask_bs, self.label_weights_bs)
+
+    @property
+    def kd_weights_bs(self) -> Tensor:
+        """The distillation mask, times the weight of each label where they differ."""
+        return _weighted(self.kd_mask_bs, self.label_weights_bs)
 
     def with_trained_rows(self) -> Batch:
         """The same batch with `trained_rows_n`; to be called on a CPU, on its final positions."""
@@ -87,6 +99,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         rows_n, sources_b = self.trained_rows_n, self.sources_b
+        weights_bs = self.label_weights_bs
         return Batch(
             tokens_bs=self.tokens_bs.to(device),
             labels_bs=self.labels_bs.to(device),
@@ -99,15 +112,20 @@ class Batch:
             isolate_documents=self.isolate_documents,
             trained_rows_n=None if rows_n is None else rows_n.to(device),
             sources_b=None if sources_b is None else sources_b.to(device),
+            label_weights_bs=None if weights_bs is None else weights_bs.to(device),
         )
+
+
+def _weighted(mask_bs: Tensor, weights_bs: Tensor | None) -> Tensor:
+    return mask_bs if weights_bs is None else mask_bs * weights_bs
 
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Labels that cross-entropy and distillation train."""
+    """Labels that cross-entropy and distillation train; sums of weights where these differ."""
 
-    ce: int
-    kd: int
+    ce: float
+    kd: float
 
 
 @dataclass(frozen=True)
@@ -115,12 +133,13 @@ class StepBatches:
     """The micro-batches of one optimizer step on this data-parallel and context-parallel rank.
 
     The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
-    micro-batches), the same number on every rank: they are the denominators of the objective.
-    by_source holds those of each source, whose sums they are; nothing where nobody asks.
+    micro-batches), the same number on every rank: they are the denominators of the objective. Where
+    labels weigh less than one, they are sums of weights. by_source holds those of each source,
+    whose sums they are; nothing where nobody asks.
     """
 
     micro_batches: tuple[Batch, ...]
-    ce_tokens: int
-    kd_tokens: int
+    ce_tokens: float
+    kd_tokens: float
     positions: int  # global_batch_size * S
     by_source: tuple[LabelCounts, ...] = ()

@@ -38,10 +38,9 @@ from megatron_distill.train.capture_folder import (
     open_begun_store,
     open_store,
     remove_working_folder,
-    working_folder,
 )
 from megatron_distill.train.capture_order import CaptureOrder, HoleSource
-from megatron_distill.train.capture_places import StreamPlaces
+from megatron_distill.train.capture_places import StreamPlaces, working_folder
 from megatron_distill.train.capture_positions import PositionCapture
 from megatron_distill.train.capture_progress import CaptureProgress, Work, summary
 from megatron_distill.train.capture_writer import ShardFiller
@@ -257,7 +256,7 @@ def _open_source(job: _Job, places: StreamPlaces, order: CaptureOrder) -> HoleSo
             stream = open_training(
                 source_specs(data.sources),
                 tokenizer=job.tokenizer,
-                options=data_options(data),
+                options=data_options(job.config),
                 seed=job.config.seed,
             )
             source = HoleSource(

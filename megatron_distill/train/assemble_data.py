@@ -45,7 +45,7 @@ def open_training_loader(
             source = open_training(
                 source_specs(config.data.sources),
                 tokenizer=tokenizer,
-                options=data_options(config.data),
+                options=data_options(config),
                 seed=config.seed,
             )
     return open_loader(
@@ -76,7 +76,7 @@ def read_validation(
         return []
     source: SampleSource | None = None
     own = config.data.validation_sources
-    options = data_options(config.data)
+    options = data_options(config)
     with together():
         if stored is not None and not config.data.sources:
             source = stored_held_out(config, stored)

@@ -46,7 +46,7 @@ def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:
     tokenizer: Tokenizer | None = None
     with together():
         if dist.get_rank() == 0:
-            tokenizer = _tokenizer(config)
+            tokenizer = read_tokenizer(config)
             _check_models(config, tokenizer)
     said = [Vocabulary(tokenizer.vocab_size, tokenizer.identity) if tokenizer else None]
     dist.broadcast_object_list(said, src=0)
@@ -54,7 +54,8 @@ def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:
     return tokenizer, said[0]
 
 
-def _tokenizer(config: JobConfig) -> Tokenizer:
+def read_tokenizer(config: JobConfig) -> Tokenizer:
+    """Load or train the tokenizer of a job, without a world. Raises DataError or ConfigError."""
     wanted = config.data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)
@@ -68,7 +69,7 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
         return load_tokenizer(folder)
     texts = sample_texts(
         source_specs(config.data.sources),
-        options=data_options(config.data),
+        options=data_options(config),
         characters=wanted.train_bytes,
     )
     tokenizer = train_bpe(texts, vocab_size=wanted.train_vocab_size)

@@ -19,17 +19,13 @@ from megatron_distill.runtime.new_folder import flush_folder
 from megatron_distill.signals.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.signals.store.durable import said_for
 from megatron_distill.signals.store.plan import MANIFEST, PLAN
+from megatron_distill.train.capture_places import working_folder
 from megatron_distill.train.run_folder import take_lock
 from megatron_distill.train.tokenizer_files import write_tokenizer
 
 # What other nodes wrote may take a while to be seen through a network file system.
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
-
-
-def working_folder(store: Path) -> Path:
-    """Return where a capture keeps what it needs to go on; a finished store has none."""
-    return store / "capture"
 
 
 def open_store(folder: Path, plan: Plan) -> StoreWriter:

@@ -20,6 +20,11 @@ _NAME: Final = re.compile(r"stream-(\d{6,})\.json")
 _ADVICE: Final = "remove it, and the stream is read from an earlier place"
 
 
+def working_folder(store: Path) -> Path:
+    """Return where a capture keeps what it needs to go on; a finished store has none."""
+    return store / "capture"
+
+
 class StreamPlaces:
     """States of the stream by the shard that begins there, one sealed file each.
 

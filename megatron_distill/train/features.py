@@ -114,7 +114,7 @@ class FeatureLosses:
         losses, with respect to the layers' outputs; nothing is added then.
         """
         weights_sb = [
-            token_weights(batch.kd_mask_bs.t(), step.kd_tokens) for batch in step.micro_batches
+            token_weights(batch.kd_weights_bs.t(), step.kd_tokens) for batch in step.micro_batches
         ]
         self._step = _Step(features, weights_sb, pair_weights, of_gradients)
 

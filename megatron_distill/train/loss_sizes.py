@@ -71,9 +71,10 @@ def local_loss_values(
 
 def _batches_in(batch: Batch, step: StepBatches, share: Tensor) -> Tensor:
     """What makes a micro-batch's shares in the means of the global batch its own means."""
+    counts = (batch.ce_weights_bs.sum(), batch.kd_weights_bs.sum())
     ce, kd = (
-        total / mask.sum().clamp(min=1)
-        for total, mask in ((step.ce_tokens, batch.ce_mask_bs), (step.kd_tokens, batch.kd_mask_bs))
+        total / torch.where(count == 0, 1.0, count)
+        for total, count in zip((step.ce_tokens, step.kd_tokens), counts, strict=True)
     )
     return torch.stack([ce, *[kd] * (len(share) - 1)])
 

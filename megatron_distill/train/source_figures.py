@@ -17,6 +17,7 @@ __all__ = [
     "LabelTotals",
     "SourceFigures",
     "name_of",
+    "part_of",
     "source_keys",
     "split_report",
     "step_figures",
@@ -62,7 +63,7 @@ def step_figures(
     whole, mine = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
     shares = {key: values.pop(key) for key in list(values) if _AT in key}
     means = {
-        key: share * whole.behind(name_of(key)) / max(mine.behind(key), 1)
+        key: share * part_of(whole.behind(name_of(key)), mine.behind(key))
         for key, share in shares.items()
         if name_of(key) in _OF_A_STEP
     }
@@ -86,8 +87,8 @@ class LabelTotals:
         }
         return cls(whole, by_source)
 
-    def behind(self, key: str) -> int:
-        """How many labels the figure under that key is a mean over."""
+    def behind(self, key: str) -> float:
+        """How many labels, by their weights, the figure under that key is a mean over."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
         return counts.ce if name in _BY_LABEL else counts.kd
@@ -110,6 +111,11 @@ class LabelTotals:
             if self.behind(key):
                 figures[PUBLIC_NAMES.get(name, name)] = mean
         return overall, sources
+
+
+def part_of(count: float, whole: float) -> float:
+    """The quotient of two counts of labels; zero where there are none."""
+    return count / whole if whole else 0.0
 
 
 def _added(counts: Iterable[LabelCounts]) -> LabelCounts:

@@ -11,7 +11,7 @@ import torch
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.source_figures import LabelTotals, SourceFigures, name_of
+from megatron_distill.train.source_figures import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.step import Student, run_student
 
 
@@ -60,7 +60,7 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
             mine = LabelTotals.of([step], ())
             for key, mean in means.items():
                 # A source's entry is a share of the whole batch, like any other.
-                share = mine.behind(name_of(key)) / max(held.behind(key), 1)
+                share = part_of(mine.behind(name_of(key)), held.behind(key))
                 sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
     keys = list(sums)
     found = dict(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))

@@ -141,7 +141,7 @@ def test_a_broken_rule_is_the_only_complaint(tmp_path: Path, case: str) -> None:
 def test_nothing_is_scaled_without_terms(tmp_path: Path) -> None:
     (found,) = complaints(load_tree, tmp_path, MINIMAL, MAGNITUDE)
     assert found.startswith(
-        "objective.balance.mode = 'magnitude' but objective.terms is empty: there is nothing to"
+        "objective.balance.mode = 'magnitude' but objective.terms and objective.features are"
     )
 
 

@@ -62,6 +62,21 @@ BROKEN = {
         ["data.sources.0.paths=x"],
         "data.sources.0.paths: format python_stdlib finds its own files",
     ),
+    "conversations in plain text": (
+        ["data.sources=[{format: text, paths: a, conversation: {}}]"],
+        "data.sources.0.conversation: rows of format jsonl, parquet, arrow hold conversations",
+    ),
+    "conversations that see each other": (
+        [
+            "data.sources=[{format: jsonl, paths: a, conversation: {}}]",
+            "data.isolate_documents=false",
+        ],
+        "data.isolate_documents = false: conversations in one sequence must not see each other",
+    ),
+    "prompts without conversations": (
+        ["data.distill_on_prompt=true"],
+        "data.distill_on_prompt = True: says something of conversations, and no source has",
+    ),
     "no tokenizer": (
         ["data.tokenizer={train_vocab_size: null}"],
         "data.tokenizer: give one of data.tokenizer.path, data.tokenizer.encoding, "

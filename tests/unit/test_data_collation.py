@@ -20,6 +20,7 @@ from megatron_distill.data.samples import (
     Sample,
     untrained_sample,
 )
+from megatron_distill.runtime.batch import LabelCounts
 
 # Two whole documents that end in 0, the beginning of a third, and what a held-out tail looks like.
 TOKENS = [11, 12, 0, 21, 0, 31, 32, 33, 34]
@@ -79,8 +80,8 @@ def test_the_two_losses_have_masks_and_counts_of_their_own() -> None:
     # A flag belongs to the token as a label: the mask stands one position before it.
     assert bits(batch.ce_mask_bs) == [[0, 0, 1, 1, 0, 0, 0, 0]]
     assert bits(batch.kd_mask_bs) == [[1, 0, 1, 0, 0, 0, 1, 1]]
-    assert count_labels(packed, isolate_documents=False) == (2, 4)
-    assert count_labels(packed, isolate_documents=True) == (1, 3)
+    assert count_labels(packed, isolate_documents=False) == (LabelCounts(2, 4),)
+    assert count_labels(packed, isolate_documents=True) == (LabelCounts(1, 3),)
 
 
 def test_types_and_untrained_samples() -> None:
@@ -89,7 +90,7 @@ def test_types_and_untrained_samples() -> None:
     for tensor in (batch.tokens_bs, batch.labels_bs, batch.position_ids_bs, batch.document_ids_bS):
         assert tensor.dtype == torch.int64
     assert batch.ce_mask_bs.dtype == batch.kd_mask_bs.dtype == torch.bool
-    assert count_labels(packed, isolate_documents=False) == (0, 0)
+    assert count_labels(packed, isolate_documents=False) == (LabelCounts(0, 0),)
     assert batch.tokens_bs.unique().tolist() == [5]
     assert not batch.ce_mask_bs.any()
 

@@ -53,7 +53,7 @@ def test_the_stream_reads_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "parquet"}, "format 'parquet' is not one of text, jsonl, megatron"),
+        ({"format": "csv"}, "format 'csv' is not one of text, jsonl, parquet, arrow, megatron"),
         ({"documents": "page"}, "documents 'page' is not 'file' or 'line'"),
         ({"weight": 0.0}, "weight 0.0 must be a positive number"),
         ({"weight": float("nan")}, "weight nan must be a positive number"),

@@ -2,7 +2,12 @@
 
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
-from megatron_distill.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from megatron_distill.config.schema.data import (
+    ConversationConfig,
+    DataConfig,
+    SourceConfig,
+    TokenizerConfig,
+)
 from megatron_distill.config.schema.features import FeatureConfig, ProjectorConfig
 from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import (
@@ -35,6 +40,7 @@ __all__ = [
     "CaptureConfig",
     "CapturePassConfig",
     "CheckpointConfig",
+    "ConversationConfig",
     "DataConfig",
     "FeatureConfig",
     "JobConfig",

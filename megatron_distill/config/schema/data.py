@@ -7,7 +7,14 @@ from pydantic import Field, field_validator
 from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.source_name import SOURCE_NAME, name_of_path
 
-__all__ = ["DataConfig", "EncodingName", "SourceConfig", "SourceFormat", "TokenizerConfig"]
+__all__ = [
+    "ConversationConfig",
+    "DataConfig",
+    "EncodingName",
+    "SourceConfig",
+    "SourceFormat",
+    "TokenizerConfig",
+]
 
 EncodingName = Literal[
     "gpt2",
@@ -18,7 +25,68 @@ EncodingName = Literal[
     "o200k_base",
     "o200k_harmony",
 ]
-SourceFormat = Literal["text", "jsonl", "megatron", "python_stdlib"]
+SourceFormat = Literal["text", "jsonl", "parquet", "arrow", "megatron", "python_stdlib"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "ipython"]
+
+
+class ConversationConfig(Section):
+    """Where in a row its conversation is, and how it is rendered."""
+
+    messages_key: str = Field(
+        default="messages", min_length=1, description="Field or column with the list of messages."
+    )
+    role_key: str = Field(
+        default="role", min_length=1, description="Field of a message: who speaks (`from`)."
+    )
+    content_key: str = Field(
+        default="content", min_length=1, description="Field of a message: what is said (`value`)."
+    )
+    roles: dict[str, Role] = Field(
+        default_factory=dict,
+        description="Further names of roles; human, gpt, model, bot, function and the like are "
+        "known.",
+    )
+    prompt_key: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Columns of the prompt, in place of a list of messages: one or several, joined "
+        "by an empty line where they are not empty.",
+    )
+    response_key: str = Field(
+        default="response", min_length=1, description="Column of the response to `prompt_key`."
+    )
+    system_key: str | None = Field(
+        default=None, min_length=1, description="Column of the system prompt to `prompt_key`."
+    )
+    tools_key: str = Field(
+        default="tools",
+        min_length=1,
+        description="Field or column with the tools' JSON schemas, if a row has any.",
+    )
+    weight_key: str = Field(
+        default="weight",
+        min_length=1,
+        description="Field of a message: how much it is trained, from 0 (as a prompt) to 1; "
+        "rounded to a multiple of 1/64.",
+    )
+    chat_template: str = Field(
+        default="tokenizer",
+        min_length=1,
+        description="`tokenizer`: the template of the tokenizer; `plain`: contents one after "
+        "another, each response ended by the end-of-document token; else a Jinja file.",
+    )
+    separator: str = Field(
+        default="\n", description="What `plain` writes after everything but a response."
+    )
+    template_options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Further variables of the template, as `enable_thinking` or `date_string`.",
+    )
+
+    @field_validator("prompt_key", mode="before")
+    @classmethod
+    def _one_column_is_a_list_of_one(cls, columns: object) -> object:
+        return (columns,) if isinstance(columns, str) else columns
 
 
 class SourceConfig(Section):
@@ -26,20 +94,23 @@ class SourceConfig(Section):
 
     format: SourceFormat = Field(
         examples=["text"],
-        description="`text` and `jsonl` (plain, .gz or .zst), `megatron` (.bin/.idx pairs), or "
-        "`python_stdlib`: the source of the running Python's standard library.",
+        description="`text` and `jsonl` (plain, .gz or .zst), `parquet`, `arrow` (files or saved "
+        "datasets), `megatron` (.bin/.idx pairs), or `python_stdlib`: the source of the running "
+        "Python's standard library.",
     )
     paths: tuple[str, ...] = Field(
         default=(),
         strict=False,
         description="Files or glob patterns, one or a list; prefixes (no .bin) for `megatron`; "
-        "left out only for `python_stdlib`.",
+        "for `arrow` also folders of saved datasets; left out only for `python_stdlib`.",
     )
     weight: float = Field(
         default=1.0, gt=0, description="Share of this source, relative to the other weights."
     )
     text_key: str = Field(
-        default="text", min_length=1, description="Field of a `jsonl` record with the text."
+        default="text",
+        min_length=1,
+        description="Field or column with the text, of `jsonl`, `parquet` and `arrow`.",
     )
     documents: Literal["file", "line"] = Field(
         default="file", description="What one document is in a `text` source."
@@ -50,6 +121,11 @@ class SourceConfig(Section):
         examples=["wiki"],
         description="What the log calls this source; left out: the first path's file without its "
         "endings, for a pattern its folder, else the format.",
+    )
+    conversation: ConversationConfig | None = Field(
+        default=None,
+        description="Rows of `jsonl`, `parquet` or `arrow` are conversations: `{}` or how; null: "
+        "documents.",
     )
 
     @field_validator("paths", mode="before")
@@ -136,5 +212,30 @@ class DataConfig(Section):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for the index files of `megatron` sources; null: below `output`.",
+        description="Folder for prepared conversations and for the index files of `megatron` "
+        "sources; null: below `output`. Runs of the same data may share it.",
+    )
+    distill_on_prompt: bool = Field(
+        default=False,
+        description="The teacher's distribution counts on prompts of conversations too; the labels "
+        "there are never trained.",
+    )
+    train_on: Literal["all_responses", "last_response"] = Field(
+        default="all_responses", description="Which responses of a conversation are trained."
+    )
+    truncation: Literal["right", "left", "split", "drop", "error"] = Field(
+        default="right",
+        description="A conversation longer than the sequence: keep its beginning (each label then "
+        "has its whole context), its end, all of it in pieces, nothing, or stop.",
+    )
+    packing_buffer: int = Field(
+        default=4096,
+        ge=1,
+        description="Conversations that are put into sequences together: more fill them better.",
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        le=256,
+        description="Processes that prepare conversations; 0: none; null: by cores and size.",
     )

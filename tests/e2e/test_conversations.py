@@ -1,0 +1,96 @@
+"""Runs on instruction data: the same losses in every layout, resumed and from a teacher store.
+
+Regimes: masks and weights that a layout, a resumption or a store could lose; a broken row, which
+fails on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import capture_here, write_capture
+from tests.e2e.runs import STUDENT, TEACHER, Inputs, failure, run
+from tests.e2e.test_layouts import assert_same_course
+
+SECTIONS = (
+    "data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{chat_template: plain}}}}]"
+)
+STEPS = ("train.steps=4", "schedule.warmup_steps=1")
+
+
+def write_chat(path: Path, *, weights: bool) -> Path:
+    """Conversations of one to three turns, of different lengths."""
+    rows = []
+    for index in range(60):
+        messages = []
+        for turn in range(1 + index % 3):
+            asked = {"role": "user", "content": f"def {index}" + " value" * (index % 4)}
+            said = {"role": "assistant", "content": f"return {index * turn} " * (1 + index % 3)}
+            if weights and index % 2:
+                said["weight"] = (index % 5) / 4
+            messages += [asked, said]
+        rows.append({"messages": messages})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(inputs: Inputs) -> str:
+    return SECTIONS.format(corpus=write_chat(inputs.folder / "chat.jsonl", weights=True))
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return inputs.write("chat", STUDENT, TEACHER)
+
+
+def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
+    pool: Pool, inputs: Inputs, config: Path, chat: str
+) -> None:
+    changes = [chat, *STEPS, "data.distill_on_prompt=true", "data.sequence_length=48"]
+    folder = inputs.folder / "chat-1"
+    saving = ["checkpoint.save=true", "validation.samples=4", "validation.interval=4"]
+    alone = run(pool, 1, config, folder, *changes, *saving)
+    tensor = run(
+        pool, 2, config, inputs.folder / "chat-tp", *changes, "parallel.tensor=2",
+        f"data.cache={folder / 'cache'}",
+    )  # fmt: skip
+    assert_same_course(tensor, alone)
+    halves = inputs.folder / "chat-halves"
+    run(pool, 2, config, halves, *changes, "checkpoint.save=true", stop_after=3)
+    resumed = run(pool, 2, config, halves, *changes, "checkpoint.save=true")
+    assert_same_course(resumed, alone)
+
+
+def test_a_broken_row_stops_every_rank_with_its_file_and_row(
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
+    path = write_chat(inputs.folder / "broken.jsonl", weights=False)
+    lines = path.read_text().splitlines()
+    lines[17] = '{"messages": [{"role": "usr", "content": "a"}]}'
+    path.write_text("\n".join(lines))
+    changes = [SECTIONS.format(corpus=path), *STEPS]
+    folder = inputs.folder / "chat-broken"
+    said = failure(pool, 2, config, folder, *changes)
+    assert f"{path}:18: message 0 has the role 'usr'" in said
+    assert list((folder / "cache").glob("*")) == []
+    assert len(run(pool, 2, config, folder, *changes, "data.on_error=skip")) == 4
+
+
+def test_a_store_keeps_the_masks_of_conversations(pool: Pool, inputs: Inputs, config: Path) -> None:
+    path = write_chat(inputs.folder / "stored.jsonl", weights=False)
+    chat = SECTIONS.format(corpus=path)
+    capture = write_capture(inputs, "chat-capture", samples=32, per_shard=8)
+    store = inputs.folder / "chat-store"
+    shared = [chat, "data.distill_on_prompt=true", f"data.cache={inputs.folder / 'chat-cache'}"]
+    (captured,) = pool.run(1, capture_here, capture, [*shared, f"store.path={store}"], timeout=120)
+    assert captured is True
+    changes = [*shared, *STEPS, "objective.terms.0.top_k=12"]
+    live = run(pool, 1, config, inputs.folder / "chat-live", *changes)
+    from_store = [*changes, f"teacher={{store: {store}}}", "objective.terms.0.top_k=12"]
+    joined = run(pool, 2, config, inputs.folder / "chat-joined", *from_store)
+    assert_same_course(joined, live)

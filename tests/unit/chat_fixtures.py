@@ -1,0 +1,134 @@
+"""Chat templates as released with models, tokenizers with their special tokens, marked dialogues.
+
+A marked text has `[*` and `*]` around each response, set by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_distill.data.chat_template import PLAIN_SOURCE, ChatTemplate, special_texts
+from megatron_distill.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron_distill.data.tokenizer import train_bpe
+
+FOLDER = Path(__file__).with_name("chat_templates")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a family of models calls its special tokens."""
+
+    bos: str | None
+    eos: str
+    others: tuple[str, ...] = ()
+
+
+_CHATML = Style(None, "<|im_end|>", ("<|im_start|>", "<|endoftext|>"))
+_LLAMA = Style(
+    "<|begin_of_text|>",
+    "<|eot_id|>",
+    ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
+)
+STYLES: Mapping[str, Style] = {
+    "llama3": _LLAMA,
+    "llama31": _LLAMA,
+    "qwen25": _CHATML,
+    "qwen3": _CHATML,
+    "generation_blocks": _CHATML,
+    "mistral": Style("<s>", "</s>"),
+    "mistral_v3": Style(
+        "<s>",
+        "</s>",
+        (
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ),
+    ),
+    "gemma": Style("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>")),
+    "plain": Style(None, "<|endoftext|>"),
+}
+
+
+@cache
+def chat_tokenizer(style: str) -> HuggingFaceTokenizer:
+    """A small byte-level BPE with the special tokens of a style, and its template."""
+    named = STYLES[style]
+    texts = ["the assistant says hello, what is the weather in Paris? It is sunny there."] * 8
+    hugging_face = train_bpe(texts, vocab_size=300).hugging_face
+    hugging_face.add_special_tokens(
+        {
+            "eos_token": named.eos,
+            "additional_special_tokens": list(named.others),
+            **({"bos_token": named.bos} if named.bos else {}),
+        }
+    )
+    if style != "plain":
+        hugging_face.chat_template = (FOLDER / f"{style}.jinja").read_text()
+    return HuggingFaceTokenizer(hugging_face, name=style)
+
+
+def template_of(style: str, **options: Any) -> ChatTemplate:
+    tokenizer = chat_tokenizer(style)
+    special, markers = special_texts(tokenizer)
+    if style == "plain":
+        return ChatTemplate(PLAIN_SOURCE, special, markers, {"separator": "\n", **options})
+    return ChatTemplate(tokenizer.hugging_face.chat_template, special, markers, options)
+
+
+def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    """User and assistant in turn, after a system message if there is one."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+CALL_ID = "abc123456"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "now", "parameters": {"type": "object"}},
+    }
+]
+
+
+def tool_dialogue(*, says: str = "", also: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A question, a call of a tool, its result and the answer; then perhaps more turns."""
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    return [
+        {"role": "user", "content": "Is it sunny?"},
+        {
+            "role": "assistant",
+            "content": says,
+            "tool_calls": [{"type": "function", "function": call, "id": CALL_ID}],
+        },
+        {"role": "tool", "content": "sun", "tool_call_id": CALL_ID},
+        {"role": "assistant", "content": "It is."},
+        *turns(*also),
+    ]
+
+
+def unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without its marks, and the spans that were marked."""
+    pieces = re.split(r"\[\*|\*\]", marked)
+    spans, length = [], 0
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            spans.append((length, length + len(piece)))
+        length += len(piece)
+    return "".join(pieces), spans
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,195 @@
+"""Preparation and its cache: hits, what invalidates it, bad rows, workers, and what failures leave.
+
+The same conversations by this process and by workers; a worker that is killed; a disk that is full;
+files that move.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_distill.data import conversation_cache
+from megatron_distill.data.conversation_cache import PreparedConversations
+from megatron_distill.data.conversation_source import ConversationOptions
+from megatron_distill.data.conversations import ConversationSpec
+from megatron_distill.data.corpora import SourceSpec
+from megatron_distill.data.preparation import prepared_conversations
+from megatron_distill.data.worker_processes import worker_map
+from megatron_distill.errors import DataError
+from tests.unit.chat_fixtures import FOLDER, chat_tokenizer, turns, write_rows
+
+ROWS = [{"messages": turns(f"ask {index}", f"say {index}")} for index in range(30)]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("megatron_distill")
+    before = logger.propagate
+    logger.propagate = True
+    caplog.set_level(logging.INFO, "megatron_distill")
+    yield caplog
+    logger.propagate = before
+
+
+def prepare(
+    path: Path, *, style: str = "qwen25", skip_bad: bool = False, spec: Any = None, **options: Any
+) -> PreparedConversations:
+    source = SourceSpec("jsonl", (str(path),), conversation=spec or ConversationSpec())
+    chosen = ConversationOptions(cache=path.parent / "cache", workers=0)
+    return prepared_conversations(
+        source, chat_tokenizer(style), options=replace(chosen, **options), skip_bad=skip_bad
+    )
+
+
+def test_the_cache_is_found_again_by_content(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    first = prepare(path)
+    assert "cache hit" not in said.text
+    moved = path.rename(tmp_path / "b.jsonl")
+    os.utime(moved, (0, 0))
+    again = prepare(moved)
+    assert "cache hit" in said.text
+    assert again.folder == first.folder
+    assert again.place(3) == f"{moved}:4"
+    assert isinstance(again.tokens_n, np.memmap)
+    np.testing.assert_array_equal(first.tokens_n, again.tokens_n)
+
+
+def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    template = tmp_path / "own.jinja"
+    template.write_text((FOLDER / "gemma.jinja").read_text())
+    own = ConversationSpec(chat_template=str(template))
+    found = [
+        prepare(path),
+        prepare(path, style="qwen3"),
+        prepare(path, spec=own),
+        prepare(path, spec=ConversationSpec(template_options={"x": 1})),
+        prepare(path, distill_on_prompt=True),
+        prepare(path, train_on="last_response"),
+    ]
+    template.write_text(template.read_text() + "{# #}")
+    found.append(prepare(path, spec=own))
+    write_rows(path, [*ROWS[:-1], ROWS[0]])
+    found.append(prepare(path))
+    assert len({one.folder for one in found}) == len(found)
+    # What is decided when samples are made does not.
+    assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
+
+
+def test_what_is_damaged_is_prepared_anew(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    first = prepare(path)
+    expected = np.array(first.tokens_n)
+    with (first.folder / "tokens").open("r+b") as stream:
+        stream.truncate(8)
+    np.testing.assert_array_equal(prepare(path).tokens_n, expected)
+    assert "cache hit" not in said.text
+    (first.folder / "manifest.json").write_text("{")
+    np.testing.assert_array_equal(prepare(path).tokens_n, expected)
+
+
+def test_bad_rows_stop_or_are_counted_from_the_cache_too(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS[:4], {"text": 1}, 5, *ROWS[4:]])
+    message = f"{path}:5: it has no 'messages'"
+    with pytest.raises(DataError, match=message):
+        prepare(path)
+    assert list((tmp_path / "cache").iterdir()) == []
+    found = prepare(path, skip_bad=True)
+    assert len(found) == len(ROWS)
+    assert (found.manifest.rows, found.manifest.bad_rows) == (len(ROWS) + 2, 2)
+    assert message in said.text
+    assert f"{path}:6: not a JSON object but int" in said.text
+    assert "2 bad rows skipped" in said.text
+    with pytest.raises(DataError, match=message):
+        prepare(path)
+    said.clear()
+    prepare(path, skip_bad=True)
+    assert message in said.text
+
+
+def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS * 400)
+    assert path.stat().st_size > 1 << 20  # several blocks
+    alone = prepare(path)
+    together = prepare(path, cache=tmp_path / "other", workers=2)
+    assert alone.manifest == together.manifest
+    for name in ("tokens", "flags", "index"):
+        ours, theirs = (one.folder / name for one in (alone, together))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert active_children() == []
+
+
+def slow(item: int) -> tuple[int, int]:
+    time.sleep(0.05 if item % 3 == 0 else 0.0)
+    return item, os.getpid()
+
+
+def refusing(item: int) -> int:
+    if item == 5:
+        raise DataError("five")
+    return item
+
+
+def dying(item: int) -> int:
+    if item == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def interrupted() -> None:
+    with worker_map(slow, range(99), workers=2) as found:
+        next(found)
+        raise KeyboardInterrupt
+
+
+def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
+    with worker_map(slow, range(40), workers=2) as results:
+        found = list(results)
+    assert [item for item, _ in found] == list(range(40))
+    assert len({process for _, process in found}) == 2
+    with pytest.raises(DataError, match="five"), worker_map(refusing, range(9), workers=2) as found:
+        list(found)
+    with (
+        pytest.raises(DataError, match="ended before its work was done"),
+        worker_map(dying, range(9), workers=2) as found,
+    ):
+        list(found)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert active_children() == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversation_cache.os, "fsync", full)
+    with pytest.raises(DataError, match="cannot be written .No space left on device.; free disk"):
+        prepare(path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    folder = prepare(path).folder
+    left = folder.rename(folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-99999999"))
+    assert prepare(path).folder == folder
+    assert not left.exists()
