@@ -52,8 +52,9 @@ def _parse() -> argparse.Namespace:
     )
     which.add_argument("--encoding", help="a tiktoken encoding whose ranks are in its cache")
     parser.add_argument("--output", required=True, type=Path, help="prefix of the two files")
-    parser.add_argument("--format", choices=("text", "jsonl", "python_stdlib"), default="jsonl")
-    parser.add_argument("--text-key", default="text", help="field of a jsonl record")
+    formats = ("text", "jsonl", "parquet", "arrow", "python_stdlib")
+    parser.add_argument("--format", choices=formats, default="jsonl")
+    parser.add_argument("--text-key", default="text", help="field of a record, column of a table")
     parser.add_argument(
         "--documents", choices=("file", "line"), default="file", help="what a text document is"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,8 @@ def worker_map(
 def _work(end: Connection, function: Callable[[Item], Result]) -> None:
     """Answer items until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that ends its workers
+    # The cores are shared out between the workers already, and the tokenizers' threads idle busily.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
             number, item = end.recv()

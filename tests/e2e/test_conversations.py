@@ -60,6 +60,11 @@ def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
         f"data.cache={folder / 'cache'}",
     )  # fmt: skip
     assert_same_course(tensor, alone)
+    context = run(
+        pool, 2, config, inputs.folder / "chat-cp", *changes, "parallel.context=2",
+        f"data.cache={folder / 'cache'}",
+    )  # fmt: skip
+    assert_same_course(context, alone)
     halves = inputs.folder / "chat-halves"
     run(pool, 2, config, halves, *changes, "checkpoint.save=true", stop_after=3)
     resumed = run(pool, 2, config, halves, *changes, "checkpoint.save=true")

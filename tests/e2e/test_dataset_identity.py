@@ -120,3 +120,25 @@ def test_a_run_and_a_capture_of_the_same_data_agree(
 ) -> None:
     run = inputs.folder / "dense.yaml"
     assert ask(pool, run, is_capture=False) == ask(pool, config)
+
+
+def test_conversations_are_named_with_their_masks_and_the_content_of_their_template(
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
+    template = inputs.folder / "own.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    one = f"{{format: jsonl, paths: {inputs.corpus}, conversation: {{chat_template: {template}}}}}"
+    chat = f"data.sources=[{one}]"
+    before = ask(pool, config, chat)
+    for override, key in {
+        "data.distill_on_prompt=true": "distill_on_prompt",
+        "data.train_on=last_response": "train_on",
+        "data.truncation=drop": "truncation",
+        "data.packing_buffer=7": "packing_buffer",
+    }.items():
+        assert changed(before, ask(pool, config, chat, override)) == {key, "digest"}
+    moved = template.rename(inputs.folder / "moved.jinja")
+    renamed = chat.replace(str(template), str(moved))
+    assert ask(pool, config, renamed) == before
+    moved.write_text("{{ messages[1]['content'] }}")
+    assert changed(before, ask(pool, config, renamed)) == {"sources", "digest"}

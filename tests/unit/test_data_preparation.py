@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import active_children
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_distill.data import conversation_cache
@@ -28,6 +29,7 @@ from megatron_distill.data.preparation import prepared_conversations
 from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.errors import DataError
 from tests.unit.chat_fixtures import FOLDER, chat_tokenizer, turns, write_rows
+from tests.unit.worker_functions import dying, refusing, slow
 
 ROWS = [{"messages": turns(f"ask {index}", f"say {index}")} for index in range(30)]
 
@@ -123,8 +125,14 @@ def test_bad_rows_stop_or_are_counted_from_the_cache_too(
     assert message in said.text
 
 
+def data_workers() -> list[str]:
+    """Workers that are left, whatever other processes the session has."""
+    return [child.name for child in active_children() if child.name.startswith("data-worker")]
+
+
 def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ROWS * 400)
+    many = [{"messages": turns(f"ask {index} " + "why " * 900, "so")} for index in range(400)]
+    path = write_rows(tmp_path / "a.jsonl", many)
     assert path.stat().st_size > 1 << 20  # several blocks
     alone = prepare(path)
     together = prepare(path, cache=tmp_path / "other", workers=2)
@@ -132,24 +140,7 @@ def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
     for name in ("tokens", "flags", "index"):
         ours, theirs = (one.folder / name for one in (alone, together))
         assert ours.read_bytes() == theirs.read_bytes()
-    assert active_children() == []
-
-
-def slow(item: int) -> tuple[int, int]:
-    time.sleep(0.05 if item % 3 == 0 else 0.0)
-    return item, os.getpid()
-
-
-def refusing(item: int) -> int:
-    if item == 5:
-        raise DataError("five")
-    return item
-
-
-def dying(item: int) -> int:
-    if item == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return item
+    assert data_workers() == []
 
 
 def interrupted() -> None:
@@ -172,7 +163,20 @@ def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
         list(found)
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert active_children() == []
+    assert data_workers() == []
+
+
+@pytest.mark.slow
+def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.unit.killed_parent"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
