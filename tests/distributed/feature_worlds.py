@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_distill.losses import BalanceMode, BalanceState, ValueSchedule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.test_models import LENGTH, packed_batch
@@ -18,7 +19,9 @@ from tests.reference.llama import Heads, Packed
 if TYPE_CHECKING:
     from megatron_distill.models.gpt import HiddenStateGPT
     from megatron_distill.runtime.groups import Groups
+    from megatron_distill.train.balancing import Balancing
     from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.step import Student
     from megatron_distill.train.teacher import OnlineTeacher
 
@@ -55,6 +58,9 @@ class Setting:
     kd_weight: float = KD_WEIGHT
     forward_only: bool = False
     factor: float = 1.0  # on every pair's weight, as balancing would put it
+    mode: BalanceMode = "fixed"
+    alpha: float = 1.0
+    per_micro_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Found:
     teacher_weights: Parts
     projectors: dict[str, Tensor]
     projector_gradients: dict[str, Tensor]
+    balance: dict[str, float]
 
 
 def whole_batch() -> Batch:
@@ -198,6 +205,21 @@ def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     )
 
 
+def build_balancing(setting: Setting, objective: TokenObjective) -> Balancing:
+    """What finds the weights of the step; fixed: those of the setting."""
+    from megatron_distill.train.balancing import Balancing, Schedules
+
+    unchanging = ValueSchedule.unchanging
+    schedules = Schedules(
+        ce=unchanging(setting.ce_weight),
+        terms=tuple(unchanging(term.weight) for term in objective.terms),
+        temperatures=tuple(unchanging(term.temperature) for term in objective.terms),
+        features=tuple(map(unchanging, objective.feature_weights)),
+        alpha=unchanging(setting.alpha),
+    )
+    return Balancing(setting.mode, schedules, per_micro_batch=setting.per_micro_batch)
+
+
 def take_step(rank: int, world: int, setting: Setting) -> Found:
     """Forward and backward of one step, gradients reduced and not applied."""
     with megatron_groups(**setting.layout) as groups:
@@ -230,13 +252,19 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         step = step_batches(groups, setting.micro_batch_size)
         signals = FeatureTeacher(online, ways).signals(step.micro_batches)
         pairs = list(zip(step.micro_batches, signals, strict=True))
+        balancing = build_balancing(setting, objective)
+        balanced = balancing.prepare(
+            student, pairs, objective, step, steps_done=0, state=BalanceState()
+        )
         for chunk in student.wrapped:
             chunk.zero_grad_buffer()
+        if losses.projectors is not None:
+            losses.projectors.zero_gradients()
         if setting.forward_only:
             with torch.no_grad():
-                means = run_student(student, pairs, objective, step, forward_only=True)
+                means = run_student(student, pairs, balanced.objectives, step, forward_only=True)
         else:
-            means = run_student(student, pairs, objective, step)
+            means = run_student(student, pairs, balanced.objectives, step)
         norm = losses.projectors.reduce_gradients() if losses.projectors else torch.zeros(())
         for chunk in student.chunks:
             for parameter in chunk.parameters():
@@ -249,6 +277,7 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
             teacher_weights,
             {name: p.detach().clone() for name, p in named.items()},
             {name: p.grad.clone() for name, p in named.items() if p.grad is not None},
+            dict(balanced.logged),
         )
 
 

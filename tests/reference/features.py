@@ -36,6 +36,8 @@ class Answer:
     features: list[float]
     gradients: dict[str, Tensor]
     projector_gradients: dict[str, Tensor]
+    # Of CE and KD on the last hidden state, and of each loss of states on its layer's output.
+    norms: list[float]
 
 
 def projected(state: Tensor, projector: Weights) -> Tensor:
@@ -86,6 +88,7 @@ def solve(
     kd = forward_kl(mine.logits[kd_at], theirs.logits[kd_at], 1.0).mean()
     total = ce_weight * ce + kd_weight * kd
     values = []
+    norms = [_norm(ce, mine.final), _norm(kd, mine.final)]
     for layer, other, loss, weight in pairs:
         if loss == "attention":
             maps = (mine.maps[layer - 1][kd_at], theirs.maps[other - 1][kd_at])
@@ -98,11 +101,18 @@ def solve(
             terms = [distance(projected(a, linear), b, loss) for a, b in zip(*states, strict=True)]
         values.append(torch.stack(terms).mean())
         total = total + weight * values[-1]
+        if loss != "attention":
+            norms.append(_norm(values[-1], mine.outputs[layer - 1]))
     total.backward()  # type: ignore[no-untyped-call]
     return Answer(
         total.item(), ce.item(), kd.item(), [value.item() for value in values],
-        _gradients(own), _gradients(learned),
+        _gradients(own), _gradients(learned), norms,
     )  # fmt: skip
+
+
+def _norm(loss: Tensor, state: Tensor) -> float:
+    (gradient,) = torch.autograd.grad(loss, state, retain_graph=True)
+    return float(gradient.norm())
 
 
 def _gradients(parameters: Weights) -> dict[str, Tensor]:

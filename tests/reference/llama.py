@@ -35,6 +35,7 @@ class Run:
 
     outputs: list[Tensor]  # [b, S, H]
     maps: list[Tensor]  # [b, S, S]: what queries attend to
+    final: Tensor  # [b, S, H]: the last hidden state, in front of the head
     logits: Tensor  # [b, S, V]
 
 
@@ -61,7 +62,7 @@ def run(weights: Mapping[str, Tensor], heads: Heads, packed: Packed) -> Run:
         outputs.append(state)
         maps.append(mean_map)
     final = _norm(state, weights["decoder.final_layernorm.weight"])
-    return Run(outputs, maps, final @ weights["output_layer.weight"].t())
+    return Run(outputs, maps, final, final @ weights["output_layer.weight"].t())
 
 
 def _norm(state: Tensor, weight: Tensor) -> Tensor:
