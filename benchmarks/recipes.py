@@ -69,8 +69,8 @@ def main() -> int:
             outcomes.append(outcome)
             console.print(_row(outcome.recipe, [outcome]), markup=False)
     lines = [
-        "| recipe | held-out CE (nats) | KL to the teacher (nats) | agreement (top-1) | tokens/s |",
-        "|---|---:|---:|---:|---:|",
+        "| recipe | held-out CE (nats) | KL to the teacher (nats) | agreement (top-1) |",
+        "|---|---:|---:|---:|",
         *(_row(name, [one for one in outcomes if one.recipe == name]) for name in _named(outcomes)),
     ]
     described = [f"- {key}: {value}" for key, value in environment.items()]
@@ -138,7 +138,6 @@ def _row(recipe: str, outcomes: Sequence[Outcome]) -> str:
         ("{:.4f}", [one.summary.held_out_ce for one in outcomes]),
         ("{:.4f}", [_divergence(one.summary) for one in outcomes]),
         ("{:.1%}", [one.summary.top1_agreement for one in outcomes]),
-        ("{:,.0f}", [one.summary.tokens_per_second for one in outcomes]),
     ]
     cells = (
         _cell(form, [value for value in values if value is not None]) for form, values in columns
