@@ -169,6 +169,9 @@ class ResponseFinder:
             plain = self._template.render(messages[:index], tools)
         except BadConversationError:
             return None
+        closing = self._last_marker.search(plain)
+        if not asked.startswith(plain) and closing is not None:
+            plain = plain[: closing.start()]  # some templates end a text that asks for nothing
         if not asked.startswith(plain):
             return None
         prompt = asked[len(plain) :]

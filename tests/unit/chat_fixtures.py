@@ -55,6 +55,7 @@ STYLES: Mapping[str, Style] = {
             "[/TOOL_RESULTS]",
         ),
     ),
+    "phi3": Style(None, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|end|>")),
     "gemma": Style("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>")),
     "plain": Style(None, "<|endoftext|>"),
 }

@@ -54,6 +54,7 @@ def test_responses_and_their_ends_are_trained_and_no_token_of_a_prompt(case: str
         assert flags[first] == flags[last] == FULLY_TRAINED
         assert tokenizer.decode([int(encoding.ids_n[last])]) in (
             "<|im_end|>",
+            "<|end|>",
             "<|eot_id|>",
             "</s>",
             "<end_of_turn>",

@@ -1,6 +1,6 @@
 """What the assistant says, in templates of released models against dialogues marked by hand.
 
-Llama 3 and 3.1, ChatML (Qwen 2.5 and 3), Mistral v0.2 and v0.3, Gemma 2, plain, generation blocks;
+Llama 3 and 3.1, ChatML (Qwen 2.5 and 3), Mistral v0.2 and v0.3, Gemma 2, Phi 3, plain, blocks;
 one turn and several, system prompts, tool calls, contents that hold markers themselves.
 """
 
@@ -125,6 +125,12 @@ MARKED = {
         TWO,
         "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n[*Yo!<end_of_turn>*]\n"
         "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n[*4<end_of_turn>*]\n",
+    ),
+    "phi3 closes the whole text": (
+        "phi3",
+        TWO,
+        "<|user|>\nHi<|end|>\n<|assistant|>\n[*Yo!<|end|>*]\n<|user|>\n2+2?<|end|>\n"
+        "<|assistant|>\n[*4<|end|>\n<|endoftext|>*]",
     ),
     "plain": (
         "plain",
