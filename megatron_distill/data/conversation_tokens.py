@@ -16,6 +16,7 @@ from megatron_distill.data.conversations import (
     ConversationSpec,
     conversation_of,
 )
+from megatron_distill.data.rendered_tokens import encode_rendered
 from megatron_distill.data.response_spans import Rendered, ResponseFinder
 from megatron_distill.data.rows import RowBlock, rows_of
 from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, weight_flag
@@ -100,7 +101,7 @@ class ConversationEncoder:
         rows: int,
     ) -> PreparedBlock:
         texts = [rendered.text for _, _, rendered, _ in found]
-        encodings = self._tokenizer.encode_with_offsets(texts)
+        encodings = encode_rendered(self._tokenizer, texts)
         index = np.zeros(len(found), INDEX_TYPE)
         flags: list[NDArray[np.uint8]] = []
         stop = ce_labels = 0

@@ -30,6 +30,8 @@ class HuggingFaceTokenizer:
     `folder` is where its files lie, None for one that was made in memory.
     """
 
+    reads_special_tokens = True
+
     def __init__(self, hugging_face: Any, *, name: str, folder: Path | None = None) -> None:
         self.hugging_face = hugging_face
         self.name = name

@@ -35,6 +35,8 @@ class SentencePieceTokenizer:
     same.
     """
 
+    reads_special_tokens = False
+
     def __init__(self, model: bytes, *, name: str, chat_template: str | None = None) -> None:
         self.name = name
         self.chat_template = chat_template

@@ -61,6 +61,8 @@ class TiktokenTokenizer:
     Raises DataError: the rules do not fit the ranks, or the pattern is no regular expression.
     """
 
+    reads_special_tokens = True
+
     def __init__(
         self, ranks: Ranks, rules: TiktokenRules, *, name: str, chat_template: str | None = None
     ) -> None:

@@ -44,6 +44,7 @@ class Tokenizer(Protocol):
     where there is none. special_ids: id of each token that marks something rather than standing
     for text. identity: digest of the vocabulary and its rules; equal for teacher and student if
     they agree on every id. chat_template: Jinja source, None where there is none.
+    reads_special_tokens: whether a special token that a text spells out becomes that token.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Tokenizer(Protocol):
     special_ids: dict[str, int]
     identity: str
     chat_template: str | None
+    reads_special_tokens: bool
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Token ids of each text, int32, without special tokens before or after.
