@@ -86,6 +86,12 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             + (f" and schedule.wsd_decay_steps = {wsd} take" if wsd else " takes")
             + f" more than {last_name} = {last}; shorten the first or raise the second",
         )
+    elif schedule.warmup_steps >= last:
+        yield Problem(
+            ("schedule.warmup_steps", last_name),
+            f"schedule.warmup_steps = {schedule.warmup_steps} leaves nothing of {last_name} = "
+            f"{last} for the decay; shorten the first or raise the second",
+        )
     if schedule.min_learning_rate > config.optimizer.learning_rate:
         yield Problem(
             ("schedule.min_learning_rate", "optimizer.learning_rate"),

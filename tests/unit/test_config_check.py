@@ -127,6 +127,10 @@ BROKEN = {
         ["schedule.warmup_steps=4"],
         "schedule.warmup_steps = 4 takes more than train.steps = 3",
     ),
+    "warm-up as long as the run": (
+        ["schedule.warmup_steps=3"],
+        "schedule.warmup_steps = 3 leaves nothing of train.steps = 3",
+    ),
     "warm-up and wsd longer than the decay": (
         ["schedule={decay: wsd, warmup_steps: 2, wsd_decay_steps: 2, decay_steps: 3}"],
         "schedule.warmup_steps = 2 and schedule.wsd_decay_steps = 2 take more than "
