@@ -22,7 +22,11 @@ from tests.unit.sample_configs import MINIMAL, complaints, load_tree
             "data.sources.0.pths=x",
             "data.sources.0.pths: unknown key; did you mean data.sources.0.paths?",
         ),
-        ("learning_rate=1e-3", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        (
+            "learning_rate=1e-3",
+            "learning_rate: unknown key; did you mean objective.projector.learning_rate or "
+            "optimizer.learning_rate?",
+        ),
         (
             "train.clip_grad=1",
             "train.clip_grad: unknown key; did you mean optimizer.clip_grad_norm?",
