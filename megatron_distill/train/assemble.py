@@ -109,10 +109,8 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
             expect=stored.teacher.expect,
             stores=stored.identities,
         )
+    balancing = build_balancing(config.objective, distillation.objective)
     newest = _checkpoint_to_resume(config, state.checkpoints)
-    balancing = build_balancing(
-        config.objective, feature_weights=distillation.objective.feature_weights
-    )
     if newest is not None:
         state.restore(newest, source)
         state.balance = balancing.resumed(state.balance)

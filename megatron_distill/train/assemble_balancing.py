@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from megatron_distill.config import ObjectiveConfig, ValueScheduleConfig
 from megatron_distill.losses import RatioBalance, ValueSchedule
@@ -11,10 +10,10 @@ from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.objective import TokenObjective
 
 
-def build_balancing(config: ObjectiveConfig, *, feature_weights: Sequence[float]) -> Balancing:
+def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:
     """Translate `objective.balance` and every schedule of the objective.
 
-    `feature_weights` are those of each pair of layers, once these are known.
+    The feature losses' weights are those of `objective`, which knows the pairs of layers.
     """
     balance = config.balance
     return Balancing(
@@ -25,7 +24,7 @@ def build_balancing(config: ObjectiveConfig, *, feature_weights: Sequence[float]
             temperatures=tuple(
                 _schedule(term.temperature, term.temperature_schedule) for term in config.terms
             ),
-            features=tuple(map(ValueSchedule.unchanging, feature_weights)),
+            features=tuple(map(ValueSchedule.unchanging, objective.feature_weights)),
             alpha=_schedule(balance.alpha, balance.alpha_schedule),
         ),
         ratios=RatioBalance(balance.epsilon, balance.clamp),
@@ -40,7 +39,7 @@ def final_objective(objective: TokenObjective, config: ObjectiveConfig) -> Token
 
     Held-out losses are those of this one all through a run, so that they can be compared.
     """
-    balancing = build_balancing(config, feature_weights=objective.feature_weights)
+    balancing = build_balancing(config, objective)
     return balancing.schedules.applied(objective, steps_done=sys.maxsize)
 
 

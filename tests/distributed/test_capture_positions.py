@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.data.collation import GlobalBatch, micro_batch
+from megatron_distill.data.collation import micro_batch, pack_samples
+from megatron_distill.data.samples import Sample
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard, kept_plan
 from megatron_distill.runtime.batch import Batch
@@ -36,11 +38,14 @@ def batch_of(trained: str) -> Batch:
     """Two samples whose labels are trained here and there, everywhere or nowhere."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, SIZE, (2, LENGTH + 1), generator=generator, dtype=torch.int32)
-    flags = {"all": torch.full((2, LENGTH + 1), 3), "none": torch.zeros(2, LENGTH + 1).long()}
     some = torch.randint(0, 4, (2, LENGTH + 1), generator=generator)
-    marks = (1 << 2 | flags.get(trained, some)).int()
-    rows = torch.tensor([5, 1 << 33])
-    batch = GlobalBatch(tokens, marks, rows, torch.zeros(2, dtype=torch.int32))
+    flags = {"all": torch.full_like(some, 3), "none": torch.zeros_like(some)}.get(trained, some)
+    documents = np.zeros(LENGTH + 1, np.int32)
+    samples = [
+        Sample(tokens[row].numpy(), documents, flags[row].numpy().astype(np.uint8), sample_id)
+        for row, sample_id in enumerate((5, 1 << 33))
+    ]
+    batch = pack_samples(samples)
     return micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
 
 

@@ -76,7 +76,8 @@ def figures_of_sources(
             signals = parts.teacher.signals(step.micro_batches)
             pairs = list(zip(step.micro_batches, signals, strict=True))
             with torch.no_grad():
-                found = run_student(student, pairs, how, step, forward_only=True)
+                objectives = [how] * len(pairs)
+                found = run_student(student, pairs, objectives, step, forward_only=True)
             return {name: float(value) for name, value in found.items()}
 
         step = parts.loader.take(1)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
 from megatron_distill.signals.store import SampleRecord, StoreReader, verify
@@ -54,7 +53,8 @@ def whole_logits(
 ) -> np.ndarray:
     """The teacher's logits [n, S, G] of real columns, head and softmax in float64, on one rank."""
     config = configure(rank, world, path, overrides)
-    from megatron_distill.data.collation import GlobalBatch, micro_batch
+    from megatron_distill.data.collation import micro_batch, pack_samples
+    from megatron_distill.data.samples import FULLY_TRAINED, Sample
     from megatron_distill.train.assemble_groups import execution_on, job_groups
     from megatron_distill.train.assemble_models import build_online_teacher
     from megatron_distill.train.assemble_origin import find_origin
@@ -66,12 +66,11 @@ def whole_logits(
         origin = find_origin(config.teacher, "teacher", config, vocabulary)
         execution = execution_on(CPU, precision="fp32")
         teacher = build_online_teacher(config, origin, groups=groups, execution=execution)
-        batch = GlobalBatch(
-            torch.from_numpy(tokens),
-            torch.from_numpy((docs + 1) << 2 | 3),
-            torch.arange(len(tokens)),
-            torch.zeros(len(tokens), dtype=torch.int32),
-        )
+        flags = np.full(tokens.shape, FULLY_TRAINED, np.uint8)
+        samples = [
+            Sample(*row) for row in zip(tokens, docs, flags, range(len(tokens)), strict=True)
+        ]
+        batch = pack_samples(samples)
         whole = micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
         (state,) = teacher.signals([whole])
         assert state is not None
