@@ -50,7 +50,7 @@ CASES: dict[str, tuple[int, Setting]] = {
     "norms, CP2xPP2": (4, replace(NORMS, layout={"context": 2, **PP2}, recompute="full")),
     "norms, DP2": (2, NORMS),
 }
-QUICK = ("PP2, recompute", "TP2+sequence x PP2", "DP2", "norms, TP2+sequence x PP2")
+QUICK = ("TP2+sequence x PP2", "norms, TP2+sequence x PP2")
 
 
 def oracle(

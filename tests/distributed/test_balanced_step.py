@@ -28,6 +28,7 @@ from tests.distributed.balanced_steps import (
 )
 from tests.distributed.pool import Pool
 from tests.distributed.test_model_layouts import _whole
+from tests.e2e.runs import quick_and_slow
 
 
 def assert_equal(found: list[Found], oracle: Oracle, *, tolerance: float = 3e-5) -> None:
@@ -75,7 +76,16 @@ def whole(pool: Pool) -> Oracle:
     return oracle
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = (
+    "one rank",
+    "DP2, micro-batch 2",
+    "PP2+virtual, recompute",
+    "CP2",
+    "TP2+sequence x PP2",
+)
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK))
 def test_total_and_gradients_equal_the_formula_in_every_layout(
     pool: Pool, whole: Oracle, layout: str
 ) -> None:

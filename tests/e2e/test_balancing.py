@@ -34,6 +34,7 @@ CHANGING = (
     "objective.balance.alpha_schedule={to: 0.2, steps: 5}",
 )
 SCHEDULE = ("objective.balance.mode=schedule", *CHANGING)
+FEATURES = "objective.features=[{match: uniform}, {student: 2, teacher: 2, loss: cosine}]"
 TENSOR = "parallel.tensor=2"
 SEQUENCE = "parallel.sequence=true"
 PIPELINE = "parallel.pipeline=2"
@@ -166,6 +167,8 @@ RESUMED: dict[str, tuple[int, Sequence[str]]] = {
     "exact, averaged, dropout, PP2": (2, (*MAGNITUDE, AVERAGED, PIPELINE, *DROPOUT)),
     "gradient norms, averaged, TP2": (2, (*NORMS, AVERAGED, TENSOR)),
     "schedule": (1, SCHEDULE),
+    "features, averaged, PP2": (2, (*MAGNITUDE, AVERAGED, FEATURES, PIPELINE)),
+    "features, gradient norms, TP2": (2, (*NORMS, FEATURES, TENSOR)),
 }
 QUICK_RESUMED = ("previous, averaged, dropout, DP2",)
 KEPT = (

@@ -200,6 +200,7 @@ def evaluate_here(rank: int, world: int, folder: str, overrides: list[str]) -> d
     return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
 
 
+@pytest.mark.slow
 def test_an_evaluation_says_the_same_of_each_source(pool: Pool, alone: Path) -> None:
     expected = records(alone)[-1]["validation"]["sources"]
     for found in pool.run(2, evaluate_here, str(alone), ["parallel.tensor=2"]):
@@ -211,7 +212,7 @@ def test_an_evaluation_says_the_same_of_each_source(pool: Pool, alone: Path) -> 
 STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens"}
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("TP2xPP2", "CP2", "DP2")))
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ["DP2"]))
 def test_no_layout_changes_what_is_said_of_a_source(
     pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, layout: str
 ) -> None:

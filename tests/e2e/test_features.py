@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
     "no accumulation": (1, (), ("train.micro_batch_size=8",)),
 }  # fmt: skip
-QUICK = ("TP2+sequence x PP2, recompute", "maps, TP2+sequence x PP2, recompute attention")
+QUICK = ("TP2+sequence x PP2, recompute",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
@@ -133,7 +133,7 @@ def projector_parts(rank: int, world: int, config: Path, overrides: list[str]) -
         return [tensor.numpy().tobytes() for _, tensor in features.projectors._tensors()]
 
 
-@pytest.mark.parametrize("case", quick_and_slow(RESUMED, list(RESUMED)[:1]))
+@pytest.mark.parametrize("case", quick_and_slow(RESUMED, []))
 def test_a_run_that_stops_goes_on_as_if_it_had_not(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
