@@ -109,7 +109,8 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=int, default=100, help="of the files beside the peer")
-    parser.add_argument("--large-megabytes", type=int, default=1000)
+    parser.add_argument("--large-megabytes", type=int, default=1000, help="of documents, streamed")
+    parser.add_argument("--large-chats", type=int, default=1000, help="megabytes, prepared")
     parser.add_argument("--folder", type=Path, help="where there is room, not in /tmp")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
@@ -149,7 +150,7 @@ def _measured(place: Path, arguments: argparse.Namespace, console: Console) -> I
                 console.print(f"round {number + 1}: {subject} {case.task} {said}", markup=False)
     yield from cases
     large_chats, large_documents = place / "large_chats.jsonl", place / "large_documents.jsonl"
-    write_conversations(large_chats, arguments.large_megabytes * _MEGABYTE)
+    write_conversations(large_chats, arguments.large_chats * _MEGABYTE)
     write_documents(large_documents, arguments.large_megabytes * _MEGABYTE)
     large = [Case("stream", large_documents, 1), Case("load", large_chats, 2)]
     for case in large:
