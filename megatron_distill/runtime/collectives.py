@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from megatron_distill.errors import (
     TrainingError,
 )
 
+Result = TypeVar("Result")
+
+_BEAT_SECONDS: Final = 5.0
 ERROR_TYPES: tuple[type[MegatronDistillError], ...] = (
     ConfigError,
     DataError,
@@ -78,6 +83,39 @@ def any_rank(flag: bool, *, device: torch.device, group: dist.ProcessGroup | Non
     Collective: `group` (the world), one all-reduce of 8 bytes.
     """
     return bool(highest(int(flag), device=device, group=group)[0])
+
+
+def on_first_rank(
+    work: Callable[[], Result],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    beat_seconds: float = _BEAT_SECONDS,
+) -> Result | None:
+    """Do work on the first rank while the others wait, however long it takes.
+
+    It runs in a thread of that rank, so that no collective waits longer than `beat_seconds`. What
+    it returns is returned there, None elsewhere; its error is raised on every rank.
+
+    Collective: `group` (the world), one all-reduce of 8 bytes every `beat_seconds`, then one
+    all-gather of a short object per rank.
+    """
+    found: Result | None = None
+    failure: MegatronDistillError | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="first-rank") as worker:
+        doing = worker.submit(work) if dist.get_rank(group) == 0 else None
+        is_done = False
+        while not is_done:
+            if doing is not None:
+                wait([doing], timeout=beat_seconds)
+            is_done = any_rank(doing is not None and doing.done(), device=device, group=group)
+        if doing is not None:
+            try:
+                found = doing.result()
+            except ERROR_TYPES as error:
+                failure = error
+    agree(failure, group=group)
+    return found
 
 
 def sum_over(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_distill import __version__, log
@@ -16,7 +17,7 @@ from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.device import Device
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
@@ -212,7 +213,7 @@ def _order(job: _Job) -> CaptureOrder:
 def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CaptureParts:
     config, groups, device = job.config, job.groups, job.device.torch_device
     places = StreamPlaces(working_folder(job.folder), job.plan.uid)
-    source = _open_source(job, places, order)
+    source = _open_source(job, places, order, device)
     loader = open_loader(
         source,
         config.data,
@@ -248,25 +249,29 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
     )
 
 
-def _open_source(job: _Job, places: StreamPlaces, order: CaptureOrder) -> HoleSource | None:
+def _open_source(
+    job: _Job, places: StreamPlaces, order: CaptureOrder, device: torch.device
+) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
-    data, source = job.config.data, None
-    with together():
-        if job.tokenizer is not None:
-            stream = open_training(
-                source_specs(data.sources),
-                tokenizer=job.tokenizer,
-                options=data_options(job.config),
-                seed=job.config.seed,
-            )
-            source = HoleSource(
-                stream,
-                order,
-                known=places.load(),
-                sequence_length=data.sequence_length,
-                padding_token=job.tokenizer.eos_id,
-            )
-    return source
+    data = job.config.data
+
+    def opened() -> HoleSource:
+        assert job.tokenizer is not None, "the first rank has the tokenizer"
+        stream = open_training(
+            source_specs(data.sources),
+            tokenizer=job.tokenizer,
+            options=data_options(job.config),
+            seed=job.config.seed,
+        )
+        return HoleSource(
+            stream,
+            order,
+            known=places.load(),
+            sequence_length=data.sequence_length,
+            padding_token=job.tokenizer.eos_id,
+        )
+
+    return on_first_rank(opened, device=device)
 
 
 def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:

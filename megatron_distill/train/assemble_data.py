@@ -16,7 +16,7 @@ from megatron_distill.data.tokenizer import (
 )
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
-from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble_sources import data_options, source_names, source_specs
 from megatron_distill.train.assemble_store import Stored, stored_held_out, stored_source
@@ -37,19 +37,20 @@ def open_training_loader(
 
     Without sources the samples are those of the stores. Raises DataError on all ranks.
     """
-    source: SampleSource | None = None
-    with together():
+
+    def opened() -> SampleSource | None:
         if stored is not None and not config.data.sources:
-            source = stored_source(config, stored)
-        elif tokenizer is not None:
-            source = open_training(
-                source_specs(config.data.sources),
-                tokenizer=tokenizer,
-                options=data_options(config),
-                seed=config.seed,
-            )
+            return stored_source(config, stored)
+        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
+        return open_training(
+            source_specs(config.data.sources),
+            tokenizer=tokenizer,
+            options=data_options(config),
+            seed=config.seed,
+        )
+
     return open_loader(
-        source,
+        on_first_rank(opened, device=device),
         config.data,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
@@ -74,22 +75,23 @@ def read_validation(
     """
     if config.validation.samples == 0:
         return []
-    source: SampleSource | None = None
     own = config.data.validation_sources
     options = data_options(config)
-    with together():
+
+    def opened() -> SampleSource | None:
         if stored is not None and not config.data.sources:
-            source = stored_held_out(config, stored)
-        elif tokenizer is not None:
-            source = read_held_out(
-                source_specs(own or config.data.sources),
-                tokenizer=tokenizer,
-                options=_whole(options) if own else options,
-                samples=config.validation.samples,
-            )
+            return stored_held_out(config, stored)
+        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
+        return read_held_out(
+            source_specs(own or config.data.sources),
+            tokenizer=tokenizer,
+            options=_whole(options) if own else options,
+            samples=config.validation.samples,
+        )
+
     steps = -(-config.validation.samples // config.train.global_batch_size)
     loader = open_loader(
-        source,
+        on_first_rank(opened, device=device),
         config.data,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

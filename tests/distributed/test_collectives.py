@@ -6,12 +6,22 @@ lost.
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import CheckpointError, DataError, MegatronDistillError
-from megatron_distill.runtime.collectives import agree, any_rank, highest, sum_over, together
+from megatron_distill.runtime.collectives import (
+    agree,
+    any_rank,
+    highest,
+    on_first_rank,
+    sum_over,
+    together,
+)
 from tests.distributed.pool import Pool
 
 
@@ -81,3 +91,36 @@ def _sum(rank: int, world: int) -> tuple[float, float]:
 
 def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool: Pool) -> None:
     assert pool.run(4, _sum) == [(1111.0, float(10**rank)) for rank in range(4)]
+
+
+CPU = torch.device("cpu")
+
+
+def _long_work(rank: int, world: int, seconds: float) -> str | None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+
+    def work() -> str:
+        time.sleep(seconds)
+        return f"done by {rank}"
+
+    return on_first_rank(work, device=CPU, group=group, beat_seconds=0.1)
+
+
+def test_the_first_rank_works_longer_than_a_collective_may_wait(pool: Pool) -> None:
+    assert pool.run(4, _long_work, 2.5) == ["done by 0", None, None, None]
+
+
+def _failing_work(rank: int, world: int) -> str | None:
+    def work() -> None:
+        raise DataError("row 7 is broken")
+
+    try:
+        on_first_rank(work, device=CPU)
+    except DataError as error:
+        dist.barrier()  # still in step with each other
+        return str(error)
+    return None
+
+
+def test_an_error_of_the_first_rank_s_work_is_raised_on_all(pool: Pool) -> None:
+    assert pool.run(4, _failing_work) == ["row 7 is broken"] * 4
