@@ -22,6 +22,7 @@ from megatron_distill.models.attention import attention_mask
 from megatron_distill.models.initialise import initialise
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.rotary import rotary_angles
+from megatron_distill.models.router import release_routing
 from megatron_distill.models.specs import layer_specs
 from megatron_distill.models.taps import numbered
 from megatron_distill.ops import VocabShard
@@ -56,6 +57,7 @@ class HiddenStateGPT(GPTModel):
         # Rounded to the weights' type first, as the families that scale so were trained.
         scale = torch.tensor(architecture.embedding_scale, dtype=self.config.params_dtype)
         self.embedding_scale = float(scale)
+        release_routing(self)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
         embedded, rotary, *others = super()._preprocess(input_ids, position_ids, **arguments)

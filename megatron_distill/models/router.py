@@ -1,10 +1,31 @@
-"""Routing of tokens to experts, with an auxiliary loss that no layout changes."""
+"""Routing of tokens to experts: an auxiliary loss that no layout changes, no graph kept."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def release_routing(model: nn.Module) -> None:
+    """Let each layer of experts forget, after its forward pass, the graph that it has computed.
+
+    Upstream's dispatchers keep the probabilities of the last tokens, with all that they were
+    computed from. The graph holds the parameters' gradient hooks and these the model, a cycle in
+    part outside of Python, which no collector finds: models and process groups of one run after
+    another stay for as long as the process lives.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.register_forward_hook(_detach_routing)
+
+
+def _detach_routing(layer: MoELayer, *_: object) -> None:
+    kept = vars(layer.token_dispatcher)
+    for name, value in kept.items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            kept[name] = value.detach()
 
 
 class SequenceBalancedRouter(TopKRouter):

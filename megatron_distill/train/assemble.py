@@ -57,6 +57,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     """
     # What the imports left stays for good: Megatron-Core collects at every save, and walking it
     # through would stop all ranks for a tenth of a second or more.
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
@@ -67,8 +68,9 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
                 return True
             return train(parts, _plan(config), termination)
     finally:
-        # Else Triton's bindings, which Megatron-Core imports, report leaks when the process ends.
-        gc.unfreeze()
+        if not is_frozen:
+            # Else Triton's bindings, which Megatron-Core imports, report leaks in the end.
+            gc.unfreeze()
 
 
 def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:

@@ -85,7 +85,7 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
 }
 
 
-QUICK_LAYOUTS = ("TP2+sequence", "PP2+virtual", "DP2", "CP2", "TP2xPP2")
+QUICK_LAYOUTS = ("TP2+sequence", "PP2+virtual", "DP2", "CP2")
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK_LAYOUTS))
@@ -170,7 +170,8 @@ BALANCED: dict[str, tuple[int, Sequence[str]]] = {
 def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, layout: str) -> None:
     world, overrides = BALANCED[layout]
     expected = train("moe", 1, SHORT, AUXILIARY)
-    assert expected[0]["grad_norm"] != pytest.approx(train("moe", 1)[0]["grad_norm"], rel=1e-2)
+    without = train("moe", 1, "train.steps=5")[0]["grad_norm"]
+    assert expected[0]["grad_norm"] != pytest.approx(without, rel=1e-2)
     assert_same_course(train("moe", world, SHORT, AUXILIARY, *overrides), expected)
 
 

@@ -64,7 +64,7 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
 
 
 # One of each kind; the others take minutes and run with the slow tests.
-QUICK_SAME = ("DP2, saved meanwhile", "PP2+virtual")
+QUICK_SAME = ("DP2, saved meanwhile",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +57,16 @@ class Source:
 
 def read_sources(root: Path, folders: Sequence[str]) -> list[Source]:
     """Parse every Python file of the folders; a folder that is not there holds none."""
+    return [source for folder in folders for source in _parsed(root, folder)]
+
+
+@cache
+def _parsed(root: Path, folder: str) -> list[Source]:
     found = []
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            place = path.relative_to(root).as_posix()
-            found.append(Source(place, text, ast.parse(text, filename=place)))
+    for path in sorted((root / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        place = path.relative_to(root).as_posix()
+        found.append(Source(place, text, ast.parse(text, filename=place)))
     return found
 
 

@@ -3,6 +3,7 @@ named after it, `test_defect_NN_...`, so that `pytest -k defect_NN` runs it."""
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
@@ -30,6 +31,7 @@ DEFECTS = {
 NAME = re.compile(r"test_defect_(\d\d)_\w+")
 
 
+@cache
 def named_tests() -> list[tuple[int, str]]:
     found = []
     for source in read_sources(ROOT, ("tests",)):

@@ -1,0 +1,38 @@
+"""A run that has ended holds nothing: neither models nor process groups, whose threads never rest.
+
+Regimes: an object of a library that keeps a graph, and by it, through the gradient hooks of the
+parameters, the model; garbage that is never collected because it was frozen.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, train_here
+
+
+def modules_left(rank: int, world: int, config: Path, overrides: list[str]) -> int:
+    """Train, and count what is left of the models once garbage is collected."""
+    train_here(rank, world, config, overrides)
+    gc.collect()
+    return sum(isinstance(found, nn.Module) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense", ["train.recompute=full"]),
+        ("moe", ["parallel.expert=2"]),
+        ("moe", ["train.recompute=full"]),
+    ],
+)
+def test_no_part_of_a_model_outlives_its_run(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, options: list[str]
+) -> None:
+    short = [f"output={tmp_path}", "train.steps=2", "schedule.warmup_steps=0", *options]
+    assert pool.run(2, modules_left, inputs.folder / f"{name}.yaml", short) == [0, 0]
