@@ -23,6 +23,7 @@ from tests.e2e.processes import SIGNALLING_TORCHRUN, TORCHRUN, torchrun
 from tests.e2e.runs import environment
 
 Sources = dict[str, tuple[str, ...]]
+TORCHRUN_KILLS_AFTER = 30.0  # seconds; ranks that end by themselves do so before
 
 
 def commands(pool: Pool, root: Path, **changes: int) -> Sources:
@@ -129,7 +130,7 @@ def test_two_interrupted_ranks_leave_what_was_there(
         started.process.send_signal(signal.SIGINT)
         assert started.wait() != 0
         started.wait_for_all()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < TORCHRUN_KILLS_AFTER
     said = started.log.read_text()
     assert "stopped; nothing was written" in said, said
     assert started.statuses()[0] in ("130", "143"), said
