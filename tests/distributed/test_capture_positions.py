@@ -102,7 +102,16 @@ def bits(
     return found, parts
 
 
-@pytest.mark.parametrize(("world", "padded"), [(1, SIZE), (1, 384), (2, 384), (4, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "padded"),
+    [
+        (1, SIZE),
+        pytest.param(1, 384, marks=pytest.mark.slow),
+        pytest.param(2, 384, marks=pytest.mark.slow),
+        (4, 512),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("trained", ["some", "all"])
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 9.0)])
 def test_a_top_k_has_the_bits_that_the_objective_chooses(

@@ -106,7 +106,6 @@ def promised(case: Case, world: int) -> int:
 
 QUICK = [
     (2, torch.float32, SIZES[0]),
-    (2, torch.bfloat16, SIZES[1]),
     (4, torch.float32, SIZES[1]),
 ]
 

@@ -96,7 +96,7 @@ def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("in_groups", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_attention_equals_its_definition_for_any_context_split(
     pool: Pool, world: int, isolate: bool, in_groups: bool
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_file_that_one_rank_cannot_write_ends_all(
     assert contents(store) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_costs_the_open_shards_alone(
     pool: Pool,
     config: Path,

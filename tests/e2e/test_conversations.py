@@ -48,6 +48,7 @@ def config(inputs: Inputs) -> Path:
     return inputs.write("chat", STUDENT, TEACHER)
 
 
+@pytest.mark.slow
 def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
     pool: Pool, inputs: Inputs, config: Path, chat: str
 ) -> None:

@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
     "no accumulation": (1, (), ("train.micro_batch_size=8",)),
 }  # fmt: skip
-QUICK = ("TP2+sequence x PP2, recompute",)
+QUICK = ("PP2+virtual, recompute",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))

@@ -122,6 +122,7 @@ def test_a_whole_student_equals_its_teacher_at_first_and_leaves_with_everything(
     assert not all(moved[name].equal(value) for name, value in stored_tensors(source).items())
 
 
+@pytest.mark.slow
 def test_the_course_is_the_same_in_every_layout(
     pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
 ) -> None:

@@ -121,7 +121,7 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 }  # fmt: skip
 
 
-QUICK_OTHER = ("DP2xTP2 to PP2+virtual",)
+QUICK_OTHER = ("PP2 to DP2",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(OTHER, QUICK_OTHER))
@@ -166,7 +166,7 @@ def test_the_data_go_on_where_they_stopped(pool: Pool, inputs: Inputs, tmp_path:
     assert [number for number, _ in resumed] == list(range(8 * STOP, 8 * STOP + 8))
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_newest_are_kept_and_leftovers_go(
     pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str
 ) -> None:

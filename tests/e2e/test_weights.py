@@ -170,8 +170,12 @@ def train_and_look_at_the_teacher(
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(1, ()), (2, (TENSOR, SEQUENCE)), (2, (PIPELINE,)), (2, ("train.precision=bf16",))],
-    ids=["one rank", "TP2+sequence", "PP2", "DP2 in bf16"],
+    [
+        pytest.param(1, (), id="one rank", marks=pytest.mark.slow),
+        pytest.param(2, (TENSOR, SEQUENCE), id="TP2+sequence"),
+        pytest.param(2, (PIPELINE,), id="PP2", marks=pytest.mark.slow),
+        pytest.param(2, ("train.precision=bf16",), id="DP2 in bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_teacher_is_left_alone(
     pool: Pool, inputs: Inputs, tmp_path: Path, world: int, overrides: tuple[str, ...]

@@ -58,7 +58,8 @@ def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("some", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("some", ["not slow", "slow"])
 def test_interpreted(some: str) -> None:
     assert_passed(child(*PYTEST, "-m", some, CASES, interpreted=True))
 

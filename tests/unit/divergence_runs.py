@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,12 @@ SUPPORTS = ["dense", *KEPT_SUPPORTS]
 # Supports on which both models are distributions.
 PROPER = ["dense", "tail", "renormalized"]
 KEPT = 5
+EACH = [(name, support) for name in NAMES for support in SUPPORTS]
+# Each divergence, dense and on kept ids; the other supports run with the slow tests.
+MAINLY = [
+    pytest.param(name, support, marks=() if support in ("dense", "tail") else pytest.mark.slow)
+    for name, support in EACH
+]
 
 
 def signal_of(

@@ -20,6 +20,7 @@ from megatron_distill.signals import DenseLogits, Sampled, TopK
 from tests.reference.distillation import Problem, cross_entropy, row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import (
+    EACH,
     KEPT_SUPPORTS,
     NAMES,
     PROPER,
@@ -33,7 +34,6 @@ from tests.unit.divergence_runs import (
 )
 from tests.unit.objective_runs import run
 
-EACH = [(name, support) for name in NAMES for support in SUPPORTS]
 ON_IDS = [(name, support) for name in NAMES for support in KEPT_SUPPORTS]
 # What counts as no gradient: a probability of zero is the smallest normal number to the formulas.
 NOTHING = 1e-30

@@ -20,13 +20,24 @@ from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal, 
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair
-from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved, term_of
+from tests.unit.divergence_runs import (
+    EACH,
+    MAINLY,
+    NAMES,
+    SUPPORTS,
+    expected,
+    signal_of,
+    solved,
+    term_of,
+)
 from tests.unit.objective_runs import objective, run
 
-EACH = [(name, support) for name in NAMES for support in SUPPORTS]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 GARBAGE = [0.0, 1e4, torch.nan, torch.inf]
-VOCABULARIES = [32_000, 128_256, 151_936, 262_144]
+VOCABULARIES = [
+    *(pytest.param(size, marks=pytest.mark.slow) for size in (32_000, 128_256, 151_936)),
+    262_144,
+]
 
 
 def assert_identical(found: Any, other: Any) -> None:
@@ -51,7 +62,7 @@ def test_defect_04_padding_of_unequal_width_carries_no_probability(
         assert not gradient[:, 50:].any()
 
 
-@pytest.mark.parametrize(("name", "support"), EACH)
+@pytest.mark.parametrize(("name", "support"), MAINLY)
 def test_defect_04_padding_of_unequal_width_in_the_fused_objective(name: str, support: str) -> None:
     problem = Problem.random(6, 4, 50)
 
@@ -98,7 +109,7 @@ def test_defect_05_a_token_without_upstream_gradient_changes_nothing(
     assert not torch.equal(changed[1], clean[1])
 
 
-@pytest.mark.parametrize(("name", "support"), EACH)
+@pytest.mark.parametrize(("name", "support"), MAINLY)
 def test_defect_05_a_token_without_weight_changes_nothing_in_the_fused_objective(
     name: str, support: str
 ) -> None:

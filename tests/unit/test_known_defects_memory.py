@@ -21,10 +21,8 @@ from megatron_distill.signals import DenseLogits, HiddenState, Sampled, TopK
 from tests.reference.distillation import Problem
 from tests.reference.logits import logit_pair
 from tests.reference.tracing import Trace, traced
-from tests.unit.divergence_runs import NAMES, SUPPORTS, signal_of, term_of
+from tests.unit.divergence_runs import EACH, MAINLY, NAMES, signal_of, term_of
 from tests.unit.objective_runs import run
-
-EACH = [(name, support) for name in NAMES for support in SUPPORTS]
 
 
 def divergence_step(
@@ -55,7 +53,9 @@ def extra_bytes(
     return traced(step, student, *tensors_of(signal)).peak_bytes - student.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("name", "support"), EACH)
 def test_defect_01_no_accumulator_of_the_size_of_the_logits(
     name: str, support: str, dtype: torch.dtype, one_thread: None
@@ -67,7 +67,7 @@ def test_defect_01_no_accumulator_of_the_size_of_the_logits(
     assert many - few < 0.02 * 16 * 30_000 * 4 + bins
 
 
-@pytest.mark.parametrize(("name", "support"), EACH)
+@pytest.mark.parametrize(("name", "support"), MAINLY)
 def test_defect_01_no_accumulator_in_the_fused_objective(
     name: str, support: str, one_thread: None
 ) -> None:

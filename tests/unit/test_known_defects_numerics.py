@@ -19,7 +19,9 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import Problem, row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import (
+    EACH,
     KEPT,
+    MAINLY,
     NAMES,
     SUPPORTS,
     expected,
@@ -29,14 +31,14 @@ from tests.unit.divergence_runs import (
 )
 from tests.unit.objective_runs import run
 
-EACH = [(name, support) for name in NAMES for support in SUPPORTS]
 # The blend of adaptive KL is a constant to the gradient and not to finite differences.
 SMOOTH = [case for case in EACH if case[0] != "adaptive_kl"]
+SMOOTH_MAINLY = [case for case in MAINLY if case.values[0] != "adaptive_kl"]
 # A raw sum has terms of both signs, and may be anything, zero included.
 LEAST = dict.fromkeys(SUPPORTS, 0.0) | {"raw": 1.0}
 
 
-@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.slow), 3.0])
 @pytest.mark.parametrize(("name", "support"), SMOOTH)
 def test_defect_03_temperature_squared_is_on_loss_and_gradient(
     name: str, support: str, temperature: float
@@ -60,7 +62,7 @@ def test_defect_03_temperature_squared_is_on_loss_and_gradient(
     assert torch.autograd.gradcheck(loss, student.requires_grad_())
 
 
-@pytest.mark.parametrize(("name", "support"), SMOOTH)
+@pytest.mark.parametrize(("name", "support"), SMOOTH_MAINLY)
 def test_defect_03_temperature_squared_in_the_fused_objective(name: str, support: str) -> None:
     temperature = 3.0
     problem = Problem.random(3, 2, 6, seed=5, dtype=torch.float64)
@@ -101,7 +103,7 @@ def test_defect_03_temperature_squared_in_the_fused_objective(name: str, support
         torch.testing.assert_close(ours, other * temperature**2)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 @pytest.mark.parametrize(("name", "support"), EACH)
 def test_defect_08_every_token_has_its_own_upstream_gradient(
     name: str, support: str, temperature: float
@@ -144,7 +146,7 @@ def one_step(problem: Problem, terms: list[Term], parts: list[slice]) -> tuple[T
     return loss, weight.detach()
 
 
-@pytest.mark.parametrize(("name", "support"), EACH)
+@pytest.mark.parametrize(("name", "support"), MAINLY)
 def test_defect_09_the_mean_is_taken_once_however_a_batch_is_split(name: str, support: str) -> None:
     # Torchtune normalised by the tokens of a micro-batch, and then again by those of the batch.
     problem = Problem.random(13, 6, 50)
@@ -176,7 +178,7 @@ def test_defect_09_the_mean_is_taken_once_however_a_batch_is_split(name: str, su
     torch.testing.assert_close(whole[1].double(), moved, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 @pytest.mark.parametrize(("name", "support"), EACH)
 def test_defect_13_bf16_logits_do_not_make_bf16_probabilities(
     name: str, support: str, temperature: float
