@@ -25,6 +25,7 @@ from tests.distributed.hugging_face_models import (
 )
 from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
+from tests.e2e.runs import quick_and_slow
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
@@ -39,8 +40,12 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts.
+OFTEN = ("llama3.1", "qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
+
+
 def all_cases() -> list[Any]:
-    """Every model in every layout; the layouts of four ranks are run always, the others slowly."""
+    """Every model in every layout; four ranks and one model of a kind always, the others slowly."""
     cases = []
     for name in MODELS:
         experts = name in WITH_EXPERTS
@@ -48,7 +53,7 @@ def all_cases() -> list[Any]:
             if experts and settings.get("tensor", 1) > 1:
                 settings = {**settings, "sequence": True}  # which experts need under TP
             often = "PP2xEP2" if experts else "TP2xPP2"
-            marks = [] if layout == often else [pytest.mark.slow]
+            marks = [] if layout == often and name in OFTEN else [pytest.mark.slow]
             cases.append(pytest.param(name, ranks, settings, marks=marks, id=f"{name}-{layout}"))
     return cases
 
@@ -163,7 +168,7 @@ def convert(rank: int, world: int, folder: Path, out: Path) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_and_slow(MODELS, OFTEN))
 def test_the_tool_s_import_and_export_are_inverse(pool: Pool, tmp_path: Path, name: str) -> None:
     folder = save_model(tmp_path / "hf", name)
     pool.run(3, convert, folder, tmp_path)

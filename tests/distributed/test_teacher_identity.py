@@ -54,7 +54,10 @@ def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
     return str(said)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[:-1]), FAMILIES[-1]],
+)
 def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(
     pool: Pool, tmp_path: Path, family: str
 ) -> None:

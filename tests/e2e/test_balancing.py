@@ -171,7 +171,6 @@ RESUMED: dict[str, tuple[int, Sequence[str]]] = {
     "features, averaged, PP2": (2, (*MAGNITUDE, AVERAGED, FEATURES, PIPELINE)),
     "features, gradient norms, TP2": (2, (*NORMS, FEATURES, TENSOR)),
 }
-QUICK_RESUMED = ("previous, averaged, dropout, DP2",)
 KEPT = (
     "checkpoint.save=true",
     "validation.samples=8",
@@ -180,7 +179,7 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("case", quick_and_slow(RESUMED, QUICK_RESUMED))
+@pytest.mark.parametrize("case", quick_and_slow(RESUMED, []))
 def test_a_resumed_run_is_the_run_to_the_bit(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

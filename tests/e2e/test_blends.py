@@ -230,6 +230,7 @@ def test_no_layout_changes_what_is_said_of_a_source(
                 assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_a_blend_that_stops_goes_on_bit_by_bit(
     pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -146,7 +146,7 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-QUICK_COMBINATIONS = ("teacher padded otherwise", "GPT-like TP2")
+QUICK_COMBINATIONS = ("teacher padded otherwise",)
 
 
 @pytest.mark.parametrize("combination", quick_and_slow(COMBINATIONS, QUICK_COMBINATIONS))
@@ -220,7 +220,7 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 }
 
 
-QUICK_FAMILIES = ("tied PP2", "Gemma-like PP2+virtual, recompute")
+QUICK_FAMILIES = ("Gemma-like PP2+virtual, recompute",)
 
 
 @pytest.mark.parametrize("family", quick_and_slow(FAMILIES, QUICK_FAMILIES))
@@ -230,13 +230,8 @@ def test_families_are_those_of_one_rank_from_random_weights(train: Runner, famil
     assert_same_course(train("dense", world, *random, *layout), train("dense", 1, *random))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="one rank"),
-        pytest.param((TENSOR, SEQUENCE), id="TP2+sequence", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), (TENSOR, SEQUENCE)], ids=["one rank", "TP2+sequence"])
 def test_bf16_is_close_to_fp32(train: Runner, layout: Sequence[str]) -> None:
     exact = train("dense", 1)
     rounded = train("dense", 2 if layout else 1, "train.precision=bf16", *layout)

@@ -171,6 +171,7 @@ def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
     assert offline[0]["kd_loss"] != online[0]["kd_loss"]
 
 
+@pytest.mark.slow
 def test_all_ids_are_the_dense_teacher(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:

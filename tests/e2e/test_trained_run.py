@@ -50,7 +50,11 @@ def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[
 
 @pytest.mark.parametrize(
     "layout",
-    [[], ["parallel.tensor=2", "parallel.sequence=true"], ["parallel.pipeline=2"]],
+    [
+        [],
+        pytest.param(["parallel.tensor=2", "parallel.sequence=true"], marks=pytest.mark.slow),
+        ["parallel.pipeline=2"],
+    ],
     ids=lambda layout: "+".join(layout) or "one",
 )
 def test_an_evaluation_in_any_layout_repeats_the_runs_own_validation(
