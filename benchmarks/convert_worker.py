@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,40 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.anonymous_memory import AnonymousPeak
 from megatron_distill.runtime.launch import Launch
 from megatron_distill.runtime.world import joined_world
 
 _LOOK_SECONDS = 0.002
-_RECEIVED = Path("/proc/self/status")
-
-
-class AnonymousPeak:
-    """The most anonymous memory of this process within a block, above what it had before.
-
-    Pages of mapped files are the system's cache and not counted.
-    """
-
-    def __enter__(self) -> AnonymousPeak:
-        self._before = self._now()
-        self.bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._done.wait(_LOOK_SECONDS):
-            self.bytes = max(self.bytes, self._now() - self._before)
-
-    def _now(self) -> int:
-        for line in _RECEIVED.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("the system does not tell anonymous memory")
 
 
 def main() -> None:
@@ -65,7 +35,7 @@ def main() -> None:
         work, own_bytes = _SUBJECTS[given.subject](given.source, given.output)
         dist.barrier()
         start = time.perf_counter()
-        with AnonymousPeak() as peak:
+        with AnonymousPeak(_LOOK_SECONDS) as peak:
             work()
             dist.barrier()
         said: dict[str, Any] = {"seconds": time.perf_counter() - start}

@@ -6,15 +6,13 @@ import argparse
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.anonymous_memory import AnonymousPeak
 from benchmarks.data_corpus import SEQUENCE_LENGTH
 
 _LOOK_SECONDS = 0.05
@@ -33,41 +31,6 @@ class Asked:
     tokens: int  # how much of a stream is read
 
 
-class FamilyPeak:
-    """The most anonymous memory of this process and its children, above what it had before.
-
-    Pages of mapped files are the system's cache and not counted.
-    """
-
-    def __enter__(self) -> FamilyPeak:
-        self._before = self._now()
-        self.bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._done.wait(_LOOK_SECONDS):
-            self.bytes = max(self.bytes, self._now() - self._before)
-
-    def _now(self) -> int:
-        own = psutil.Process()
-        return sum(_anonymous(one.pid) for one in (own, *own.children(recursive=True)))
-
-
-def _anonymous(process: int) -> int:
-    try:
-        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0  # it has ended meanwhile
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
 def main() -> None:
     """Do what was asked for, and write what it took."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -84,7 +47,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.cores])
     os.environ["HF_HUB_OFFLINE"] = "1"
     work = SUBJECTS[subject](asked)  # its imports are not timed
-    with FamilyPeak() as peak:
+    with AnonymousPeak(_LOOK_SECONDS, with_children=True) as peak:
         said = work()
     result.write_text(json.dumps({**said, "peak": peak.bytes}), encoding="utf-8")
 
