@@ -49,6 +49,7 @@ class Batch:
     trained_rows_n: Tensor | None = None
     sources_b: Tensor | None = None  # int64, which of the blended sources; None: there is one
     label_weights_bs: Tensor | None = None  # fp32, of the labels that count; None: each weighs one
+    copied_from: Batch | None = None  # the same batch on the host
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -96,6 +97,11 @@ class Batch:
         is_trained_bs = self.ce_mask_bs | self.kd_mask_bs
         return replace(self, trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1))
 
+    @property
+    def on_host(self) -> Batch:
+        """The batch that this one was copied from, or itself: to read it waits for no device."""
+        return self if self.copied_from is None else self.copied_from
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         rows_n, sources_b = self.trained_rows_n, self.sources_b
@@ -113,6 +119,7 @@ class Batch:
             trained_rows_n=None if rows_n is None else rows_n.to(device),
             sources_b=None if sources_b is None else sources_b.to(device),
             label_weights_bs=None if weights_bs is None else weights_bs.to(device),
+            copied_from=self.on_host,
         )
 
 

@@ -149,6 +149,7 @@ class PositionCapture:
 def _fractions(batch: Batch, settings: CaptureSettings) -> Tensor:
     """Return uniform numbers [N, M] for this rank's positions, a function of sample and place."""
     assert settings.sampling_seed is not None
+    batch = batch.on_host
     length = batch.document_ids_bS.shape[1]
     of_samples = [
         uniforms(
@@ -160,5 +161,4 @@ def _fractions(batch: Batch, settings: CaptureSettings) -> Tensor:
         )
         for sample_id in batch.sample_ids_b.tolist()
     ]
-    index = batch.sequence_index_s.cpu()
-    return torch.cat([numbers[index] for numbers in of_samples])
+    return torch.cat([numbers[batch.sequence_index_s] for numbers in of_samples])

@@ -44,16 +44,15 @@ class HostBatch:
 
     @classmethod
     def of(cls, batch: Batch) -> HostBatch:
-        """Those parts of a micro-batch; waits for the device where it is on one."""
-        is_trained = (batch.ce_mask_bs | batch.kd_mask_bs).any(1)
+        """Those parts of a micro-batch, read from what the loader copied to the device."""
+        host = batch.on_host
+        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1)
         return cls(
-            tokens_bs=batch.tokens_bs.cpu().numpy(),
-            labels_bs=batch.labels_bs.cpu().numpy(),
-            document_ids_bS=(
-                batch.document_ids_bS.cpu().numpy() if batch.isolate_documents else None
-            ),
-            sequence_index_s=batch.sequence_index_s.cpu().numpy(),
-            sample_ids=tuple(batch.sample_ids_b.tolist()),
+            tokens_bs=host.tokens_bs.numpy(),
+            labels_bs=host.labels_bs.numpy(),
+            document_ids_bS=host.document_ids_bS.numpy() if host.isolate_documents else None,
+            sequence_index_s=host.sequence_index_s.numpy(),
+            sample_ids=tuple(host.sample_ids_b.tolist()),
             is_trained_b=tuple(is_trained.tolist()),
         )
 

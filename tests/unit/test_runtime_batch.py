@@ -75,3 +75,10 @@ def test_moving_to_a_device_moves_every_tensor() -> None:
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 8
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_a_copy_on_a_device_is_read_on_the_host() -> None:
+    batch = batch_of(2, 16).with_trained_rows()
+    assert batch.on_host is batch
+    assert batch.to("meta").on_host is batch
+    assert batch.to("meta").to("meta").on_host is batch

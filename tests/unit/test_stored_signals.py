@@ -128,6 +128,14 @@ def test_draws_are_handed_on_in_their_places() -> None:
     assert_same(found.by_term[0], sampled_signal(records))
 
 
+def test_which_records_are_needed_is_asked_on_the_host() -> None:
+    batch = batch_of(sample_of(4, settings()))
+    found, expected = vars(HostBatch.of(batch.to("meta"))), vars(HostBatch.of(batch))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+
+
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
 def test_a_row_that_is_not_trained_needs_no_record(mode: str) -> None:
     drawn = {"mode": mode, "sampling_seed": 3} if mode == "sampled" else {"temperatures": (2.0,)}

@@ -1,0 +1,6 @@
+"""Training on a CUDA device that is not there.
+
+Tensors have shapes, dtypes and a device, but no numbers: torch's FakeTensorMode refuses an
+operation whose tensors are on different devices, as a GPU would, and what waits for a device or
+hands host memory to a collective can be counted. Megatron-Core runs unpatched.
+"""

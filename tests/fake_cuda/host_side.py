@@ -1,0 +1,82 @@
+"""What a rank does on the host, with real tensors: it reads for itself whichever rank it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from megatron_distill.data import loader
+from megatron_distill.data.wire import Wire
+from megatron_distill.runtime.batch import Batch, StepBatches
+from tests.fake_cuda.watching_mode import WatchingMode
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def as_first_rank() -> Iterator[None]:
+    """Real tensors, and the work of the first rank."""
+    with unset_fake_temporarily(), patch.object(dist, "get_rank", lambda *_: 0):
+        yield
+
+
+class OwnWire(Wire):
+    """Every rank reads the whole global batch for itself."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self._is_alone = self.is_sender = True
+
+
+def read_on_the_host(mode: WatchingMode) -> None:
+    """Let loaders read real samples and hand out fake ones, for the rest of the process."""
+    take = loader.StepLoader.take
+
+    def taken(self: loader.StepLoader, step: int) -> StepBatches:
+        with as_first_rank(), patch.object(self, "_device", _CPU):
+            batches = take(self, step)
+        on_device = tuple(_on_device(batch, mode) for batch in batches.micro_batches)
+        return replace(batches, micro_batches=on_device)
+
+    patch.object(loader, "Wire", OwnWire).start()
+    patch.object(loader.StepLoader, "take", taken).start()
+
+
+def _on_device(batch: Batch, mode: WatchingMode) -> Batch:
+    def moved(value: Any) -> Any:
+        return mode.from_tensor(value).cuda() if isinstance(value, Tensor) else value
+
+    found = {field.name: moved(getattr(batch, field.name)) for field in fields(batch)}
+    return Batch(**{**found, "copied_from": batch})
+
+
+def agree_with_itself() -> None:
+    """Let every rank say what this one says, where objects are exchanged."""
+
+    def all_gather_object(answers: list[Any], said: Any, **_: Any) -> None:
+        answers[:] = [said] * len(answers)
+
+    patch.object(dist, "all_gather_object", all_gather_object).start()
+    patch.object(dist, "broadcast_object_list", lambda *_, **__: None).start()
+
+
+def run_on_the_host(owner: Any, *names: str) -> None:
+    """Let these functions of a module or a class run as those of the first rank do."""
+
+    def on_host(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            with as_first_rank():
+                return work(*given, **named)
+
+        return run
+
+    for name in names:
+        patch.object(owner, name, on_host(getattr(owner, name))).start()
