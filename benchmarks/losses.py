@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.children import run_child
 from benchmarks.environment import ROOT, describe
+from benchmarks.quiet import touch_memory, wait_until_quiet
 
 _SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936), "v128k": (8192, 128_256)}
 _CPU_CASES = [
@@ -29,15 +30,17 @@ _CPU_CASES = [
 ]
 _GPU_CASES = [("v128k", "bf16", 1)]
 _CHILD_SECONDS = 1800
+_QUIET_CORES = 0.3
 _WIDTH = 160
 _NOTE = """\
 Median seconds of forward and backward from given logits, all subjects of a case in turns in one
-process (one per rank); `ratio` is the subject's time over ours (the family's first row). `extra` is
-the most bytes alive above both logits, the gradient included, in units of one logit tensor; `over
-the logits` lets the gradient take their place. ModelOpt is 0.47's Megatron plugin; its top-k is
-renormalised. All top-k rows choose k = 64 from the teacher's logits first. `fused linear` starts
-from hidden states: ours is CE and forward KL with both heads' products, chunks of 1024 tokens, and
-`bare products` are these four products alone; `fused jsd` is JSD without CE.
+process (one per rank), the machine's memory touched before; `ratio` is the subject's time over ours
+(the family's first row). `extra` is the most bytes alive above both logits, the gradient included,
+in units of one logit tensor; `over the logits` lets the gradient take their place. ModelOpt is
+0.47's Megatron plugin; its top-k is renormalised. All top-k rows choose k = 64 from the teacher's
+logits first. `fused linear` starts from hidden states: ours is CE and forward KL with both heads'
+products, chunks of 1024 tokens, and `bare products` are these four products alone; `fused jsd` is
+JSD without CE.
 """
 
 
@@ -54,10 +57,12 @@ def main() -> int:
     console = Console(width=_WIDTH)
     environment = describe("benchmarks/losses.py", sys.argv[1:])
     measured: dict[str, list[dict[str, Any]]] = {}
+    touch_memory()
     for shape, precision, tensor in _GPU_CASES if torch.cuda.is_available() else _CPU_CASES:
         name = f"{shape}/{precision}/TP{tensor}"
         if arguments.cases not in name:
             continue
+        wait_until_quiet(_QUIET_CORES)
         measured[name] = _run(shape, precision, tensor, arguments.repeats)
         console.print("\n".join(_table(name, measured[name])), markup=False)
         _write(arguments.output, arguments.name, environment, measured)
