@@ -130,3 +130,18 @@ def torchrun(
         yield started
     finally:
         started.end()
+
+
+def run_python(*words: str, seconds: float) -> str:
+    """Run Python in the project's folder until it ends well, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return done.stdout

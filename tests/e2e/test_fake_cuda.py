@@ -8,8 +8,6 @@ step makes on the host; host memory in a collective, which NCCL refuses; a wait 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.processes import ROOT
-from tests.e2e.runs import Inputs, environment, quick_and_slow
+from tests.e2e.processes import run_python
+from tests.e2e.runs import Inputs, quick_and_slow
 from tests.fake_cuda.stub import COMPILER, compile_stub
 
 pytestmark = [
@@ -101,17 +99,9 @@ def train(
 ) -> dict[str, Any]:
     """Train as one rank on the fake device; returns what was seen."""
     words = [str(stub), str(rank), str(world), str(inputs.folder / f"{name}.yaml")]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda", *words, f"output={output}", *SHORT, *overrides],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    words += [f"output={output}", *SHORT, *overrides]
+    printed = run_python("-m", "tests.fake_cuda", *words, seconds=SECONDS)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert found["is_done"]
     return found
 

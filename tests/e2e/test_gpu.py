@@ -6,8 +6,6 @@ gloo was; a checkpoint that holds other numbers than the device had.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,8 +15,8 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.processes import ROOT, SCRIPT
-from tests.e2e.runs import Inputs, environment, step_records
+from tests.e2e.processes import SCRIPT, run_python
+from tests.e2e.runs import Inputs, step_records
 from tests.e2e.test_fake_cuda import GEMMA, LINEAR, MAPS, STATES, TERMS
 
 pytestmark = pytest.mark.gpu
@@ -53,16 +51,8 @@ def train(inputs: Inputs) -> Runner:
     def trained(device: str, name: str, *overrides: str, folder: Path | None = None) -> Course:
         output = folder or inputs.folder / f"gpu-{trained.cache_info().misses}"
         words = ["--config", str(inputs.folder / f"{name}.yaml"), f"output={output}"]
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), *words, f"runtime.device={device}", *overrides],
-            env=environment(),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+        words += [f"runtime.device={device}", *overrides]
+        run_python(str(SCRIPT), *words, seconds=SECONDS)
         return step_records(output)
 
     return trained
