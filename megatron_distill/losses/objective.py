@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron_distill.losses.shards import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.targets import kept_target
 from megatron_distill.losses.terms import Term, check_distinct
-from megatron_distill.ops.blocks import chunk_tokens_for
+from megatron_distill.ops.blocks import accumulation_dtype, chunk_tokens_for
 from megatron_distill.ops.divergence import WeightedDivergence
-from megatron_distill.ops.fused_linear import FusedLinear, fused_linear
+from megatron_distill.ops.fused_linear import fused_linear
+from megatron_distill.ops.fused_work import FusedLinear
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
 from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
@@ -41,6 +42,7 @@ def fused_linear_objective(
     student_bias: Tensor | None = None,
     rows: Tensor | None = None,
     partition: Partition | None = None,
+    weight_gradient_sum: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ce_coefficient sum(ce_weights CE) + sum over terms of weight sum(kd_weights D)``.
 
@@ -58,6 +60,12 @@ def fused_linear_objective(
     over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). The hidden
     states must be whole on every rank of the group.
 
+    ``weight_gradient_sum`` (``[V, H]``, fp32, or fp64 for an fp64 weight) is for weights whose
+    gradients are added up in a buffer of their own, as Megatron's ``main_grad``: the weight's
+    gradient is added to it in this call, chunk by chunk, and backward brings none. No other ``[V,
+    H]`` is in memory then. The total has to be back-propagated as it is, with a factor of one. The
+    sum is left alone where the weight needs no gradient.
+
     Tokens with both weights zero are left out, whatever they hold. Where ``rows`` (``[n]`` int64,
     the others' places in order) is not given, finding them waits for the device once. A label
     outside the vocabulary on a token that counts makes the total infinite. Logits exist for
@@ -69,6 +77,8 @@ def fused_linear_objective(
 
     Raises:
         ValueError: shapes, dtypes, shard, group or terms do not fit together.
+        RuntimeError: in backward, where ``weight_gradient_sum`` was given and the total had a
+            factor.
     """
     hidden = HiddenState(
         student_hidden, student_weight, student_softcap, student_scale, student_bias
@@ -77,6 +87,8 @@ def fused_linear_objective(
     check_per_token(
         student_hidden.shape[0], labels=labels, ce_weights=ce_weights, kd_weights=kd_weights
     )
+    if weight_gradient_sum is not None:
+        _check_sum(weight_gradient_sum, student_weight)
     if partition is not None:
         check_per_token(student_hidden.shape[0], partition=partition.ids)
     if chunk_tokens is None:
@@ -100,12 +112,26 @@ def fused_linear_objective(
         group=group,
         rows=rows,
         partition=partition,
+        weight_gradient_sum=weight_gradient_sum,
     )
     total, sums = fused_linear(_head(hidden), work)
     report = _report(work, between, kept, sums)
     if isinstance(signal, Recorded):
         report |= _recorded(signal, ce_weights, kd_weights, partition)
     return total, report
+
+
+def _check_sum(total: Tensor, weight: Tensor) -> None:
+    found = (total.shape, total.dtype, total.device)
+    expected = (weight.shape, accumulation_dtype(weight.dtype), weight.device)
+    if found != expected:
+        raise ValueError(
+            "weight_gradient_sum is {} of {} on {}; it must be {} of {} on {}".format(
+                *(value for pair in (found, expected) for value in (tuple(pair[0]), *pair[1:]))
+            )
+        )
+    if total.requires_grad:
+        raise ValueError("weight_gradient_sum requires a gradient; give a buffer that does not")
 
 
 def _plans(

@@ -9,101 +9,27 @@ backward only multiplies by the scalar that comes from above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, equal_chunks
 from megatron_distill.ops.chunk import Chunk
-from megatron_distill.ops.divergence import Model, WeightedDivergence
-from megatron_distill.ops.kept_plan import KeptPlan, SolvedPlan, solve_plans
-from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.divergence import Model
+from megatron_distill.ops.fused_work import FusedLinear
+from megatron_distill.ops.kept_plan import SolvedPlan, solve_plans
+from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
 from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
 from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
-from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.statistics import MergedStatistics, Packet
 from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
 
-__all__ = ["FusedLinear", "fused_linear"]
+__all__ = ["fused_linear"]
 
-
-@dataclass(frozen=True)
-class FusedLinear:
-    """Everything about the objective but the student's two tensors.
-
-    Attributes:
-        teacher: logits over the same columns, or a head that makes them; None without a teacher.
-        labels: ``[N]`` global ids.
-        ce_weights: ``[N]``, mask and normalisation of the label loss.
-        kd_weights: ``[N]``, mask and normalisation of the divergences.
-        ce_coefficient: constant factor of the label loss.
-        terms: the divergences between logits with their coefficients.
-        kept: the divergences on kept ids.
-        chunk_tokens: most tokens whose logits exist at once.
-        shard: this rank's columns.
-        group: the ranks that hold the other columns; None if there are no others.
-        rows: ``[n]`` int64, the tokens with a weight in order; None to look for them, which waits
-            for the device.
-        partition: of the tokens, where each part is to have sums of its own.
-    """
-
-    teacher: LinearHead | GivenLogits | None
-    labels: Tensor
-    ce_weights: Tensor
-    kd_weights: Tensor
-    ce_coefficient: float
-    terms: tuple[WeightedDivergence, ...]
-    kept: tuple[KeptPlan, ...]
-    chunk_tokens: int
-    shard: VocabShard
-    group: dist.ProcessGroup | None
-    rows: Tensor | None = None
-    partition: Partition | None = None
-
-    @property
-    def counted_rows(self) -> Rows:
-        """The tokens that take part."""
-        if self.rows is not None:
-            return Rows.of_indices(self.labels.shape[0], self.rows)
-        if self.teacher is None and not self.kept:
-            return Rows.of_weights(self.ce_weights)
-        return Rows.of_weights(self.ce_weights, self.kd_weights)
-
-    @property
-    def models(self) -> tuple[Model, ...]:
-        """Whose logits there are."""
-        return ("student",) if self.teacher is None else ("student", "teacher")
-
-    @property
-    def sweep(self) -> Sweep:
-        """What is measured of each chunk."""
-        given = isinstance(self.teacher, GivenLogits)
-        temperatures = tuple(plan.term.temperature for plan in self.kept if plan.needs_rest)
-        return Sweep(self.models, self.terms, True, given, temperatures)
-
-    @property
-    def ranked(self) -> int | None:
-        """Number of the first plan on kept ids that knows the teacher's most probable one."""
-        return next((i for i, plan in enumerate(self.kept) if plan.has_mass), None)
-
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Names of the weighted sums that `fused_linear` returns, in order."""
-        names = ["ce"]
-        if self.teacher is not None:
-            names += ["teacher_ce", "teacher_entropy"]
-        if self.teacher is not None or self.kept:
-            names.append("student_entropy")
-        if self.teacher is not None or self.ranked is not None:
-            names.append("top1_agreement")
-        names += [term.key for term in self.terms]
-        for plan in self.kept:
-            names += [plan.key, *([plan.mass_key] if plan.has_mass else [])]
-        return tuple(names)
+# What a factor and its inverse, both rounded to fp32, leave of one.
+_UPSTREAM_TOLERANCE = 1e-5
 
 
 def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor]:
@@ -115,17 +41,25 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     inputs). The hidden gradient is this shard's PARTIAL sum: the caller reduces it over ``group``
     (the backward of copy-to or gather-to tensor-parallel regions does).
 
+    With ``work.weight_gradient_sum`` the gradient on the weight is in that sum when the forward
+    pass is done, and backward has none for the weight. What comes from above is one then.
+
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
     ``chunk_tokens V`` logits of each model that has a head, in its dtype; the gradients ``N H`` in
     the student's dtype and ``V H``, in fp32 if it is narrower and there are several chunks (then
-    also up to 2^21 for a product, and ``V H`` in that dtype in backward); and per row block
-    (`ops.blocks`) ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits
-    are narrower, capped or scaled, and at most six for each term with slopes.
+    also ``V H`` in that dtype in backward), none with a sum given; where what is added up is wider
+    than the dtype, up to 2^21 (2^26 on a GPU) for a product; and per row block (`ops.blocks`)
+    ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits are narrower,
+    capped or scaled, and at most six for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 4 bytes per name of the sweep and token
     (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and
     those of `solve_plans`; none in backward. The number of chunks follows from the weights and
     ``chunk_tokens`` alone, which are the same on all ranks.
+
+    Raises:
+        RuntimeError: in backward, where a sum was given and what comes from above is not one (on a
+            GPU the device stops).
     """
     leaves = (student.hidden, student.weight, student.bias)
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
@@ -153,17 +87,33 @@ class _FusedLinearFunction(torch.autograd.Function):
         total, sums = executor.run()
         ctx.save_for_backward(*executor.gradients)
         ctx.dtype = student.dtype
+        ctx.weight_is_summed = work.weight_gradient_sum is not None and ctx.needs_input_grad[1]
         ctx.mark_non_differentiable(sums)
         return total, sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.weight_is_summed:
+            _expect_one(upstream)
         scaled = (
             None if gradient is None else _scaled(gradient, upstream, ctx.dtype)
             for gradient in ctx.saved_tensors
         )
         return (*scaled, None, None)
+
+
+def _expect_one(upstream: Tensor) -> None:
+    is_one = (upstream - 1).abs() <= _UPSTREAM_TOLERANCE
+    message = (
+        "the gradient on the weight is in weight_gradient_sum already, as that of the total "
+        "itself; call backward on the total, with what multiplies it in the weights"
+    )
+    if is_one.device.type != "cpu":
+        # The device looks at it, so that the host need not wait.
+        torch._assert_async(is_one, message)  # noqa: SLF001
+    elif not bool(is_one):
+        raise RuntimeError(f"{message} (the total's own gradient is {float(upstream):g}, not 1)")
 
 
 def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,6 +159,7 @@ class _Executor:
                 student.dtype,
                 device,
                 chunks=len(self._chunks),
+                into=work.weight_gradient_sum,
             )
         self._bias: BiasGradient | None = None
         if needs_bias:
@@ -216,8 +167,8 @@ class _Executor:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``: None if not wanted, zero
-        in rows left out and in padded columns."""
+        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``: None if not wanted or in
+        a sum given, zero in rows left out and in padded columns."""
         return (
             None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows),
             None if self._weight is None else self._weight.finished(),

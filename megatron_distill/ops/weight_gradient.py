@@ -10,14 +10,16 @@ from megatron_distill.ops.blocks import accumulation_dtype, allocate
 __all__ = ["BiasGradient", "WeightGradient"]
 
 # Elements of a product that is added up in a wider dtype: enough for the product to run at speed,
-# few enough for the sum to find it in the cache.
+# few enough for the sum to find it in a CPU's cache, and to be little beside a GPU's chunk.
 _CPU_ELEMENTS = 2**21
+_GPU_ELEMENTS = 2**26
 
 
 class WeightGradient:
     """``[V, H]``, the sum of ``gradient^T hidden`` over chunks; zero in the padded columns.
 
-    One chunk alone is its product, in the product's dtype. More are added up in fp32 (fp64).
+    One chunk alone is its product, in the product's dtype. More are added up in fp32 (fp64). Where
+    ``into`` is given, of that dtype, all are added to what it holds, and its padded columns stay.
     """
 
     def __init__(
@@ -29,20 +31,24 @@ class WeightGradient:
         device: torch.device,
         *,
         chunks: int,
+        into: Tensor | None = None,
     ) -> None:
         self._columns = columns
         self._dtype = dtype
-        total_dtype = dtype if chunks <= 1 else accumulation_dtype(dtype)
-        self.total = allocate(width, hidden_size, total_dtype, device)
-        self.total[columns:].zero_()
-        self._is_empty = True
+        self._is_empty = into is None
+        self._is_own = into is None
+        if into is None:
+            total_dtype = dtype if chunks <= 1 else accumulation_dtype(dtype)
+            into = allocate(width, hidden_size, total_dtype, device)
+            into[columns:].zero_()
+        self._total = into
         self._product: Tensor | None = None
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Add the product of ``[n, columns]`` on the raw outputs and ``[n, H]``."""
         if self._columns == 0:
             return
-        total = self.total[: self._columns]
+        total = self._total[: self._columns]
         if total.dtype != self._dtype:
             self._add_wider(total, gradient, hidden)
         elif self._is_empty:
@@ -51,11 +57,13 @@ class WeightGradient:
             total.addmm_(gradient.t(), hidden)
         self._is_empty = False
 
-    def finished(self) -> Tensor:
-        """The sum, also where no chunk was added."""
+    def finished(self) -> Tensor | None:
+        """The sum, also where no chunk was added; None where it is somebody else's."""
+        if not self._is_own:
+            return None
         if self._is_empty:
-            self.total.zero_()
-        return self.total
+            self._total.zero_()
+        return self._total
 
     def _add_wider(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         rows = self._product_rows(hidden)
@@ -71,9 +79,8 @@ class WeightGradient:
                 total[part].add_(product)
 
     def _product_rows(self, hidden: Tensor) -> int:
-        if hidden.device.type != "cpu":
-            return self._columns
-        return min(self._columns, max(1, _CPU_ELEMENTS // max(hidden.shape[1], 1)))
+        elements = _CPU_ELEMENTS if hidden.device.type == "cpu" else _GPU_ELEMENTS
+        return min(self._columns, max(1, elements // max(hidden.shape[1], 1)))
 
 
 class BiasGradient:

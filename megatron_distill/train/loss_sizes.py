@@ -142,6 +142,9 @@ class _DetachedHead:
         """The head without its gradient, which is not asked for."""
         return self.head.head_weight().detach()
 
+    def weight_gradient_sum(self) -> None:
+        """Nowhere to add it."""
+
 
 @dataclass(frozen=True)
 class _GradientSquares:

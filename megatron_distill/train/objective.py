@@ -25,6 +25,11 @@ class Head(Protocol):
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the head [V, H]."""
+        ...
+
+    def weight_gradient_sum(self) -> Tensor | None:
+        """What the gradient on these rows is added to, where it is not autograd's to bring."""
+        ...
 
 
 class MicroBatchObjective(Protocol):
@@ -144,6 +149,7 @@ class TokenObjective:
             student_scale=self.logit_rule.scale,
             rows=batch.trained_rows_n,
             partition=self._partition(batch),
+            weight_gradient_sum=head.weight_gradient_sum(),
         )
         return total, split_report(report, self._token_names) if self.source_names else report
 

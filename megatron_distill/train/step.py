@@ -19,7 +19,13 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal, WithFeatures
 from megatron_distill.train.features import FEATURES_LOSS
-from megatron_distill.train.objective import MicroBatchObjective, TokenObjective, reduce_report
+from megatron_distill.train.main_gradient import MainGradientHead
+from megatron_distill.train.objective import (
+    Head,
+    MicroBatchObjective,
+    TokenObjective,
+    reduce_report,
+)
 from megatron_distill.train.optimizer import apply_gradients
 from megatron_distill.train.schedule import run_schedule
 from megatron_distill.train.source_figures import SourceFigures, step_figures
@@ -37,6 +43,13 @@ class Student:
     wrapped: Sequence[DistributedDataParallel]
     groups: Groups
     sequence_length: int
+
+    @property
+    def head(self) -> MainGradientHead:
+        """The output head, on the last stage."""
+        return MainGradientHead(
+            self.chunks[-1], overlaps=self.wrapped[-1].ddp_config.overlap_grad_reduce
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ def _forward(
     )
     signal = spoken.signal if isinstance(spoken, WithFeatures) else spoken
     return hidden_sbh, partial(
-        _loss, objective=objective, head=student.chunks[-1], batch=batch, signal=signal, step=step
+        _loss, objective=objective, head=student.head, batch=batch, signal=signal, step=step
     )
 
 
@@ -73,7 +86,7 @@ def _loss(
     hidden_sbh: Tensor,
     *,
     objective: MicroBatchObjective,
-    head: HiddenStateGPT,
+    head: Head,
     batch: Batch,
     signal: Signal | None,
     step: StepBatches,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses import (
@@ -52,6 +51,8 @@ class Case:
     dropout: float = 0.0
     same_teacher: bool = False
     labels: bool = True
+    overlap: bool = False
+    tied: bool = False
     ratios: RatioBalance = RATIOS
 
 
@@ -101,18 +102,23 @@ def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int])
 
 
 def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObjective, Balancing]:
-    """Student, teacher, objective and balancing of a case."""
+    """Student with Megatron's gradient buffers, teacher, objective and balancing of a case."""
+    from megatron_distill.config import OptimizerConfig
     from megatron_distill.models.architecture import Execution
     from megatron_distill.models.gpt import build_gpt, vocab_shard
     from megatron_distill.ops import LogitRule
     from megatron_distill.train.balancing import Balancing, Schedules
     from megatron_distill.train.objective import TokenObjective
+    from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
     from megatron_distill.train.step import Student
 
     execution = Execution(torch.float32, torch.device("cpu"), case.recompute)
     shape = {"init_std": 0.2, "vocab_size": VOCABULARY}
     student = small_architecture(
-        **shape, hidden_dropout=case.dropout, attention_dropout=case.dropout
+        **shape,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        tied_embeddings=case.tied,
     )
     chunks = build_gpt(student, groups=groups, execution=execution, seed=11)
     (teacher,) = build_gpt(
@@ -143,7 +149,10 @@ def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObj
         ratios=case.ratios,
         per_micro_batch=case.per_micro_batch,
     )
-    return Student(chunks, chunks, groups, LENGTH), teacher, objective, balancing
+    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=case.overlap)
+    wrapped = wrap_data_parallel(chunks, plain, groups=groups)
+    connect_schedule(wrapped, plain, positions=SAMPLES * LENGTH)
+    return Student(chunks, wrapped, groups, LENGTH), teacher, objective, balancing
 
 
 @dataclass(frozen=True)
@@ -182,22 +191,15 @@ def balanced(rank: int, world: int, case: Case) -> Found:
             report={name: float(value) for name, value in means.items()},
             raw=None if mean is None else (mean.ce, *mean.terms),
             logged=dict(prepared.logged),
-            gradients=_gradients(student.chunks, groups, step.positions),
+            gradients=_gradients(student.chunks, groups),
         )
 
 
-def _gradients(chunks: Any, groups: Groups, positions: int) -> Parts:
-    """Every gradient by its place in the model, as data parallelism adds them up."""
+def _gradients(chunks: Any, groups: Groups) -> Parts:
+    """Every gradient by its place in the model, reduced by Megatron at the end of the schedule."""
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            found = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            # The schedule was given the objective times this.
-            gradient = found / positions
-            dist.all_reduce(gradient, group=groups.data_context)
-            is_partial = getattr(parameter, "sequence_parallel", False)
-            if is_partial or "q_layernorm" in name or "k_layernorm" in name:
-                dist.all_reduce(gradient, group=groups.tensor)
-            parameter.data = gradient
+        for parameter in chunk.parameters():
+            parameter.data = parameter.main_grad
     return _parts(chunks, groups)
 
 
@@ -248,7 +250,7 @@ def formula(rank: int, world: int, case: Case, parts: list[slice] | None) -> Ora
             )
         total.backward()
         found = tuple(float(loss.detach()) for loss in (ce, *terms))
-        return Oracle(float(total.detach()), found, _gradients(student.chunks, groups, 1))
+        return Oracle(float(total.detach()), found, _gradients(student.chunks, groups))
 
 
 def _hidden(model: HiddenStateGPT, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import blocks
+from megatron_distill.ops import blocks, weight_gradient
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
 from tests.reference.tracing import Trace, traced
@@ -16,7 +16,12 @@ TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 4096, 16
 
 
 def step(
-    problem: Problem, chunk_tokens: int | None, *, hidden: bool = True, weight: bool = True
+    problem: Problem,
+    chunk_tokens: int | None,
+    *,
+    hidden: bool = True,
+    weight: bool = True,
+    buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """Forward, and backward into the leaves that are wanted."""
     student = problem.hidden_NH.detach().requires_grad_(hidden)
@@ -32,6 +37,7 @@ def step(
             kd_weights=problem.kd_weights_N,
             terms=[Term()],
             chunk_tokens=chunk_tokens,
+            weight_gradient_sum=buffer,
         )
         if total.requires_grad:
             total.backward()
@@ -40,13 +46,16 @@ def step(
     return run
 
 
-def trace_of(problem: Problem, chunk_tokens: int | None, **wanted: bool) -> Trace:
+def trace_of(
+    problem: Problem, chunk_tokens: int | None, *, buffer: Tensor | None = None, **wanted: bool
+) -> Trace:
     return traced(
-        step(problem, chunk_tokens, **wanted),
+        step(problem, chunk_tokens, buffer=buffer, **wanted),
         problem.hidden_NH,
         problem.weight_GH,
         problem.teacher_hidden,
         problem.teacher_weight,
+        *(() if buffer is None else (buffer,)),
     )
 
 
@@ -74,6 +83,25 @@ def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.Monke
         working.append(trace_of(problem, None).peak_bytes - gradients - 3 * 4 * vocab)
     logits = 2 * 4 * CHUNK * VOCAB
     assert all(abs(bytes_ - logits) < 0.1 * logits for bytes_ in working)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_a_buffer_for_the_weight_nothing_grows_with_the_vocabulary(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
+    monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
+    monkeypatch.setattr(weight_gradient, "_CPU_ELEMENTS", VOCAB)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    blocks_of_a_row = 3 if dtype == torch.float32 else 5
+    working = []
+    for vocab in (VOCAB, 4 * VOCAB, 16 * VOCAB):
+        problem = Problem.random(2 * CHUNK, HIDDEN, vocab, dtype=dtype)
+        peak = trace_of(problem, None, buffer=torch.zeros(vocab, HIDDEN)).peak_bytes
+        working.append(peak - blocks_of_a_row * 4 * vocab)
+    logits = 2 * dtype.itemsize * CHUNK * VOCAB
+    product = 0 if dtype == torch.float32 else dtype.itemsize * VOCAB
+    assert all(abs(bytes_ - logits - product) < 0.1 * logits for bytes_ in working)
 
 
 def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
