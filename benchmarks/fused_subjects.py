@@ -60,6 +60,7 @@ def fused_subjects(
     bare = _products(inputs)
     runs: dict[tuple[str, str], Run] = {
         (linear, "ours"): _ours(inputs, Term(), 1.0),
+        (linear, "ours, into a buffer"): _ours(inputs, Term(), 1.0, into_buffer=True),
         (linear, "bare products"): bare,
         (linear, "torch"): _eager(inputs),
         (jsd, "ours"): _ours(inputs, Term("js_divergence"), 0.0),
@@ -81,7 +82,10 @@ def _products(inputs: Inputs) -> Run:
     return run
 
 
-def _ours(inputs: Inputs, term: Term, ce_coefficient: float) -> Run:
+def _ours(inputs: Inputs, term: Term, ce_coefficient: float, *, into_buffer: bool = False) -> Run:
+    # As data parallelism has one, from step to step.
+    buffer = torch.zeros(inputs.weight.shape, device=inputs.weight.device) if into_buffer else None
+
     def run() -> None:
         leaf, head = inputs.leaves()
         total, _ = fused_linear_objective(
@@ -94,8 +98,9 @@ def _ours(inputs: Inputs, term: Term, ce_coefficient: float) -> Run:
             terms=[term],
             chunk_tokens=CHUNK_TOKENS,
             ce_coefficient=ce_coefficient,
+            weight_gradient_sum=buffer,
         )
-        torch.autograd.grad(total, (leaf, head))
+        torch.autograd.grad(total, (leaf, head), allow_unused=into_buffer)
 
     return run
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.quiet import touch_bytes
 from megatron_distill.runtime.device import PRECISIONS
 from megatron_distill.runtime.torchrun import threads_per_process
 from megatron_distill.runtime.world import joined_world
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from benchmarks.loss_subjects import Subject
 
 _TIMEOUT_SECONDS = 600
+# What allocators take beyond the tensors themselves.
+_SPARE = 1.25
 # Widths of the hidden states that the fused objectives start from.
 _WIDTHS = {"cpu": (1024,), "cuda": (2048, 4096)}
 
@@ -67,21 +70,22 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
         for _ in range(2)
     )
     found = subjects(shard, group)
+    extra = [_extra_bytes(subject, student, teacher) for subject in found]
     seconds: dict[int, list[float]] = {number: [] for number in range(len(found))}
     values: dict[int, float] = {}
     # In turns, so that a slow minute is everybody's.
-    for repeat in range(arguments.repeats + 1):
+    for _ in range(arguments.repeats):
         for number, subject in enumerate(found):
+            _settle(extra[number] + 2 * student.nbytes, device)
             spent, values[number] = _timed(subject, student, teacher, device)
-            if repeat > 0:
-                seconds[number].append(spent)
+            seconds[number].append(spent)
     rows = [
         {
             "family": subject.family,
             "subject": subject.name,
             "seconds": median(seconds[number]),
             "value": values[number],
-            "extra_bytes": _extra_bytes(subject, student, teacher),
+            "extra_bytes": extra[number],
             "logit_bytes": student.numel() * student.element_size(),
         }
         for number, subject in enumerate(found)
@@ -119,6 +123,13 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
+def _settle(count: int, device: torch.device) -> None:
+    """Have so much memory at hand, whoever ran before."""
+    gc.collect()
+    if device.type == "cpu":
+        touch_bytes(int(_SPARE * count))
+
+
 def _timed(
     subject: Subject, student: torch.Tensor, teacher: torch.Tensor, device: torch.device
 ) -> tuple[float, float]:
@@ -136,7 +147,7 @@ def _timed(
 
 
 def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor) -> int:
-    """The most bytes alive above both logits, the gradient included."""
+    """The most bytes alive above both logits, the gradient included; the first run of each."""
     from benchmarks.peak import LiveStorages
 
     logits = student.clone().requires_grad_() + 0
@@ -154,27 +165,29 @@ def _fused_linear(
     from benchmarks.peak import LiveStorages
 
     runs = fused_subjects(arguments, width, device)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(arguments.repeats + 1):
-        for key, run in runs.items():
-            seconds[key].append(_seconds(run, device))
-    rows = []
-    for (family, name), run in runs.items():
+    extra = {}
+    for key, run in runs.items():
+        gc.collect()
         with LiveStorages() as live:
             run()
-        rows.append(
-            {
-                "family": family,
-                "subject": name,
-                "seconds": median(seconds[family, name][1:]),
-                "value": 0.0,
-                "extra_bytes": live.peak,
-                "logit_bytes": arguments.tokens
-                * arguments.vocab
-                * PRECISIONS[arguments.precision].itemsize,
-            }
-        )
-    return rows
+        extra[key] = live.peak
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    for _ in range(arguments.repeats):
+        for key, run in runs.items():
+            _settle(extra[key], device)
+            seconds[key].append(_seconds(run, device))
+    logit_bytes = arguments.tokens * arguments.vocab * PRECISIONS[arguments.precision].itemsize
+    return [
+        {
+            "family": family,
+            "subject": name,
+            "seconds": median(seconds[family, name]),
+            "value": 0.0,
+            "extra_bytes": extra[family, name],
+            "logit_bytes": logit_bytes,
+        }
+        for family, name in runs
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The losses' peak memory beside the formulas of their docstrings, up to 32,768 tokens.
 
-python benchmarks/memory.py                   # about ten minutes on two cores, 16 GiB
+python benchmarks/memory.py                   # some fifteen minutes on two cores, 16 GiB
 python benchmarks/memory.py --tokens 4096     # no more tokens than that
 """
 
@@ -35,12 +35,13 @@ _MIB = 2**20
 _CPU = torch.device("cpu")
 _NOTE = """\
 `fused` is `fused_linear_objective` with cross-entropy and forward KL from hidden states of width
-256, forward and backward; its chunks hold 2^25 logits of each model. `logits` is `token_divergence`
-of forward KL from given logits, `over the logits` lets the gradient take their place. `peak` is the
-most bytes of tensors alive at once above the inputs; `formula` follows the docstrings of
-`ops.fused_linear` and `ops.logit_divergence`, and `without gradients` is the peak less those on
-hidden states and weight, or on logits, which are what was asked for. The few numbers per token,
-some 110 bytes, are not in the formula; of 32,768 tokens they are 3.5 MiB.
+256, forward and backward; its chunks hold 2^25 logits of each model. `into a buffer` adds the
+weight's gradient to an fp32 matrix that is there already, as training does to Megatron's. `logits`
+is `token_divergence` of forward KL from given logits, `over the logits` lets the gradient take
+their place. `peak` is the most bytes of tensors alive at once above the inputs; `formula` follows
+the docstrings of `ops.fused_linear` and `ops.logit_divergence`, and `without gradients` is the peak
+less those on hidden states and weight, or on logits, which are what was asked for. The few numbers
+per token, some 110 bytes, are not in the formula; of 32,768 tokens they are 3.5 MiB.
 """
 
 
@@ -94,7 +95,8 @@ def _all(most: int) -> Iterator[Measured]:
         for vocab, most_tokens in _MOST_TOKENS.items():
             for tokens in _TOKENS:
                 if tokens <= min(most, most_tokens):
-                    yield _fused(precision, vocab, tokens)
+                    yield _fused(precision, vocab, tokens, has_buffer=False)
+                    yield _fused(precision, vocab, tokens, has_buffer=True)
         for tokens in _TOKENS:
             if tokens <= most and tokens * 32_768 <= _MOST_LOGITS[precision]:
                 yield _logits(precision, 32_768, tokens, overwrites=False)
@@ -115,7 +117,7 @@ def _peak(run: Callable[[], object]) -> int:
     return live.peak
 
 
-def _fused(precision: str, vocab: int, tokens: int) -> Measured:
+def _fused(precision: str, vocab: int, tokens: int, *, has_buffer: bool) -> Measured:
     hidden, weight, teacher, head = (
         _normal(rows, _HIDDEN, precision, seed) / _HIDDEN**0.25
         for seed, rows in enumerate((tokens, vocab, tokens, vocab))
@@ -123,6 +125,7 @@ def _fused(precision: str, vocab: int, tokens: int) -> Measured:
     hidden.requires_grad_()
     weight.requires_grad_()
     labels, weights = torch.arange(tokens) % vocab, torch.full((tokens,), 1 / tokens)
+    buffer = torch.zeros(vocab, _HIDDEN) if has_buffer else None
 
     def run() -> object:
         total, _ = fused_linear_objective(
@@ -133,25 +136,30 @@ def _fused(precision: str, vocab: int, tokens: int) -> Measured:
             ce_weights=weights,
             kd_weights=weights,
             terms=[Term()],
+            weight_gradient_sum=buffer,
         )
-        return torch.autograd.grad(total, (hidden, weight))
+        return torch.autograd.grad(total, (hidden, weight), allow_unused=has_buffer)
 
     width = PRECISIONS[precision].itemsize
-    gradients = (tokens + vocab) * _HIDDEN * width
-    formula = _fused_formula(width, vocab, tokens)
-    return Measured("fused", precision, vocab, tokens, _peak(run), formula, gradients)
+    gradients = (tokens + (0 if has_buffer else vocab)) * _HIDDEN * width
+    formula = _fused_formula(width, vocab, tokens, has_buffer=has_buffer)
+    name = "fused, into a buffer" if has_buffer else "fused"
+    return Measured(name, precision, vocab, tokens, _peak(run), formula, gradients)
 
 
-def _fused_formula(width: int, vocab: int, tokens: int) -> int:
+def _fused_formula(width: int, vocab: int, tokens: int, *, has_buffer: bool) -> int:
     chunks = -(-tokens // chunk_tokens_for(vocab, _CPU))
     size = -(-tokens // chunks)
     logits, of_hidden = 2 * size * vocab * width, tokens * _HIDDEN * width
-    is_wider = width < torch.float32.itemsize and chunks > 1
+    is_wider = width < torch.float32.itemsize and (chunks > 1 or has_buffer)
     total = vocab * _HIDDEN * (torch.float32.itemsize if is_wider else width)
+    if has_buffer:
+        total = 0
     product = min(_ROUNDED, vocab * _HIDDEN) * width if is_wider else 0
     narrow = 0 if width == torch.float32.itemsize else 2
     forward = logits + of_hidden + total + product + (3 + narrow) * _block(size, vocab)
-    backward = of_hidden + total + (vocab * _HIDDEN * width if is_wider else 0)
+    rounded = vocab * _HIDDEN * width if is_wider and not has_buffer else 0
+    backward = of_hidden + total + rounded
     return max(forward, backward)
 
 

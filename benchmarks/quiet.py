@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 
 _LOOK_SECONDS = 3.0
@@ -33,12 +34,21 @@ def wait_until_quiet(cores: float) -> None:
 def touch_memory() -> None:
     """Write to the machine's free memory once, in a process that ends then.
 
-    A virtual machine gets a page from its host at the first touch, which takes up to 2.5 s per GB
+    A virtual machine gets a page from its host at the first touch, which takes up to 2.6 s per GB
     and falls on whoever happens to be the first.
     """
     count = int(psutil.virtual_memory().available * _TOUCHED_SHARE)
     program = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
     subprocess.run([sys.executable, "-c", program, str(count)], check=True)
+
+
+def touch_bytes(count: int) -> None:
+    """Write to so much memory and free it, for whoever comes next.
+
+    What is free for a second or two may go back to the host (free page reporting), and a page that
+    comes from there costs up to eighty times one that never left.
+    """
+    np.empty(max(count, 1), np.uint8).fill(1)
 
 
 def own_cpu_seconds(result: Mapping[str, Any]) -> list[float]:
