@@ -13,7 +13,12 @@ from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.divergence import Classes, Model, WeightedDivergence
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.pushforward import SoftmaxWeights, scale_rows_, scale_softmax_
+from megatron_distill.ops.pushforward import (
+    SoftmaxWeights,
+    clear_rows_,
+    scale_rows_,
+    scale_softmax_,
+)
 from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, logit_gap
 
 __all__ = ["Block", "Normalisers"]
@@ -118,22 +123,30 @@ class Block:
         pull = slope.sub_(reference).mul_(classes.student)
         return values.sum(1), pull.sum(1), reference.squeeze(1)
 
-    def gradient(self, weights: Sequence[SoftmaxWeights]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient on the raw outputs, and the values ``[n]`` fp64 of terms with slopes."""
+    def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
+        """Write the gradient on the raw outputs to ``out``, which may be these outputs.
+
+        Returns the values ``[n]`` fp64 of terms with slopes.
+        """
         values: dict[str, Tensor] = {}
+        is_last = len(weights) == 1 and self.student_rule.is_identity
+        direct = out if is_last and out.dtype == self.scratch.dtype else None
         gradients = [
-            self._curved_gradient(softmax, values)
+            self._curved_gradient(softmax, values, direct)
             if softmax.curved
             else self._linear_gradient(softmax)
             for softmax in weights
         ]
-        spare = self.scratch.take("spare", self._size)
         if not gradients:
-            return spare.zero_(), values
+            out.zero_()
+            return values
         total = gradients[0]
         for gradient in gradients[1:]:
             total.add_(gradient)
-        return self.student_rule.chain_(total, self.logits["student"], spare), values
+        if total is not direct:
+            spare = self.scratch.take("spare", self._size)
+            out.copy_(self.student_rule.chain_(total, self.logits["student"], spare))
+        return values
 
     def _linear_gradient(self, weights: SoftmaxWeights) -> Tensor:
         """What forward KL, labels and kept ids at one temperature add to the gradient."""
@@ -154,28 +167,44 @@ class Block:
             gradient.scatter_add_(1, columns, added)
         return gradient
 
-    def _curved_gradient(self, weights: SoftmaxWeights, values: dict[str, Tensor]) -> Tensor:
-        """What all terms at one temperature add, some of them with slopes."""
-        gradient: Tensor | None = None
-        of_student, sparse = weights.student, weights.sparse
+    def _curved_gradient(
+        self, weights: SoftmaxWeights, values: dict[str, Tensor], out: Tensor | None
+    ) -> Tensor:
+        """What all terms at one temperature add, some of them with slopes.
+
+        It is ``q`` times a bracket, of which the first term's slopes are the beginning. ``out``
+        takes the result if that is all there is.
+        """
+        bracket: Tensor | None = None
+        rest, sparse = weights.student, weights.sparse
         for curved in weights.curved:
-            # The first term's slopes become the gradient, to which the others add theirs.
-            classes = self.classes(
-                weights.temperature, spares="" if gradient is None else "further "
-            )
+            spares = "" if bracket is None else "further "
+            classes = self.classes(weights.temperature, spares=spares)
             summands, slope = curved.term.divergence.evaluate(classes)
             assert slope is not None
+            average = curved.average
             if curved.reference is None:
                 values[curved.term.key] = summands.sum(1).double()
-            reference = self._at_top(slope) if curved.reference is None else curved.reference
-            pull = slope.sub_(reference).mul_(classes.student)
-            average = pull.sum(1, keepdim=True) if curved.average is None else curved.average
-            of_student = of_student - torch.where(curved.weight == 0, 0.0, curved.weight * average)
-            scale_rows_(pull, curved.weight, sparse=sparse)
-            gradient = pull if gradient is None else gradient.add_(pull)
-        assert gradient is not None
+            slope.sub_(self._at_top(slope) if curved.reference is None else curved.reference)
+            if average is None:
+                average = torch.mul(slope, classes.student, out=summands).sum(1, keepdim=True)
+            rest = rest - torch.where(curved.weight == 0, 0.0, curved.weight * average)
+            if not _is_one(curved.weight):
+                scale_rows_(slope, curved.weight, sparse=sparse)
+            bracket = slope if bracket is None else bracket.add_(slope)
+        assert bracket is not None
         classes = self.classes(weights.temperature)
-        gradient.add_(scale_softmax_(classes.student, weights, self._buffer, student=of_student))
+        if weights.others or weights.teacher is not None or weights.points:
+            out = None
+        if weights.others:
+            bracket.mul_(classes.student)
+            bracket.add_(scale_softmax_(classes.student, weights, self._buffer, student=rest))
+            gradient = bracket
+        else:
+            bracket.add_(rest)
+            gradient = torch.mul(bracket, classes.student, out=bracket if out is None else out)
+            if sparse:
+                clear_rows_(gradient, weights.unused)
         if weights.teacher is not None:
             gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=sparse))
         for columns, added in weights.points:
@@ -189,6 +218,11 @@ class Block:
         """The slope at the student's top token of this shard, ``[n, 1]``."""
         assert self.packet.top is not None
         return slope.gather(1, self.packet.top.unsqueeze(1))
+
+
+def _is_one(weight: Tensor) -> bool:
+    """Whether all are one; a GPU is not asked, which would be waited for."""
+    return weight.device.type == "cpu" and bool((weight == 1).all())
 
 
 def _uniform(anchor: Tensor) -> Tensor | bool:

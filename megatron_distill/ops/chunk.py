@@ -183,8 +183,7 @@ class Chunk:
         for rows in self._rows():
             block = self._block(packet, solved, rows)
             block.exponentiate(self.sweep.softmaxes)
-            gradient, _ = block.gradient([softmax.rows(rows) for softmax in known])
-            out[rows].copy_(gradient)
+            block.gradient([softmax.rows(rows) for softmax in known], out[rows])
 
     def _process_blocks(
         self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
@@ -209,8 +208,7 @@ class Chunk:
                     solved.blends[term.key] = block.blend(term)
                     blends[term.key].append(solved.blends[term.key])
             pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
-            gradient, values = block.gradient(pushed)
-            out[rows].copy_(gradient)
+            values = block.gradient(pushed, out[rows])
             for key, value in values.items():
                 found[key].append(value)
         merged = packet.merge(None)

@@ -4,7 +4,8 @@ A row says what a class adds to the value, ``l(p, q)``, and its slope ``dl/dq`` 
 Gradients of every support follow from the slope alone (see `pushforward`). The classes are a
 vocabulary, a shard of it, or the kept ids of a top-k and what they leave.
 
-Rows are written so that ``p == q`` gives exactly zero in both, and never form p/q.
+Rows are written so that ``p == q`` gives exactly zero in both, and with many digits close to it:
+from ``p - q``, which is exact there, not from the logarithm of a ratio near one.
 """
 
 from __future__ import annotations
@@ -112,35 +113,60 @@ class WeightedDivergence:
         return f"{self.divergence.name}@{self.temperature}"
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """``p/m`` and ``log(q/m)`` in ``m = teacher_share p + (1 - teacher_share) q``, to overwrite."""
+def _surprise(classes: Classes, teacher_share: float) -> Tensor:
+    """``log(m/q)`` in ``m = share p + (1 - share) q``, to overwrite.
 
-    teacher: Tensor
-    log_student: Tensor
+    It is ``log(1 + share (p - q)/q)``, and where p is less also ``-log(1 + share (q - p)/m)``. The
+    difference of neighbours is exact, so both have all their digits near ``p == q``.
+    """
+    p, q = classes.teacher, classes.student
+    gap = torch.sub(p, q, out=classes.spare("surprise"))
+    if teacher_share <= 0.5:
+        return gap.div_(q).mul_(teacher_share).log1p_()
+    # A sum with something near minus one would have few digits.
+    least = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
+    torch.minimum(least, q, out=least)
+    size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(teacher_share).log1p_()
+    return torch.copysign(size, gap, out=gap)
 
-    @classmethod
-    def of(cls, classes: Classes, teacher_share: float) -> _Shares:
-        p, q = classes.teacher, classes.student
-        mixture = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
-        teacher = torch.div(p, mixture, out=classes.spare("teacher"))
-        return cls(teacher, torch.div(q, mixture, out=mixture).log_())
 
-    def anchored(self, classes: Classes, teacher_share: float) -> Tensor:
-        """``log(q/m)``, a constant apart; where p is small and the anchor false, to more digits.
+def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tensor:
+    """``log(m/q)``, a constant apart; where p is small and the anchor false, to more digits."""
+    if classes.anchor is True:
+        return surprise
+    p, q = classes.teacher, classes.student
+    exact = classes.spare("exact")
+    odds = teacher_share / (1 - teacher_share)
+    if odds <= 1:
+        # m/q is 1 - share times 1 + odds p/q.
+        torch.div(p, q, out=exact)
+        if odds != 1:
+            exact.mul_(odds)
+        exact.log1p_()
+    else:
+        # q/m is near its bound, and share p/m its distance from that: up to one half from that
+        # alone, beyond it the logarithm adds the rest.
+        excess = math.log1p(-teacher_share) - math.log(0.5)
+        beyond = torch.sub(surprise, excess, out=classes.spare("beyond")).clamp_(min=0.0)
+        mixture = torch.lerp(q, p, teacher_share, out=exact)
+        distance = torch.div(p, mixture, out=mixture).mul_(-teacher_share)
+        torch.sub(beyond, distance.clamp_(min=-0.5).log1p_(), out=exact)
+    if classes.anchor is False:
+        return exact
+    return torch.where(classes.anchor, surprise, exact, out=exact)
 
-        There q/m is near its bound, and its distance from that is ``teacher_share p/m``.
-        """
-        if classes.anchor is True:
-            return self.log_student
-        # Up to a distance of one half from that alone, beyond it the logarithm adds the rest.
-        bound, half = math.log1p(-teacher_share), math.log(0.5)
-        beyond = torch.add(self.log_student, bound - half, out=classes.spare("beyond"))
-        distance = torch.mul(self.teacher, -teacher_share, out=classes.spare("distance"))
-        exact = distance.clamp_(min=-0.5).log1p_().add_(beyond.clamp_(max=0.0))
-        if classes.anchor is False:
-            return exact
-        return torch.where(classes.anchor, self.log_student, exact, out=exact)
+
+def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
+    """``p/m``, and one less where slopes are exact near ``p == q``; overwrites ``p - q``."""
+    p, q = classes.teacher, classes.student
+    mixture = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
+    if classes.anchor is False:
+        return torch.div(p, mixture, out=mixture)
+    # p - m = (1 - share) (p - q)
+    beyond = gap.div_(mixture).mul_(1 - teacher_share)
+    if classes.anchor is True:
+        return beyond
+    return torch.where(classes.anchor, beyond, torch.div(p, mixture, out=mixture), out=beyond)
 
 
 # sum p log(p/q): slope -p/q.
@@ -157,34 +183,34 @@ def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
 
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
-    shares = _Shares.of(classes, beta)
-    value = torch.log(shares.teacher, out=classes.spare("value")).mul_(classes.teacher).mul_(beta)
-    value.addcmul_(shares.log_student, classes.student, value=1 - beta)
-    return value, shares.anchored(classes, beta).mul_(1 - beta)
+    p, q = classes.teacher, classes.student
+    surprise = _surprise(classes, beta)
+    of_teacher = torch.sub(q, p, out=classes.spare("value"))
+    value = of_teacher.div_(p).mul_(1 - beta).log1p_().mul_(p).mul_(-beta)
+    value.addcmul_(surprise, q, value=beta - 1)
+    return value, _anchored(surprise, classes, beta).mul_(beta - 1)
 
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
 def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    mixture = torch.lerp(q, p, skew_lambda, out=classes.spare("mixture"))
-    share = torch.div(p, mixture, out=mixture)
-    value = torch.log(share, out=classes.spare("value")).mul_(p)
-    value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=-rest)
-    # Near p == q what counts is 1 - p/m, near p == 0 it is p/m.
-    return value, share.sub_(classes.share_at_anchor).mul_(-rest)
+    gap = torch.sub(p, q, out=classes.spare("gap"))
+    value = torch.div(gap, p, out=classes.spare("value")).mul_(-rest).log1p_().mul_(p).neg_()
+    value.add_(gap, alpha=-rest)
+    return value, _share(gap, classes, skew_lambda).mul_(-rest)
 
 
 # sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m.
 def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    shares = _Shares.of(classes, rest)
-    value = torch.mul(shares.log_student, q, out=classes.spare("value"))
-    value.add_(torch.sub(p, q, out=classes.spare("gap")), alpha=rest)
-    slope = shares.anchored(classes, rest)
+    surprise = _surprise(classes, rest)
+    gap = torch.sub(p, q, out=classes.spare("gap"))
+    value = torch.mul(gap, rest, out=classes.spare("value")).addcmul_(surprise, q, value=-1)
     # lam q/m = 1 - rest p/m.
-    return value, slope.add_(shares.teacher.sub_(classes.share_at_anchor), alpha=rest)
+    slope = _share(gap, classes, rest).mul_(rest)
+    return value, slope.sub_(_anchored(surprise, classes, rest))
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.

@@ -7,7 +7,6 @@ With ``q = softmax(z / T)`` and a loss ``sum_i l(p_i, q_i)`` of slope ``s = dl/d
 A constant added to s cancels. So slopes are taken relative to that of the student's top token:
 where one token has nearly all of q, the difference in the bracket is small, and must not be one of
 two rounded numbers. Forward KL and cross-entropy give ``q`` less a distribution and need no slope.
-Ratios p/q are never formed.
 """
 
 from __future__ import annotations
@@ -84,6 +83,14 @@ class SoftmaxWeights:
     points: tuple[tuple[Tensor, Tensor], ...]
     sparse: bool
     others: tuple[Others, ...] = ()
+
+    @property
+    def unused(self) -> Tensor:
+        """bool ``[N, 1]``, the tokens on which no term between logits and no label counts."""
+        unused = self.student == 0
+        for curved in self.curved:
+            unused = unused & (curved.weight == 0)
+        return unused
 
     def rows(self, rows: slice) -> SoftmaxWeights:
         """The weights of some tokens."""
@@ -209,10 +216,12 @@ def scale_rows_(
     equal weights leave exactly nothing.
     """
     values.mul_(weight if factor is None else weight * factor)
-    if not sparse:
-        return values
     # Zero times NaN is NaN.
-    unused = weight == 0
+    return clear_rows_(values, weight == 0) if sparse else values
+
+
+def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:
+    """Set rows of ``[N, V]`` to zero where ``unused [N, 1]``, whatever stands there."""
     if values.device.type != "cpu":
         return values.masked_fill_(unused, 0.0)
     return values.index_fill_(0, unused.squeeze(1).nonzero().squeeze(1), 0.0)

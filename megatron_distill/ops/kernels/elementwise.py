@@ -79,12 +79,28 @@ def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def _anchored(log_share, of_teacher, share, anchor):
-    """See `_Shares.anchored` of the table."""
-    bound = _log1p(-share)
-    beyond = tl.minimum(log_share + (bound - _LOG_HALF), 0.0)
-    exact = _log1p(tl.maximum(of_teacher * -share, -0.5)) + beyond
-    return tl.where(anchor > 0.0, log_share, exact)
+def _surprise(p, q, share):
+    """See `_surprise` of the table: log(m/q) in m = share p + (1 - share) q."""
+    gap = p - q
+    mixture = q + share * gap
+    size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
+    return tl.where(gap < 0, -size, size)
+
+
+@triton.jit
+def _anchored(surprise, of_teacher, share, anchor):
+    """See `_anchored` of the table."""
+    excess = _log1p(-share) - _LOG_HALF
+    beyond = tl.maximum(surprise - excess, 0.0)
+    exact = beyond - _log1p(tl.maximum(of_teacher * -share, -0.5))
+    return tl.where(anchor > 0.0, surprise, exact)
+
+
+@triton.jit
+def _share(p, q, mixture, share, anchor):
+    """See `_share` of the table."""
+    of_teacher = tl.div_rn(p, mixture)
+    return tl.where(anchor > 0.0, (1.0 - share) * tl.div_rn(p - q, mixture), of_teacher)
 
 
 @triton.jit
@@ -97,24 +113,23 @@ def slope_and_value(p, q, log_ratio, anchor, parameter, FORM: tl.constexpr):
         slope = -log_ratio
         value = slope * q
     elif FORM == 2:
-        mixture = q + parameter * (p - q)
-        of_teacher = tl.div_rn(p, mixture)
-        log_share = tl.log(tl.div_rn(q, mixture))
-        value = parameter * (tl.log(of_teacher) * p) + (1.0 - parameter) * (log_share * q)
-        slope = (1.0 - parameter) * _anchored(log_share, of_teacher, parameter, anchor)
+        rest = 1.0 - parameter
+        surprise = _surprise(p, q, parameter)
+        value = -(parameter * (_surprise(q, p, rest) * p) + rest * (surprise * q))
+        of_teacher = tl.div_rn(p, q + parameter * (p - q))
+        slope = -rest * _anchored(surprise, of_teacher, parameter, anchor)
     elif FORM == 3:
         rest = 1.0 - parameter
         mixture = q + parameter * (p - q)
-        of_teacher = tl.div_rn(p, mixture)
-        value = tl.log(of_teacher) * p - rest * (p - q)
-        slope = -rest * (of_teacher - anchor)
+        value = -(_surprise(q, p, rest) * p) - rest * (p - q)
+        slope = -rest * _share(p, q, mixture, parameter, anchor)
     elif FORM == 4:
         rest = 1.0 - parameter
         mixture = q + rest * (p - q)
-        of_teacher = tl.div_rn(p, mixture)
-        log_share = tl.log(tl.div_rn(q, mixture))
-        value = log_share * q + rest * (p - q)
-        slope = _anchored(log_share, of_teacher, rest, anchor) + rest * (of_teacher - anchor)
+        surprise = _surprise(p, q, rest)
+        value = rest * (p - q) - surprise * q
+        slope = rest * _share(p, q, mixture, rest, anchor)
+        slope -= _anchored(surprise, tl.div_rn(p, mixture), rest, anchor)
     elif FORM == 5:
         gap = q - p
         value = 0.5 * tl.abs(gap)
