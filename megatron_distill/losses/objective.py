@@ -122,12 +122,12 @@ def fused_linear_objective(
 
 
 def _check_sum(total: Tensor, weight: Tensor) -> None:
-    found = (total.shape, total.dtype, total.device)
-    expected = (weight.shape, accumulation_dtype(weight.dtype), weight.device)
-    if found != expected:
+    found = (tuple(total.shape), total.dtype, total.device)
+    wanted = (tuple(weight.shape), accumulation_dtype(weight.dtype), weight.device)
+    if found != wanted:
         raise ValueError(
             "weight_gradient_sum is {} of {} on {}; it must be {} of {} on {}".format(
-                *(value for pair in (found, expected) for value in (tuple(pair[0]), *pair[1:]))
+                *found, *wanted
             )
         )
     if total.requires_grad:

@@ -113,20 +113,20 @@ class WeightedDivergence:
         return f"{self.divergence.name}@{self.temperature}"
 
 
-def _surprise(classes: Classes, teacher_share: float) -> Tensor:
-    """``log(m/q)`` in ``m = share p + (1 - share) q``, to overwrite.
+def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, name: str) -> Tensor:
+    """``log(m/of)`` in ``m = share other + (1 - share) of``, in the spare buffer ``name``.
 
-    It is ``log(1 + share (p - q)/q)``, and where p is less also ``-log(1 + share (q - p)/m)``. The
-    difference of neighbours is exact, so both have all their digits near ``p == q``.
+    It is ``log(1 + share (other - of)/of)``, and where the other is less also
+    ``-log(1 + share (of - other)/m)``. The difference of neighbours is exact, so both have all
+    their digits where the two are close.
     """
-    p, q = classes.teacher, classes.student
-    gap = torch.sub(p, q, out=classes.spare("surprise"))
-    if teacher_share <= 0.5:
-        return gap.div_(q).mul_(teacher_share).log1p_()
+    gap = torch.sub(other, of, out=classes.spare(name))
+    if share <= 0.5:
+        return gap.div_(of).mul_(share).log1p_()
     # A sum with something near minus one would have few digits.
-    least = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
-    torch.minimum(least, q, out=least)
-    size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(teacher_share).log1p_()
+    least = torch.lerp(of, other, share, out=classes.spare("mixture"))
+    torch.minimum(least, of, out=least)
+    size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
     return torch.copysign(size, gap, out=gap)
 
 
@@ -184,9 +184,8 @@ def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     p, q = classes.teacher, classes.student
-    surprise = _surprise(classes, beta)
-    of_teacher = torch.sub(q, p, out=classes.spare("value"))
-    value = of_teacher.div_(p).mul_(1 - beta).log1p_().mul_(p).mul_(-beta)
+    value = _surprise(p, q, 1 - beta, classes, "value").mul_(p).mul_(-beta)
+    surprise = _surprise(q, p, beta, classes, "surprise")
     value.addcmul_(surprise, q, value=beta - 1)
     return value, _anchored(surprise, classes, beta).mul_(beta - 1)
 
@@ -195,8 +194,8 @@ def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
 def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
+    value = _surprise(p, q, rest, classes, "value").mul_(p).neg_()
     gap = torch.sub(p, q, out=classes.spare("gap"))
-    value = torch.div(gap, p, out=classes.spare("value")).mul_(-rest).log1p_().mul_(p).neg_()
     value.add_(gap, alpha=-rest)
     return value, _share(gap, classes, skew_lambda).mul_(-rest)
 
@@ -205,7 +204,7 @@ def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor,
 def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    surprise = _surprise(classes, rest)
+    surprise = _surprise(q, p, rest, classes, "surprise")
     gap = torch.sub(p, q, out=classes.spare("gap"))
     value = torch.mul(gap, rest, out=classes.spare("value")).addcmul_(surprise, q, value=-1)
     # lam q/m = 1 - rest p/m.

@@ -60,6 +60,30 @@ def test_between_logits(name: str, dtype: torch.dtype, temperature: float) -> No
     assert_equal(found, expected, dtype)
 
 
+ENDS: list[tuple[str, dict[str, float]]] = [
+    ("js_divergence", {"beta": 1e-3}),
+    ("js_divergence", {"beta": 1 - 1e-3}),
+    ("skewed_forward_kl", {"skew_lambda": 1e-3}),
+    ("skewed_forward_kl", {"skew_lambda": 1e-9}),
+    ("skewed_reverse_kl", {"skew_lambda": 1e-3}),
+    ("skewed_reverse_kl", {"skew_lambda": 1e-9}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), ENDS)
+def test_mixtures_that_are_nearly_one_model(name: str, given: dict[str, float]) -> None:
+    # Of one plus something near minus one, few digits would be left.
+    student, teacher = logit_pair(20, 307)
+    ones = torch.ones(20)
+    found = solved(student, DenseLogits(teacher), ones, divergence=name, **given)
+    expected = differentiated(
+        student, lambda leaf: oracles.dense(name, leaf, teacher, 1.0, **given), ones
+    )
+    error = (found[0] - expected[0]).abs() / expected[0]
+    assert float(error.max()) < 1.5e-6
+    assert row_error(found[1], expected[1]) < 1e-5
+
+
 MIXTURES: list[tuple[str, dict[str, float]]] = [
     ("js_divergence", {}),
     *(
