@@ -22,7 +22,7 @@ _INTEGERS = ("top", "point_columns")
 _STRIDES = ("student_stride", "teacher_stride", "out_stride", "packet_stride")
 _SCALARS = {
     **dict.fromkeys((*_STRIDES, "rows", "width", "points"), "i32"),
-    **dict.fromkeys(("inverse_temperature", "parameter"), "fp32"),
+    **dict.fromkeys(("inverse_temperature", "parameter", "rest"), "fp32"),
 }
 _RULES = {"STUDENT_SCALE": 0.5, "STUDENT_CAP": 30.0, "TEACHER_SCALE": 1.0, "TEACHER_CAP": 0.0}
 _PACKET = ("STUDENT_PEAK", "STUDENT_MASS", "STUDENT_LOG", "TEACHER_PEAK", "TEACHER_MASS")

@@ -29,6 +29,11 @@ class KernelForm:
     ]
     parameter: float = 0.0
 
+    @property
+    def parameters(self) -> tuple[float, float]:
+        """The parameter and one minus it, which fp32 could not say of the other."""
+        return self.parameter, 1 - self.parameter
+
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether tensors like these are for the kernels: on CUDA, or anywhere if Triton interprets.

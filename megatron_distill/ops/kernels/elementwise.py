@@ -79,33 +79,41 @@ def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def _surprise(p, q, share):
-    """See `_surprise` of the table: log(m/q) in m = share p + (1 - share) q."""
+def _mixture(p, q, share, rest):
+    """share p + rest q, from the model with the larger share. Of share and rest, which sum to one,
+    each is given: one minus the other would have few digits where that is near one."""
+    return tl.where(share <= 0.5, q + share * (p - q), p - rest * (p - q))
+
+
+@triton.jit
+def _surprise(p, q, share, rest):
+    """See `_surprise` of the table: log(m/q) in m = share p + rest q."""
     gap = p - q
-    mixture = q + share * gap
+    mixture = _mixture(p, q, share, rest)
     size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
     return tl.where(gap < 0, -size, size)
 
 
 @triton.jit
-def _anchored(surprise, of_teacher, share, anchor):
+def _anchored(surprise, of_teacher, share, rest, anchor):
     """See `_anchored` of the table."""
-    excess = _log1p(-share) - _LOG_HALF
+    excess = tl.log(rest) - _LOG_HALF
     beyond = tl.maximum(surprise - excess, 0.0)
     exact = beyond - _log1p(tl.maximum(of_teacher * -share, -0.5))
     return tl.where(anchor > 0.0, surprise, exact)
 
 
 @triton.jit
-def _share(p, q, mixture, share, anchor):
+def _share(p, q, mixture, rest, anchor):
     """See `_share` of the table."""
     of_teacher = tl.div_rn(p, mixture)
-    return tl.where(anchor > 0.0, (1.0 - share) * tl.div_rn(p - q, mixture), of_teacher)
+    return tl.where(anchor > 0.0, rest * tl.div_rn(p - q, mixture), of_teacher)
 
 
 @triton.jit
-def slope_and_value(p, q, log_ratio, anchor, parameter, FORM: tl.constexpr):
-    """Slope (a constant apart) and summand of the value, as in the table of divergences."""
+def slope_and_value(p, q, log_ratio, anchor, parameter, rest, FORM: tl.constexpr):
+    """Slope (a constant apart) and summand of the value, as in the table of divergences; ``rest``
+    is one minus the parameter."""
     # As above, not by a maximum.
     p = tl.where(p < _TINY, _TINY, p)
     q = tl.where(q < _TINY, _TINY, q)
@@ -113,23 +121,20 @@ def slope_and_value(p, q, log_ratio, anchor, parameter, FORM: tl.constexpr):
         slope = -log_ratio
         value = slope * q
     elif FORM == 2:
-        rest = 1.0 - parameter
-        surprise = _surprise(p, q, parameter)
-        value = -(parameter * (_surprise(q, p, rest) * p) + rest * (surprise * q))
-        of_teacher = tl.div_rn(p, q + parameter * (p - q))
-        slope = -rest * _anchored(surprise, of_teacher, parameter, anchor)
+        surprise = _surprise(p, q, parameter, rest)
+        value = -(parameter * (_surprise(q, p, rest, parameter) * p) + rest * (surprise * q))
+        of_teacher = tl.div_rn(p, _mixture(p, q, parameter, rest))
+        slope = -rest * _anchored(surprise, of_teacher, parameter, rest, anchor)
     elif FORM == 3:
-        rest = 1.0 - parameter
-        mixture = q + parameter * (p - q)
-        value = -(_surprise(q, p, rest) * p) - rest * (p - q)
-        slope = -rest * _share(p, q, mixture, parameter, anchor)
+        mixture = _mixture(p, q, parameter, rest)
+        value = -(_surprise(q, p, rest, parameter) * p) - rest * (p - q)
+        slope = -rest * _share(p, q, mixture, rest, anchor)
     elif FORM == 4:
-        rest = 1.0 - parameter
-        mixture = q + rest * (p - q)
-        surprise = _surprise(p, q, rest)
+        mixture = _mixture(p, q, rest, parameter)
+        surprise = _surprise(p, q, rest, parameter)
         value = rest * (p - q) - surprise * q
-        slope = rest * _share(p, q, mixture, rest, anchor)
-        slope -= _anchored(surprise, tl.div_rn(p, mixture), rest, anchor)
+        slope = rest * _share(p, q, mixture, parameter, anchor)
+        slope -= _anchored(surprise, tl.div_rn(p, mixture), rest, parameter, anchor)
     elif FORM == 5:
         gap = q - p
         value = 0.5 * tl.abs(gap)

@@ -94,7 +94,7 @@ class RowKernels:
             torch.stack(known),
             packet.top,
             sums,
-            form.parameter,
+            *form.parameters,
             1 / term.temperature,
             FORM=FORMS[form.name],
             BLOCK=self._block(_GRADIENT_BLOCK),
@@ -146,7 +146,7 @@ class RowKernels:
             TEMPERATURES=len(weights),
             HAS_TEACHER="teacher" in self.raw,
             HAS_OTHERS=any(softmax.others for softmax in weights),
-            CURVED=len(slopes.parameters),
+            CURVED=len(slopes.parameters) // 2,
             FORMS=slopes.forms,
             HAS_POINTS=points.columns.shape[1] > 0,
             BLOCK=self._block(_GRADIENT_BLOCK),
@@ -209,7 +209,7 @@ def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(frozen=True)
 class _Slopes:
     """The terms with slopes: weight and reference ``[N]`` of each in turn, what the kernel calls
-    them, eight bits each, and their parameters."""
+    them, eight bits each, and two parameters of each."""
 
     rows: list[Tensor]
     forms: int
@@ -226,8 +226,9 @@ class _Slopes:
                 assert form is not None
                 assert one.reference is not None
                 rows += [one.weight.squeeze(1), one.reference.squeeze(1)]
-                forms |= (number << 4 | FORMS[form.name]) << 8 * len(parameters)
-                parameters.append(form.parameter)
+                place = len(parameters) // 2
+                forms |= (number << 4 | FORMS[form.name]) << 8 * place
+                parameters += form.parameters
         return cls(rows, forms, parameters)
 
 

@@ -41,9 +41,10 @@ def _gradient(
                 if (FORMS >> (8 * c + 4)) % 16 == t:
                     log_ratio = (z_t - z_s) * inverse - tl.load(at + 2 * rows)
                     anchor = tl.load(at + 3 * rows)
-                    parameter = tl.load(constants + TEMPERATURES + c)
+                    parameter = tl.load(constants + TEMPERATURES + 2 * c)
+                    rest = tl.load(constants + TEMPERATURES + 2 * c + 1)
                     slope, _ = slope_and_value(
-                        p, q, log_ratio, anchor, parameter, (FORMS >> (8 * c)) % 16
+                        p, q, log_ratio, anchor, parameter, rest, (FORMS >> (8 * c)) % 16
                     )
                     weight = tl.load(slopes + 2 * c * rows + row)
                     reference = tl.load(slopes + (2 * c + 1) * rows + row)

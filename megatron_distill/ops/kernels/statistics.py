@@ -86,7 +86,7 @@ def measure_rows(
 @triton.jit
 def sum_slopes(
     student, teacher, student_stride, teacher_stride, rows, width, student_peak, teacher_peak,
-    known, top, sums, parameter, inverse_temperature,
+    known, top, sums, parameter, rest, inverse_temperature,
     STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,7 +108,7 @@ def sum_slopes(
     top_q = tl.exp((top_s - peak_s) * inverse_temperature) * factor_s
     top_p = tl.exp((top_t - peak_t) * inverse_temperature) * factor_t
     top_ratio = (top_t - top_s) * inverse_temperature - shift
-    reference, _ = slope_and_value(top_p, top_q, top_ratio, anchor, parameter, FORM)
+    reference, _ = slope_and_value(top_p, top_q, top_ratio, anchor, parameter, rest, FORM)
     value = tl.full([], 0.0, tl.float32)
     average = tl.full([], 0.0, tl.float32)
     for first in range(0, width, BLOCK):
@@ -119,7 +119,7 @@ def sum_slopes(
         q = tl.exp((z_s - peak_s) * inverse_temperature) * factor_s
         p = tl.exp((z_t - peak_t) * inverse_temperature) * factor_t
         log_ratio = (z_t - z_s) * inverse_temperature - shift
-        slope, summand = slope_and_value(p, q, log_ratio, anchor, parameter, FORM)
+        slope, summand = slope_and_value(p, q, log_ratio, anchor, parameter, rest, FORM)
         value += tl.sum(tl.where(mask, summand, 0.0), 0)
         average += tl.sum(tl.where(mask, (slope - reference) * q, 0.0), 0)
     tl.store(sums + row, value)
