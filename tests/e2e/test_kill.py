@@ -51,6 +51,24 @@ def is_saving(output: Path, after: int) -> Callable[[], bool]:
     return lambda: steps_done(output) >= after and any(folder.glob("step_???????.partial/*"))
 
 
+def send_to_all(started: Started, number: int) -> None:
+    """A signal to every process that torchrun was seen to start, and that is still there."""
+    for process in started.seen:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def hold_during_a_save(started: Started, output: Path, after: int) -> None:
+    """Stop the processes where a save is half done: one that was seen may be over by now."""
+    saving = is_saving(output, after)
+    while True:
+        started.wait_until(saving)
+        send_to_all(started, signal.SIGSTOP)
+        if saving():
+            return
+        send_to_all(started, signal.SIGCONT)
+
+
 def arguments(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
     config = inputs.folder / "dense.yaml"
     return ["--config", str(config), f"output={output}", *OVERRIDES, *overrides]
@@ -58,9 +76,7 @@ def arguments(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
 
 def kill_everything(started: Started) -> None:
     """SIGKILL to torchrun and to all it was seen to start, at once."""
-    for process in started.seen:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    send_to_all(started, signal.SIGKILL)
     started.process.kill()
     started.wait()
     started.wait_for_all()
@@ -75,13 +91,13 @@ def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
     saving = f"checkpoint.asynchronous={asynchronous}"
     with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
         started.wait_until(has_steps(output, 7))
-        started.wait_until(is_saving(output, after=7))
+        hold_during_a_save(started, output, after=7)
         kill_everything(started)
     done = steps_done(output)
     assert 7 <= done < STEPS, started.log.read_text()
     left = checkpoints(output)
     complete = [name for name in left if "." not in name]
-    assert left != complete, "it was not killed during a save; there is no partial folder"
+    assert left != complete
     newest = int(complete[-1].removeprefix("step_"))
     assert done - 6 <= newest <= done
     after = run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES, saving)
