@@ -113,6 +113,13 @@ class WeightedDivergence:
         return f"{self.divergence.name}@{self.temperature}"
 
 
+def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
+    """``share other + (1 - share) of``; the weight that fp32 rounds is the lesser of the two."""
+    if share <= 0.5:
+        return torch.lerp(of, other, share, out=out)
+    return torch.lerp(other, of, 1 - share, out=out)
+
+
 def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, name: str) -> Tensor:
     """``log(m/of)`` in ``m = share other + (1 - share) of``, in the spare buffer ``name``.
 
@@ -124,7 +131,7 @@ def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, name: s
     if share <= 0.5:
         return gap.div_(of).mul_(share).log1p_()
     # A sum with something near minus one would have few digits.
-    least = torch.lerp(of, other, share, out=classes.spare("mixture"))
+    least = _mixture(of, other, share, classes.spare("mixture"))
     torch.minimum(least, of, out=least)
     size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
     return torch.copysign(size, gap, out=gap)
@@ -148,7 +155,7 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
         # alone, beyond it the logarithm adds the rest.
         excess = math.log1p(-teacher_share) - math.log(0.5)
         beyond = torch.sub(surprise, excess, out=classes.spare("beyond")).clamp_(min=0.0)
-        mixture = torch.lerp(q, p, teacher_share, out=exact)
+        mixture = _mixture(q, p, teacher_share, exact)
         distance = torch.div(p, mixture, out=mixture).mul_(-teacher_share)
         torch.sub(beyond, distance.clamp_(min=-0.5).log1p_(), out=exact)
     if classes.anchor is False:
@@ -159,7 +166,7 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
 def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
     """``p/m``, and one less where slopes are exact near ``p == q``; overwrites ``p - q``."""
     p, q = classes.teacher, classes.student
-    mixture = torch.lerp(q, p, teacher_share, out=classes.spare("mixture"))
+    mixture = _mixture(q, p, teacher_share, classes.spare("mixture"))
     if classes.anchor is False:
         return torch.div(p, mixture, out=mixture)
     # p - m = (1 - share) (p - q)

@@ -80,8 +80,8 @@ def test_mixtures_that_are_nearly_one_model(name: str, given: dict[str, float]) 
         student, lambda leaf: oracles.dense(name, leaf, teacher, 1.0, **given), ones
     )
     error = (found[0] - expected[0]).abs() / expected[0]
-    assert float(error.max()) < 1.5e-6
-    assert row_error(found[1], expected[1]) < 1e-5
+    assert float(error.max()) < 1e-6
+    assert row_error(found[1], expected[1]) < 1e-6
 
 
 MIXTURES: list[tuple[str, dict[str, float]]] = [
