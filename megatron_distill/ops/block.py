@@ -66,11 +66,11 @@ class Block:
     def exponentiate(self, softmaxes: Sequence[tuple[Model, float]]) -> None:
         """Fill the buffers, as `measure_block` does."""
         statistics = self.packet.rows()
+        spare = self._buffer("spare") if self.sweep.exact else None
         for model, temperature in softmaxes:
             buffer = self.scratch.take(f"{model}@{temperature}", self._size)
             peak = statistics[f"{model}_peak"]
-            exact = self.sweep.exact
-            exponentiate(self.logits[model], peak, temperature, buffer, exact=exact)
+            exponentiate(self.logits[model], peak, temperature, buffer, spare=spare)
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
         """Probabilities, where the exponentials were; ``spares`` tells sets of buffers apart."""
@@ -116,12 +116,13 @@ class Block:
 
     def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
         """Of a term ``[n]`` each: value, ``sum q (s - reference)``, and the slope at the top."""
-        classes = self.classes(term.temperature)
-        values, slope = term.divergence.evaluate(classes)
+        classes, scales = self.classes(term.temperature), term.divergence.scales
+        summands, slope = term.divergence.evaluate(classes)
         assert slope is not None
-        reference = self._at_top(slope)
-        pull = slope.sub_(reference).mul_(classes.student)
-        return values.sum(1), pull.sum(1), reference.squeeze(1)
+        value = summands.sum(1).mul_(scales.value)
+        reference = self._at_top(slope).mul_(scales.slope)
+        pull = _relative_(slope, scales.slope, reference).mul_(classes.student)
+        return value, pull.sum(1), reference.squeeze(1)
 
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
         """Write the gradient on the raw outputs to ``out``, which may be these outputs.
@@ -172,37 +173,39 @@ class Block:
     ) -> Tensor:
         """What all terms at one temperature add, some of them with slopes.
 
-        It is ``q`` times a bracket, of which the first term's slopes are the beginning. ``out``
-        takes the result if that is all there is.
+        It is ``q`` times slopes less their average; ``out`` takes it if that is all there is.
         """
-        bracket: Tensor | None = None
+        total: Tensor | None = None
         rest, sparse = weights.student, weights.sparse
         for curved in weights.curved:
-            spares = "" if bracket is None else "further "
-            classes = self.classes(weights.temperature, spares=spares)
+            classes = self.classes(weights.temperature, spares="" if total is None else "further ")
+            scales = curved.term.divergence.scales
             summands, slope = curved.term.divergence.evaluate(classes)
             assert slope is not None
-            average = curved.average
-            if curved.reference is None:
-                values[curved.term.key] = summands.sum(1).double()
-            slope.sub_(self._at_top(slope) if curved.reference is None else curved.reference)
-            if average is None:
-                average = torch.mul(slope, classes.student, out=summands).sum(1, keepdim=True)
-            rest = rest - torch.where(curved.weight == 0, 0.0, curved.weight * average)
-            if not _is_one(curved.weight):
-                scale_rows_(slope, curved.weight, sparse=sparse)
-            bracket = slope if bracket is None else bracket.add_(slope)
-        assert bracket is not None
-        classes = self.classes(weights.temperature)
+            reference = curved.reference
+            if reference is None:
+                values[curved.term.key] = summands.sum(1).double().mul_(scales.value)
+                reference = self._at_top(slope).mul_(scales.slope)
+            _relative_(slope, scales.slope, reference)
+            pull = torch.mul(slope, classes.student, out=summands)
+            average = pull.sum(1, keepdim=True) if curved.average is None else curved.average
+            if curved.is_one:
+                rest = rest - average
+            else:
+                rest = rest - torch.where(curved.weight == 0, 0.0, curved.weight * average)
+                scale_rows_(pull, curved.weight, sparse=sparse)
+            total = pull if total is None else total.add_(pull)
+        assert total is not None
         if weights.others or weights.teacher is not None or weights.points:
             out = None
         if weights.others:
-            bracket.mul_(classes.student)
-            bracket.add_(scale_softmax_(classes.student, weights, self._buffer, student=rest))
-            gradient = bracket
+            gradient = total.add_(
+                scale_softmax_(classes.student, weights, self._buffer, student=rest)
+            )
         else:
-            bracket.add_(rest)
-            gradient = torch.mul(bracket, classes.student, out=bracket if out is None else out)
+            gradient = torch.addcmul(
+                total, classes.student, rest, out=total if out is None else out
+            )
             if sparse:
                 clear_rows_(gradient, weights.unused)
         if weights.teacher is not None:
@@ -220,9 +223,9 @@ class Block:
         return slope.gather(1, self.packet.top.unsqueeze(1))
 
 
-def _is_one(weight: Tensor) -> bool:
-    """Whether all are one; a GPU is not asked, which would be waited for."""
-    return weight.device.type == "cpu" and bool((weight == 1).all())
+def _relative_(slope: Tensor, scale: float, reference: Tensor) -> Tensor:
+    """Slopes ``[n, V]`` times their scale, less the reference ``[n, 1]``, in place."""
+    return torch.add(reference.neg(), slope, alpha=scale, out=slope)
 
 
 def _uniform(anchor: Tensor) -> Tensor | bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "Classes",
     "Divergence",
     "Model",
+    "Scales",
     "WeightedDivergence",
     "divergence_named",
     "forward_kl_summands",
@@ -65,15 +66,24 @@ class Classes:
         return self.anchor.to(self.teacher.dtype)
 
 
+class Scales(NamedTuple):
+    """Factors of a row that cost less where its results are used than in a pass of their own."""
+
+    value: float = 1.0
+    slope: float = 1.0
+
+
 @dataclass(frozen=True)
 class Divergence:
     """One row.
 
     Attributes:
         name: what configurations call it, with parameters that are not the defaults.
-        evaluate: classes -> summands of the value, and slopes ``dl/dq - constant``, finite even
-            where a class has no probability. Of forward KL, which is linear in p, the value alone.
+        evaluate: classes -> summands of the value, and slopes ``dl/dq - constant``, both but for
+            their scales, finite even where a class has no probability. Of forward KL, which is
+            linear in p, the value alone.
         constant: what the slope has in every class; it cancels where q sums to one.
+        scales: what summands and slopes are still to be multiplied with.
         balance: what the value has of ``p - q``, whose sum is nothing where both sum to one: so it
             does not feel how they were rounded as a whole.
         head_mass: of the row that blends forward and reverse KL by the teacher's head and tail: the
@@ -84,6 +94,7 @@ class Divergence:
     name: str
     evaluate: Callable[[Classes], tuple[Tensor, Tensor | None]]
     constant: float
+    scales: Scales = Scales()
     balance: float = 0.0
     head_mass: float | None = None
     kernel: KernelForm | None = None
@@ -120,21 +131,22 @@ def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
     return torch.lerp(other, of, 1 - share, out=out)
 
 
-def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, name: str) -> Tensor:
-    """``log(m/of)`` in ``m = share other + (1 - share) of``, in the spare buffer ``name``.
+def _surprise(
+    gap: Tensor, of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor
+) -> Tensor:
+    """``log(m/of)`` in ``m = share other + (1 - share) of``, given ``gap = other - of``.
 
-    It is ``log(1 + share (other - of)/of)``, and where the other is less also
-    ``-log(1 + share (of - other)/m)``. The difference of neighbours is exact, so both have all
-    their digits where the two are close.
+    It is ``log(1 + share gap/of)``, and where the gap is negative also ``-log(1 - share gap/m)``.
+    The difference of neighbours is exact, so both have all their digits where the two are close.
+    ``out`` may be the gap.
     """
-    gap = torch.sub(other, of, out=classes.spare(name))
     if share <= 0.5:
-        return gap.div_(of).mul_(share).log1p_()
+        return torch.div(gap, of, out=out).mul_(share).log1p_()
     # A sum with something near minus one would have few digits.
     least = _mixture(of, other, share, classes.spare("mixture"))
     torch.minimum(least, of, out=least)
     size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
-    return torch.copysign(size, gap, out=gap)
+    return torch.copysign(size, gap, out=out)
 
 
 def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tensor:
@@ -184,54 +196,55 @@ def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
 
 # sum q log(q/p): slope log(q/p) + 1.
 def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
-    slope = classes.log_ratio().neg_()
-    return torch.mul(slope, classes.student, out=classes.spare("value")), slope
+    ratio = classes.log_ratio()
+    return torch.mul(ratio, classes.student, out=classes.spare("value")), ratio
 
 
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     p, q = classes.teacher, classes.student
-    value = _surprise(p, q, 1 - beta, classes, "value").mul_(p).mul_(-beta)
-    surprise = _surprise(q, p, beta, classes, "surprise")
-    value.addcmul_(surprise, q, value=beta - 1)
-    return value, _anchored(surprise, classes, beta).mul_(beta - 1)
+    rest = 1 - beta
+    gap, value = classes.spare("surprise"), classes.spare("value")
+    _surprise(torch.sub(q, p, out=gap), p, q, rest, classes, value).mul_(p)
+    surprise = _surprise(gap.neg_(), q, p, beta, classes, gap)
+    value.addcmul_(surprise, q, value=rest / beta)
+    return value, _anchored(surprise, classes, beta)
 
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
 def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    value = _surprise(p, q, rest, classes, "value").mul_(p).neg_()
-    gap = torch.sub(p, q, out=classes.spare("gap"))
-    value.add_(gap, alpha=-rest)
-    return value, _share(gap, classes, skew_lambda).mul_(-rest)
+    gap = torch.sub(q, p, out=classes.spare("gap"))
+    value = _surprise(gap, p, q, rest, classes, classes.spare("value")).mul_(p)
+    return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
 
 
-# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m.
+# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m, where lam q/m is
+# 1 - rest p/m.
 def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    surprise = _surprise(q, p, rest, classes, "surprise")
     gap = torch.sub(p, q, out=classes.spare("gap"))
-    value = torch.mul(gap, rest, out=classes.spare("value")).addcmul_(surprise, q, value=-1)
-    # lam q/m = 1 - rest p/m.
-    slope = _share(gap, classes, rest).mul_(rest)
-    return value, slope.sub_(_anchored(surprise, classes, rest))
+    surprise = _surprise(gap, q, p, rest, classes, classes.spare("surprise"))
+    value = torch.addcmul(gap, surprise, q, value=-1 / rest, out=classes.spare("value"))
+    return value, _share(gap, classes, rest).sub_(
+        _anchored(surprise, classes, rest), alpha=1 / rest
+    )
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
 def _total_variation(classes: Classes) -> tuple[Tensor, Tensor]:
     gap = torch.sub(classes.student, classes.teacher, out=classes.spare("gap"))
-    return torch.abs(gap, out=classes.spare("value")).mul_(0.5), gap.sign_().mul_(0.5)
+    return torch.abs(gap, out=classes.spare("value")), gap.sign_()
 
 
 # sum (sqrt p - sqrt q)^2 / 2: slope (1 - sqrt(p/q)) / 2.
 def _squared_hellinger(classes: Classes) -> tuple[Tensor, Tensor]:
     root = torch.sqrt(classes.student, out=classes.spare("root"))
     of_teacher = torch.sqrt(classes.teacher, out=classes.spare("teacher"))
-    value = torch.sub(root, of_teacher, out=classes.spare("value")).square_().mul_(0.5)
-    share = of_teacher.div_(root)
-    return value, share.sub_(classes.share_at_anchor).mul_(-0.5)
+    value = torch.sub(root, of_teacher, out=classes.spare("value")).square_()
+    return value, of_teacher.div_(root).sub_(classes.share_at_anchor)
 
 
 _REVERSE = KernelForm("reverse_kl")
@@ -242,14 +255,20 @@ def _forward_row() -> Divergence:
 
 
 def _reverse_row() -> Divergence:
-    return Divergence("reverse_kl", _reverse_kl, 1.0, kernel=_REVERSE)
+    return _reverse_named("reverse_kl")
+
+
+def _reverse_named(name: str, head_mass: float | None = None) -> Divergence:
+    scales = Scales(value=-1.0, slope=-1.0)
+    return Divergence(name, _reverse_kl, 1.0, scales, head_mass=head_mass, kernel=_REVERSE)
 
 
 def _js_row(beta: float = 0.5) -> Divergence:
     _require("beta", beta, 0 < beta < 1, "between 0 and 1, both excluded")
     name = _named("js_divergence", beta=(beta, 0.5))
     form = KernelForm("js_divergence", beta)
-    return Divergence(name, partial(_js_divergence, beta=beta), 0.0, kernel=form)
+    row = partial(_js_divergence, beta=beta)
+    return Divergence(name, row, 0.0, Scales(value=-beta, slope=beta - 1), kernel=form)
 
 
 def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
@@ -259,17 +278,19 @@ def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
         return Divergence(name, forward_kl_summands, -1.0)
     row = partial(_skewed_forward_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_forward_kl", skew_lambda)
-    return Divergence(name, row, skew_lambda - 1, skew_lambda - 1, kernel=form)
+    of_gap = skew_lambda - 1
+    return Divergence(name, row, of_gap, Scales(-1.0, of_gap), balance=of_gap, kernel=form)
 
 
 def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
     _require("skew_lambda", skew_lambda, 0 <= skew_lambda < 1, "at least 0 and less than 1")
     name = _named("skewed_reverse_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
-        return Divergence(name, _reverse_kl, 1.0, kernel=_REVERSE)
+        return _reverse_named(name)
     row = partial(_skewed_reverse_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_reverse_kl", skew_lambda)
-    return Divergence(name, row, 1 - skew_lambda, 1 - skew_lambda, kernel=form)
+    rest = 1 - skew_lambda
+    return Divergence(name, row, rest, Scales(rest, rest), balance=rest, kernel=form)
 
 
 # A blend of forward and reverse KL by how far the models are apart on the teacher's head and tail.
@@ -277,17 +298,18 @@ def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
 def _adaptive_row(adaptive_alpha: float = 0.5) -> Divergence:
     _require("adaptive_alpha", adaptive_alpha, 0 < adaptive_alpha < 1, "between 0 and 1")
     name = _named("adaptive_kl", adaptive_alpha=(adaptive_alpha, 0.5))
-    return Divergence(name, _reverse_kl, 1.0, head_mass=adaptive_alpha, kernel=_REVERSE)
+    return _reverse_named(name, adaptive_alpha)
 
 
 def _total_variation_row() -> Divergence:
     form = KernelForm("total_variation")
-    return Divergence("total_variation", _total_variation, 0.0, kernel=form)
+    return Divergence("total_variation", _total_variation, 0.0, Scales(0.5, 0.5), kernel=form)
 
 
 def _squared_hellinger_row() -> Divergence:
     form = KernelForm("squared_hellinger")
-    return Divergence("squared_hellinger", _squared_hellinger, 0.0, kernel=form)
+    scales = Scales(value=0.5, slope=-0.5)
+    return Divergence("squared_hellinger", _squared_hellinger, 0.0, scales, kernel=form)
 
 
 # Each makes its row from the parameters it takes.

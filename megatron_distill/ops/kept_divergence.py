@@ -227,6 +227,7 @@ def _pulls(row: Divergence, classes: Classes) -> tuple[Tensor, Tensor, Tensor | 
     value, slope = row.evaluate(classes)
     if slope is None:
         return value, q - p, row.constant
+    value, slope = value * row.scales.value, slope * row.scales.slope
     if row.head_mass is None:
         return value, q * slope, row.constant
     forward, _ = forward_kl_summands(classes)

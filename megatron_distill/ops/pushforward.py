@@ -34,12 +34,14 @@ class Curved:
         weight: ``[N, 1]`` of the tokens, of a blend that of its reverse KL.
         reference: ``[N, 1]`` the slope at the student's top token; None to look it up.
         average: ``[N, 1]`` ``sum q (s - reference)`` over the vocabulary; None to sum it up.
+        is_one: whether the weight is known to be one everywhere.
     """
 
     term: WeightedDivergence
     weight: Tensor
     reference: Tensor | None = None
     average: Tensor | None = None
+    is_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ class SoftmaxWeights:
             forward = _unless_zero(one.weight, blend)
             student = student + forward
             teacher = forward if teacher is None else teacher + forward
-            curved.append(replace(one, weight=_unless_zero(one.weight, 1 - blend)))
+            weight = _unless_zero(one.weight, 1 - blend)
+            curved.append(replace(one, weight=weight, is_one=False))
         return replace(self, student=student, teacher=teacher, curved=tuple(curved))
 
 
@@ -156,7 +159,7 @@ def softmax_weights(
     )
     weights = []
     for temperature in temperatures:
-        student = torch.zeros_like(divergence_weights).unsqueeze(1)
+        student = nothing = torch.zeros_like(divergence_weights).unsqueeze(1)
         teacher: Tensor | None = None
         curved: list[Curved] = []
         points: list[tuple[Tensor, Tensor]] = []
@@ -174,7 +177,7 @@ def softmax_weights(
                     student = student + weight
                     teacher = weight if teacher is None else teacher + weight
                 else:
-                    curved.append(Curved(term, weight))
+                    curved.append(Curved(term, weight, is_one=_is_one(weight)))
         for one, solved in kept:
             if one.term.temperature == temperature:
                 weight = (divergence_weights * (one.term.coefficient / temperature)).unsqueeze(1)
@@ -186,7 +189,9 @@ def softmax_weights(
                     others.append(Others(reach, solved.columns, solved.cut))
                 points.append((solved.columns, _unless_zero(weight, solved.excess)))
         if used or points:
-            sparse = _may_be_zero(student, *used)
+            if student is not nothing:
+                used.append(student)
+            sparse = _may_be_zero(*used)
             weights.append(
                 SoftmaxWeights(
                     temperature,
@@ -256,6 +261,11 @@ def scale_softmax_(
     softmax.scatter_add_(1, first.columns, first.at_kept(softmax).neg_())
     softmax.scatter_add_(1, first.columns, own)
     return softmax if added is None else softmax.add_(added)
+
+
+def _is_one(weight: Tensor) -> bool:
+    """Whether all are one; a GPU is not asked, which would be waited for."""
+    return weight.device.type == "cpu" and bool((weight == 1).all())
 
 
 def _may_be_zero(*weights: Tensor) -> bool:

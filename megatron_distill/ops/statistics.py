@@ -32,8 +32,11 @@ __all__ = [
 ]
 
 _SEGMENT = 128
-# To base two exponentials are twice as fast on a CPU, and any temperature costs the same.
+# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
 _LOG2_E = math.log2(math.e)
+_LOG_2 = math.log(2)
+# Two to the power of less is nothing in fp32.
+_UNDERFLOW = 150
 
 
 @dataclass(frozen=True)
@@ -224,18 +227,22 @@ class MergedStatistics:
 
 
 def exponentiate(
-    logits: Tensor, peak: Tensor, temperature: float, out: Tensor, *, exact: bool
+    logits: Tensor, peak: Tensor, temperature: float, out: Tensor, *, spare: Tensor | None = None
 ) -> Tensor:
-    """``e^((logits - peak) / temperature)`` of ``[N, V]`` and ``[N]`` into ``out``."""
-    torch.sub(logits, peak.unsqueeze(1), out=out)
-    return _exponential_(out, temperature, exact=exact)
+    """``e^((logits - peak) / temperature)`` of ``[N, V]`` and ``[N]`` into ``out``.
 
-
-def _exponential_(gap: Tensor, temperature: float, *, exact: bool) -> Tensor:
-    """``e^(gap / temperature)`` in place, to half an ulp of the exponent if not ``exact``."""
-    if not exact:
-        return gap.mul_(_LOG2_E / temperature).exp2_()
-    return (gap if temperature == 1.0 else gap.mul_(1 / temperature)).exp_()
+    Without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent only.
+    """
+    gap, slope = torch.sub(logits, peak.unsqueeze(1), out=out), _LOG2_E / temperature
+    if spare is None:
+        return gap.mul_(slope).exp2_()
+    if gap.device.type != "cpu" or gap.dtype != torch.float32:
+        return gap.mul_(1 / temperature).exp_()
+    product = torch.mul(gap.clamp_(min=-_UNDERFLOW / slope), slope, out=spare)
+    # What rounding added to the product: a fused multiply-add, which the difference is, finds it.
+    added = torch.sub(product, gap, alpha=slope, out=gap)
+    product.exp2_()
+    return torch.addcmul(product, product, added, value=-_LOG_2, out=out)
 
 
 def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,20 +275,16 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
     sweep, statistics = packet.sweep, packet.rows()
     _measure_peaks(packet, statistics, logits)
     rows = logits["student"].shape[0]
-    spare = scratch.take("spare", rows)
+    spare, exact = scratch.take("spare", rows), sweep.exact
     for model, temperature in sweep.softmaxes:
         peak, buffer = statistics[f"{model}_peak"], scratch.take(f"{model}@{temperature}", rows)
-        mass = statistics[f"{model}_mass@{temperature}"]
+        exponentiate(logits[model], peak, temperature, buffer, spare=spare if exact else None)
+        torch.sum(buffer, 1, out=statistics[f"{model}_mass@{temperature}"])
         if sweep.full and temperature == 1.0:
             torch.sub(logits[model], peak.unsqueeze(1), out=spare)
-            _exponential_(buffer.copy_(spare), 1.0, exact=sweep.exact)
-            torch.sum(buffer, 1, out=mass)
             if sweep.infinite:
                 spare.clamp_(min=_lowest(spare.dtype))
             torch.sum(spare.mul_(buffer), 1, out=statistics[f"{model}_log"])
-        else:
-            exponentiate(logits[model], peak, temperature, buffer, exact=sweep.exact)
-            torch.sum(buffer, 1, out=mass)
     for temperature in sweep.ratio_temperatures:
         logit_gap(logits, spare, infinite=sweep.infinite)
         spare.mul_(scratch.take(f"teacher@{temperature}", rows))

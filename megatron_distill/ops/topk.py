@@ -252,7 +252,7 @@ def _measure(
     peak.copy_(logits.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
     for temperature, mass in zip(temperatures, masses, strict=True):
         buffer = scratch.take("exponentials", logits.shape[0])
-        exponentiate(logits, peak, temperature, buffer, exact=False)
+        exponentiate(logits, peak, temperature, buffer)
         torch.sum(left.cut_(buffer), 1, out=mass)
     # A student that is sure of the kept ids has others that underflow, and an infinite loss.
     small = torch.stack([mass < _UNDERFLOW for mass in masses]).any(0)

@@ -49,6 +49,7 @@ def test_slope_is_that_of_the_value_up_to_the_constant(name: str, given: dict[st
     expected = torch.autograd.grad(value, leaf)[0] / student - row.constant
     summands, slope = row.evaluate(classes(student, teacher))
     assert slope is not None
+    summands, slope = summands * row.scales.value, slope * row.scales.slope
     torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(summands.sum(), value.detach(), rtol=1e-12, atol=0)
     balanced = summands - row.balance * (teacher - student)
