@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch
-from megatron_distill.ops.divergence import Classes, Model, WeightedDivergence
+from megatron_distill.ops.classes import Classes, Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import (

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_distill.ops.block import Block
 from megatron_distill.ops.blocks import Scratch, row_blocks
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.logits import LogitRule

@@ -4,66 +4,34 @@ A row says what a class adds to the value, ``l(p, q)``, and its slope ``dl/dq`` 
 Gradients of every support follow from the slope alone (see `pushforward`). The classes are a
 vocabulary, a shard of it, or the kept ids of a top-k and what they leave.
 
-Rows are written so that ``p == q`` gives exactly zero in both, and with many digits close to it:
-from ``p - q``, which is exact there, not from the logarithm of a ratio near one.
+Rows are written so that ``p == q`` gives exactly zero in both. Those that compare with a mixture of
+both are in `mixture`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_distill.ops.classes import Classes
 from megatron_distill.ops.kernels import KernelForm
+from megatron_distill.ops.mixture import js_divergence, skewed_forward_kl, skewed_reverse_kl
 
 __all__ = [
     "DIVERGENCES",
-    "Classes",
     "Divergence",
-    "Model",
     "Scales",
     "WeightedDivergence",
     "divergence_named",
     "forward_kl_summands",
 ]
-
-Model = Literal["student", "teacher"]
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Probabilities ``[N, C]`` of the same classes under both models; a row may overwrite neither.
-
-    None is zero: what underflows counts as the smallest normal number.
-
-    Attributes:
-        teacher: p.
-        student: q.
-        log_ratio: makes ``log p - log q`` for the caller to overwrite.
-        spare: names a buffer ``[N, C]`` of the caller's; the same name is the same buffer.
-        anchor: bool ``[N, 1]``, or one for all, false where slopes are wanted exact near
-            ``p == 0``; elsewhere they are exact near ``p == q``.
-    """
-
-    teacher: Tensor
-    student: Tensor
-    log_ratio: Callable[[], Tensor]
-    spare: Callable[[str], Tensor]
-    anchor: Tensor | bool = True
-
-    @property
-    def share_at_anchor(self) -> Tensor | float:
-        """p/m where slopes are exact: one at ``p == q``, nothing at ``p == 0``."""
-        if isinstance(self.anchor, bool):
-            return float(self.anchor)
-        return self.anchor.to(self.teacher.dtype)
 
 
 class Scales(NamedTuple):
@@ -124,70 +92,6 @@ class WeightedDivergence:
         return f"{self.divergence.name}@{self.temperature}"
 
 
-def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
-    """``share other + (1 - share) of``; the weight that fp32 rounds is the lesser of the two."""
-    if share <= 0.5:
-        return torch.lerp(of, other, share, out=out)
-    return torch.lerp(other, of, 1 - share, out=out)
-
-
-def _surprise(
-    gap: Tensor, of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor
-) -> Tensor:
-    """``log(m/of)`` in ``m = share other + (1 - share) of``, given ``gap = other - of``.
-
-    It is ``log(1 + share gap/of)``, and where the gap is negative also ``-log(1 - share gap/m)``.
-    The difference of neighbours is exact, so both have all their digits where the two are close.
-    ``out`` may be the gap.
-    """
-    if share <= 0.5:
-        return torch.div(gap, of, out=out).mul_(share).log1p_()
-    # A sum with something near minus one would have few digits.
-    least = _mixture(of, other, share, classes.spare("mixture"))
-    torch.minimum(least, of, out=least)
-    size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
-    return torch.copysign(size, gap, out=out)
-
-
-def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tensor:
-    """``log(m/q)``, a constant apart; where p is small and the anchor false, to more digits."""
-    if classes.anchor is True:
-        return surprise
-    p, q = classes.teacher, classes.student
-    exact = classes.spare("exact")
-    odds = teacher_share / (1 - teacher_share)
-    if odds <= 1:
-        # m/q is 1 - share times 1 + odds p/q.
-        torch.div(p, q, out=exact)
-        if odds != 1:
-            exact.mul_(odds)
-        exact.log1p_()
-    else:
-        # q/m is near its bound, and share p/m its distance from that: up to one half from that
-        # alone, beyond it the logarithm adds the rest.
-        excess = math.log1p(-teacher_share) - math.log(0.5)
-        beyond = torch.sub(surprise, excess, out=classes.spare("beyond")).clamp_(min=0.0)
-        mixture = _mixture(q, p, teacher_share, exact)
-        distance = torch.div(p, mixture, out=mixture).mul_(-teacher_share)
-        torch.sub(beyond, distance.clamp_(min=-0.5).log1p_(), out=exact)
-    if classes.anchor is False:
-        return exact
-    return torch.where(classes.anchor, surprise, exact, out=exact)
-
-
-def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
-    """``p/m``, and one less where slopes are exact near ``p == q``; overwrites ``p - q``."""
-    p, q = classes.teacher, classes.student
-    mixture = _mixture(q, p, teacher_share, classes.spare("mixture"))
-    if classes.anchor is False:
-        return torch.div(p, mixture, out=mixture)
-    # p - m = (1 - share) (p - q)
-    beyond = gap.div_(mixture).mul_(1 - teacher_share)
-    if classes.anchor is True:
-        return beyond
-    return torch.where(classes.anchor, beyond, torch.div(p, mixture, out=mixture), out=beyond)
-
-
 # sum p log(p/q): slope -p/q.
 def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
     """Summands of forward KL."""
@@ -198,39 +102,6 @@ def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
 def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
     ratio = classes.log_ratio()
     return torch.mul(ratio, classes.student, out=classes.spare("value")), ratio
-
-
-# sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
-def _js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
-    p, q = classes.teacher, classes.student
-    rest = 1 - beta
-    gap, value = classes.spare("surprise"), classes.spare("value")
-    _surprise(torch.sub(q, p, out=gap), p, q, rest, classes, value).mul_(p)
-    surprise = _surprise(gap.neg_(), q, p, beta, classes, gap)
-    value.addcmul_(surprise, q, value=rest / beta)
-    return value, _anchored(surprise, classes, beta)
-
-
-# sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
-def _skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
-    rest = 1 - skew_lambda
-    p, q = classes.teacher, classes.student
-    gap = torch.sub(q, p, out=classes.spare("gap"))
-    value = _surprise(gap, p, q, rest, classes, classes.spare("value")).mul_(p)
-    return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
-
-
-# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m, where lam q/m is
-# 1 - rest p/m.
-def _skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
-    rest = 1 - skew_lambda
-    p, q = classes.teacher, classes.student
-    gap = torch.sub(p, q, out=classes.spare("gap"))
-    surprise = _surprise(gap, q, p, rest, classes, classes.spare("surprise"))
-    value = torch.addcmul(gap, surprise, q, value=-1 / rest, out=classes.spare("value"))
-    return value, _share(gap, classes, rest).sub_(
-        _anchored(surprise, classes, rest), alpha=1 / rest
-    )
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
@@ -267,7 +138,7 @@ def _js_row(beta: float = 0.5) -> Divergence:
     _require("beta", beta, 0 < beta < 1, "between 0 and 1, both excluded")
     name = _named("js_divergence", beta=(beta, 0.5))
     form = KernelForm("js_divergence", beta)
-    row = partial(_js_divergence, beta=beta)
+    row = partial(js_divergence, beta=beta)
     return Divergence(name, row, 0.0, Scales(value=-beta, slope=beta - 1), kernel=form)
 
 
@@ -276,7 +147,7 @@ def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
     name = _named("skewed_forward_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
         return Divergence(name, forward_kl_summands, -1.0)
-    row = partial(_skewed_forward_kl, skew_lambda=skew_lambda)
+    row = partial(skewed_forward_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_forward_kl", skew_lambda)
     of_gap = skew_lambda - 1
     return Divergence(name, row, of_gap, Scales(-1.0, of_gap), balance=of_gap, kernel=form)
@@ -287,7 +158,7 @@ def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
     name = _named("skewed_reverse_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
         return _reverse_named(name)
-    row = partial(_skewed_reverse_kl, skew_lambda=skew_lambda)
+    row = partial(skewed_reverse_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_reverse_kl", skew_lambda)
     rest = 1 - skew_lambda
     return Divergence(name, row, rest, Scales(rest, rest), balance=rest, kernel=form)

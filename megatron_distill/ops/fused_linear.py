@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, equal_chunks
 from megatron_distill.ops.chunk import Chunk
-from megatron_distill.ops.divergence import Model
+from megatron_distill.ops.classes import Model
 from megatron_distill.ops.fused_work import FusedLinear
 from megatron_distill.ops.kept_plan import SolvedPlan, solve_plans
 from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule

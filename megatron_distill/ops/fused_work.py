@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, Rows
 from megatron_distill.ops.partition import Partition

@@ -15,12 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.divergence import (
-    Classes,
-    Divergence,
-    WeightedDivergence,
-    forward_kl_summands,
-)
+from megatron_distill.ops.classes import Classes
+from megatron_distill.ops.divergence import Divergence, WeightedDivergence, forward_kl_summands
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.topk import Outside, gather_ranks, local_values
 from megatron_distill.ops.vocab import VocabShard

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_divergence import (
     KeptTerm,
     RowGradient,

@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate
 from megatron_distill.ops.chunk import Chunk, Solved
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_divergence import (
     KeptTerm,
     RowGradient,

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 
 __all__ = [
     "MergedStatistics",

@@ -87,7 +87,7 @@ def _mixture(p, q, share, rest):
 
 @triton.jit
 def _surprise(p, q, share, rest):
-    """See `_surprise` of the table: log(m/q) in m = share p + rest q."""
+    """See `_surprise` of the mixtures: log(m/q) in m = share p + rest q."""
     gap = p - q
     mixture = _mixture(p, q, share, rest)
     size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
@@ -96,7 +96,7 @@ def _surprise(p, q, share, rest):
 
 @triton.jit
 def _anchored(surprise, of_teacher, share, rest, anchor):
-    """See `_anchored` of the table."""
+    """See `_anchored` of the mixtures."""
     excess = tl.log(rest) - _LOG_HALF
     beyond = tl.maximum(surprise - excess, 0.0)
     exact = beyond - _log1p(tl.maximum(of_teacher * -share, -0.5))
@@ -105,7 +105,7 @@ def _anchored(surprise, of_teacher, share, rest, anchor):
 
 @triton.jit
 def _share(p, q, mixture, rest, anchor):
-    """See `_share` of the table."""
+    """See `_share` of the mixtures."""
     of_teacher = tl.div_rn(p, mixture)
     return tl.where(anchor > 0.0, rest * tl.div_rn(p - q, mixture), of_teacher)
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.divergence import Model, WeightedDivergence
+from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
