@@ -136,7 +136,7 @@ class Block:
         gradients = [
             self._curved_gradient(softmax, values, direct)
             if softmax.curved
-            else self._linear_gradient(softmax)
+            else self._linear_gradient(softmax, direct)
             for softmax in weights
         ]
         if not gradients:
@@ -150,8 +150,11 @@ class Block:
             out.copy_(self.student_rule.chain_(total, self.logits["student"], spare))
         return values
 
-    def _linear_gradient(self, weights: SoftmaxWeights) -> Tensor:
-        """What forward KL, labels and kept ids at one temperature add to the gradient."""
+    def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
+        """What forward KL, labels and kept ids at one temperature add to the gradient.
+
+        ``out`` takes it if that is the difference of both models' probabilities.
+        """
         temperature, factors = weights.temperature, self.normalisers.factors
         gradient = self.scratch.take(f"student@{temperature}", self._size)
         factor = factors.get(("student", temperature))
@@ -162,9 +165,9 @@ class Block:
         if weights.teacher is not None:
             teacher = self.scratch.take(f"teacher@{temperature}", self._size)
             factor = factors["teacher", temperature]
-            gradient.sub_(
-                scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
-            )
+            scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
+            place = gradient if out is None or weights.points else out
+            gradient = torch.sub(gradient, teacher, out=place)
         for columns, added in weights.points:
             gradient.scatter_add_(1, columns, added)
         return gradient
