@@ -66,9 +66,11 @@ def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
     within = reaches.flatten()[word].view(torch.bool).view(-1, 8).nonzero()
     place = word[within[:, 0]] * 8 + within[:, 1]
     part, offset = place // _SEGMENT, place % _SEGMENT
-    return _largest_of_ragged(
-        row[part], column[part] + offset, candidates.flatten()[place], count, k
-    )
+    row, column, value = row[part], column[part] + offset, candidates.flatten()[place]
+    if width > segments * _SEGMENT:
+        row, order = row.sort(stable=True)
+        column, value = column[order], value[order]
+    return _largest_of_ragged(row, column, value, count, k)
 
 
 def _maxima(parts: Tensor) -> Tensor:
@@ -90,17 +92,16 @@ def _maxima(parts: Tensor) -> Tensor:
 def _largest_of_ragged(
     row: Tensor, column: Tensor, value: Tensor, count: int, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`largest` among these ``[M]``; within a row they stand in the order of their columns."""
-    row, order = row.sort(stable=True)
+    """`largest` among these ``[M]``, which stand in the order of their rows and columns."""
     found = row.bincount(minlength=count)
     most = int(found.max())
     if most > _MOST_LEFT * k or int(found.min()) < k:
         return None
     position = torch.arange(len(row)) - (found.cumsum(0) - found)[row]
     values = value.new_full((count, most), -math.inf)
-    values[row, position] = value[order]
+    values[row, position] = value
     columns = column.new_zeros(count, most)
-    columns[row, position] = column[order]
+    columns[row, position] = column
     values, by_value = values.sort(dim=1, descending=True, stable=True)
     return values[:, :k], columns.gather(1, by_value[:, :k])
 

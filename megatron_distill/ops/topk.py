@@ -136,7 +136,8 @@ def select(
     ids = gathered[:, :, k : 2 * k].transpose(0, 1).flatten(1)
     # Ranks stand in the order of their ids, and so do equal values within one: a stable sort keeps
     # the lowest id first.
-    ordered, order = candidates.double().sort(dim=1, descending=True, stable=True)
+    ordered, order = candidates.sort(dim=1, descending=True, stable=True)
+    ordered = ordered.double()
     chosen = ids.gather(1, order[:, :k]).long()
     kept = []
     for number, temperature in enumerate(temperatures):
