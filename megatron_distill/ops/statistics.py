@@ -238,7 +238,7 @@ def exponentiate(
     if spare is None:
         return gap.mul_(slope).exp2_()
     if gap.device.type != "cpu" or gap.dtype != torch.float32:
-        return gap.mul_(1 / temperature).exp_()
+        return (gap if temperature == 1.0 else gap.mul_(1 / temperature)).exp_()
     product = torch.mul(gap.clamp_(min=-_UNDERFLOW / slope), slope, out=spare)
     # What rounding added to the product: a fused multiply-add, which the difference is, finds it.
     added = torch.sub(product, gap, alpha=slope, out=gap)

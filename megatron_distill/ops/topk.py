@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
-from megatron_distill.ops.largest import largest
+from megatron_distill.ops.largest import descending, largest
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
@@ -134,9 +134,9 @@ def select(
     gathered = gather_ranks(packet, group)
     candidates = gathered[:, :, :k].transpose(0, 1).flatten(1)
     ids = gathered[:, :, k : 2 * k].transpose(0, 1).flatten(1)
-    # Ranks stand in the order of their ids, and so do equal values within one: a stable sort keeps
-    # the lowest id first.
-    ordered, order = candidates.sort(dim=1, descending=True, stable=True)
+    # Ranks stand in the order of their ids, and so do equal values within one: what keeps their
+    # order keeps the lowest id first.
+    ordered, order = descending(candidates)
     ordered = ordered.double()
     chosen = ids.gather(1, order[:, :k]).long()
     kept = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.ops import largest as selection
-from megatron_distill.ops.largest import largest
+from megatron_distill.ops.largest import descending, largest
 
 
 def by_value_and_column(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -84,3 +84,25 @@ def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
     assert columns[1, 0] == 77
     assert values[1, 0].isnan()
     assert torch.equal(columns[0], by_value_and_column(logits[:1], 5)[1][0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 300),
+    st.sampled_from([2, 9, 10**9]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(0, 2**31 - 1),
+)
+def test_descending_is_a_stable_sort(
+    columns: int, distinct: int, dtype: torch.dtype, seed: int
+) -> None:
+    values = drawn(4, columns, distinct=distinct, seed=seed).to(dtype)
+    values[1] *= 1e-42  # of fp32, numbers below the smallest normal one
+    values[2] = torch.where(values[2] > 0, 0.0, -0.0)
+    values[3, ::3] = torch.inf
+    values[3, 1::3] = -torch.inf
+    ordered, places = descending(values)
+    expected, expected_places = values.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(ordered, expected)
+    assert torch.equal(places, expected_places)
+    assert torch.equal(ordered.signbit(), expected.signbit())
