@@ -38,7 +38,11 @@ def subjects(shard: VocabShard, group: dist.ProcessGroup | None) -> list[Subject
     """Return what can run here, ours first in every family."""
     found = [*_ours(shard, group), *_modelopt(group)]
     if group is None:
-        found += [Subject("jsd", "torch", _torch_jsd), Subject("forward_kl", "torch", _torch_kl)]
+        found += [
+            Subject("forward_kl", "torch", _torch_kl),
+            Subject("jsd", "torch", _torch_jsd),
+            Subject("adaptive_kl", "torch", _torch_adaptive),
+        ]
         found += [*_trl(), *_liger()]
     return found
 
@@ -104,6 +108,17 @@ def _torch_jsd(student: Tensor, teacher: Tensor) -> Tensor:
     of_teacher = F.kl_div(log_m, log_p, reduction="none", log_target=True)
     of_student = F.kl_div(log_m, log_q, reduction="none", log_target=True)
     return (0.5 * of_teacher + 0.5 * of_student).sum()
+
+
+def _torch_adaptive(student: Tensor, teacher: Tensor) -> Tensor:
+    log_q, log_p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    ordered, order = p.sort(dim=-1)
+    is_tail = ordered.cumsum(-1) <= 0.5
+    gaps = (p - q).detach().abs().gather(-1, order)
+    tail, head = (gaps * is_tail).sum(-1), (gaps * ~is_tail).sum(-1)
+    share = (head / (head + tail)).unsqueeze(-1)
+    return (share * p * (log_p - log_q) + (1 - share) * q * (log_q - log_p)).sum()
 
 
 def _trl() -> list[Subject]:
