@@ -2,7 +2,8 @@
 
 The tail is the least probable ids whose masses, added up from the smallest, stay within a bound;
 equal ones go by the lowest id. The boundary is found as radix sort would find it: the logits' bits
-are taken eight at a time, and the masses of all ids in a bin are added up over the ranks.
+are taken eight at a time, and the masses of all ids in a bin are added up over the ranks. A rank
+that is alone on a CPU sorts.
 """
 
 from __future__ import annotations
@@ -44,16 +45,39 @@ def head_share(
 
     Collective: six all-gathers over ``group``: four of 2 KiB per token, two of 8 and 16 bytes.
     """
-    boundary = _Boundary.find(blocks, tokens, head_mass=head_mass, group=group, device=device)
     gaps = torch.zeros(tokens, 2, dtype=torch.float64, device=device)
-    for block in blocks():
-        is_tail = boundary.is_tail(block)
-        gap = (block.teacher - block.student).abs_()
-        gaps[block.rows, 1] = torch.where(is_tail, gap, 0.0).sum(1).double()
-        gaps[block.rows, 0] = gap.masked_fill_(is_tail, 0.0).sum(1).double()
+    if group is None and device.type == "cpu":
+        for block in blocks():
+            gaps[block.rows] = _gaps_alone(block, head_mass)
+    else:
+        boundary = _Boundary.find(blocks, tokens, head_mass=head_mass, group=group, device=device)
+        for block in blocks():
+            gap = (block.teacher - block.student).abs_()
+            gaps[block.rows] = _split(gap, boundary.is_tail(block))
     head, tail = gather_ranks(gaps, group).sum(0).unbind(1)
     share = torch.where(head + tail > 0, head / (head + tail).clamp_min(1e-300), 0.5)
     return share.unsqueeze(1)
+
+
+def _split(gap: Tensor, is_tail: Tensor) -> Tensor:
+    """Sums ``[n, 2]`` fp64 of the head and of the tail; overwrites the gaps ``[n, V]``."""
+    tail = torch.where(is_tail, gap, 0.0).sum(1)
+    return torch.stack([gap.masked_fill_(is_tail, 0.0).sum(1), tail], 1).double()
+
+
+def _gaps_alone(block: TeacherBlock, head_mass: float) -> Tensor:
+    """`_split` of the gaps on a CPU, by sorting the whole vocabulary.
+
+    numpy sorts integers faster than their masses could be added up once: keys in the upper half,
+    ids in the lower.
+    """
+    keys = _keys(block.logits).long().bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(keys.shape[1]))
+    keys.numpy().sort(axis=1)
+    ids = keys.bitwise_and_(0xFFFFFFFF)
+    is_tail = block.teacher.gather(1, ids).double().cumsum(1) <= head_mass
+    gap = (block.teacher - block.student).abs_()
+    return _split(gap.gather(1, ids), is_tail)
 
 
 @dataclass(frozen=True)
