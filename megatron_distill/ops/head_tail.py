@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.ops.ordering import keys_of, places_by
 from megatron_distill.ops.topk import gather_ranks
 
 __all__ = ["TeacherBlock", "head_share"]
@@ -68,13 +69,9 @@ def _split(gap: Tensor, is_tail: Tensor) -> Tensor:
 def _gaps_alone(block: TeacherBlock, head_mass: float) -> Tensor:
     """`_split` of the gaps on a CPU, by sorting the whole vocabulary.
 
-    numpy sorts integers faster than their masses could be added up once: keys in the upper half,
-    ids in the lower.
+    That is done before their masses could be added up once.
     """
-    keys = _keys(block.logits).long().bitwise_left_shift_(32)
-    keys.bitwise_or_(torch.arange(keys.shape[1]))
-    keys.numpy().sort(axis=1)
-    ids = keys.bitwise_and_(0xFFFFFFFF)
+    ids = places_by(keys_of(block.logits))
     is_tail = block.teacher.gather(1, ids).double().cumsum(1) <= head_mass
     gap = (block.teacher - block.student).abs_()
     return _split(gap.gather(1, ids), is_tail)
@@ -103,7 +100,7 @@ class _Boundary:
         for shift in range(32 - _BITS, -1, -_BITS):
             masses = torch.zeros(tokens, _BINS, dtype=torch.float64, device=device)
             for block in blocks():
-                keys, mass = _keys(block.logits), block.teacher.double()
+                keys, mass = keys_of(block.logits), block.teacher.double()
                 if shift == 32 - _BITS:
                     bins = (keys >> shift) + _BINS // 2
                 else:
@@ -119,7 +116,7 @@ class _Boundary:
             prefix = (chosen - _BINS // 2).int() if first else prefix * _BINS + chosen.int()
         counts = torch.zeros(tokens, dtype=torch.int64, device=device)
         for block in blocks():
-            counts[block.rows] = (_keys(block.logits) == prefix[block.rows]).sum(1)
+            counts[block.rows] = (keys_of(block.logits) == prefix[block.rows]).sum(1)
         every = gather_ranks(counts, group)
         each = tied.squeeze(1) / every.sum(0).clamp(min=1)
         room = (head_mass - below.squeeze(1)) / each.clamp_min(1e-300)
@@ -129,13 +126,7 @@ class _Boundary:
         return cls(prefix, ties)
 
     def is_tail(self, block: TeacherBlock) -> Tensor:
-        keys, boundary = _keys(block.logits), self.key[block.rows]
+        keys, boundary = keys_of(block.logits), self.key[block.rows]
         is_tied = keys == boundary
         is_early = is_tied.cumsum(1) <= self.ties[block.rows].unsqueeze(1)
         return (keys < boundary) | (is_tied & is_early)
-
-
-def _keys(logits: Tensor) -> Tensor:
-    """int32 keys in the order of fp32 logits."""
-    bits = (logits.float() + 0.0).view(torch.int32)  # minus zero is zero
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

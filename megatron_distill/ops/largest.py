@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
+from megatron_distill.ops.ordering import descending
 
-__all__ = ["descending", "largest"]
+__all__ = ["largest"]
 
 # Columns of which a maximum is taken first; the fewest segments, and most candidates, in k.
 _SEGMENT = 64
@@ -34,23 +35,6 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         found = _largest_of_few(logits[rows], k)
         values[rows], columns[rows] = found or _largest_of_all(logits[rows], k)
     return values, columns
-
-
-def descending(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, C]`` from the largest value down, and the places; equal values keep their order.
-
-    On a CPU numpy sorts integers twenty times as fast as torch sorts numbers and their places: the
-    upper half of an integer is the value, the lower one the place.
-    """
-    if values.device.type != "cpu" or values.dtype == torch.float64:
-        return values.sort(dim=1, descending=True, stable=True)
-    bits = (values.float() + 0.0).view(torch.int32)  # minus zero is zero
-    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = ascending.bitwise_not_().long().bitwise_left_shift_(32)
-    keys.bitwise_or_(torch.arange(values.shape[1]))
-    keys.numpy().sort(axis=1)
-    place = keys.bitwise_and_(0xFFFFFFFF)
-    return values.gather(1, place), place
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
-from megatron_distill.ops.largest import descending, largest
+from megatron_distill.ops.largest import largest
 from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.ordering import descending
 from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.ops import largest as selection
-from megatron_distill.ops.largest import descending, largest
+from megatron_distill.ops.largest import largest
+from megatron_distill.ops.ordering import descending
 
 
 def by_value_and_column(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
