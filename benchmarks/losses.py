@@ -34,15 +34,16 @@ _QUIET_CORES = 0.3
 _WIDTH = 160
 _NOTE = """\
 Median seconds of forward and backward from given logits, all subjects of a case in turns in one
-process (one per rank), the memory that each takes touched before it starts; `ratio` is the
-subject's time over ours (the family's first row). `best` is the fastest run of each: what the code
-takes where nothing comes between, such as a virtual machine's host that has to find memory. `extra`
-is the most bytes alive above both logits, the gradient included, in units of one logit tensor;
-`over the logits` lets the gradient take their place. ModelOpt is 0.47's Megatron plugin; its top-k
-is renormalised. All top-k rows choose k = 64 from the teacher's logits first. `fused linear` starts
-from hidden states: ours is CE and forward KL with both heads' products, chunks of 1024 tokens, and
-`bare products` are these four products alone; `into a buffer` adds the weight's gradient to an fp32
-matrix that is there already, as training does. `fused jsd` is JSD without CE.
+process (one per rank); the memory that each takes is touched just before it starts, in pages of the
+size that it asks for. `ratio` is the subject's time over ours (the family's first row). `best` is
+the fastest run of each: what the code takes where nothing comes between, such as a virtual
+machine's host that has to find memory. `extra` is the most bytes alive above both logits, the
+gradient included, in units of one logit tensor; `over the logits` lets the gradient take their
+place. ModelOpt is 0.47's Megatron plugin; its top-k is renormalised. All top-k rows choose k = 64
+from the teacher's logits first. `fused linear` starts from hidden states: ours is CE and forward KL
+with both heads' products, chunks of 1024 tokens, and `bare products` are these four products alone;
+`into a buffer` adds the weight's gradient to an fp32 matrix that is there already, as training
+does. `fused jsd` is JSD without CE.
 """
 
 

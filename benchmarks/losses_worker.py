@@ -76,8 +76,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
     # In turns, so that a slow minute is everybody's.
     for _ in range(arguments.repeats):
         for number, subject in enumerate(found):
-            _settle(extra[number] + 2 * student.nbytes, device)
-            spent, values[number] = _timed(subject, student, teacher, device)
+            spent, values[number] = _timed(subject, student, teacher, extra[number], device)
             seconds[number].append(spent)
     rows = [
         {
@@ -125,19 +124,24 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _settle(count: int, device: torch.device) -> None:
-    """Have so much memory at hand, whoever ran before."""
+def _settle(name: str, extra_bytes: int, device: torch.device) -> None:
+    """Have the memory that this subject takes at hand, whoever ran before."""
     gc.collect()
     if device.type == "cpu":
-        touch_bytes(int(_SPARE * count))
+        # Ours asks for large pages where it takes much (`ops.blocks.allocate`).
+        touch_bytes(int(_SPARE * extra_bytes), large_pages=name.startswith("ours"))
 
 
 def _timed(
-    subject: Subject, student: torch.Tensor, teacher: torch.Tensor, device: torch.device
+    subject: Subject,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    extra_bytes: int,
+    device: torch.device,
 ) -> tuple[float, float]:
     # As a head leaves them: no leaf, and nobody else's.
     logits = student.clone().requires_grad_() + 0
-    gc.collect()
+    _settle(subject.name, extra_bytes, device)
     dist.barrier()
     losses: list[torch.Tensor] = []
 
@@ -176,7 +180,7 @@ def _fused_linear(
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for _ in range(arguments.repeats):
         for key, run in runs.items():
-            _settle(extra[key], device)
+            _settle(key[1], extra[key], device)
             seconds[key].append(_seconds(run, device))
     logit_bytes = arguments.tokens * arguments.vocab * PRECISIONS[arguments.precision].itemsize
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 _LOOK_SECONDS = 3.0
 _TOUCHED_SHARE = 0.85  # of the memory that is free
@@ -42,13 +44,23 @@ def touch_memory() -> None:
     subprocess.run([sys.executable, "-c", program, str(count)], check=True)
 
 
-def touch_bytes(count: int) -> None:
-    """Write to so much memory and free it, for whoever comes next.
+def touch_bytes(count: int, *, large_pages: bool) -> None:
+    """Write to so much memory and free it, for whoever comes next and takes pages of that size.
 
     What is free for a second or two may go back to the host (free page reporting), and a page that
-    comes from there costs up to eighty times one that never left.
+    comes from there costs up to eighty times one that never left. The kernel keeps what is freed
+    for the processor that freed it and for pages of that size, up to 1 GB here, and these do not go
+    back: so small pages are touched as torch takes them, by its threads, and large ones, which
+    numpy asks for, on every processor in turn.
     """
-    np.empty(max(count, 1), np.uint8).fill(1)
+    if not large_pages:
+        torch.empty(count, dtype=torch.uint8).fill_(1)
+        return
+    allowed = os.sched_getaffinity(0)
+    for processor in allowed:
+        os.sched_setaffinity(0, {processor})
+        np.empty(count, np.uint8).fill(1)
+    os.sched_setaffinity(0, allowed)
 
 
 def own_cpu_seconds(result: Mapping[str, Any]) -> list[float]:
