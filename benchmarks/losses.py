@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.children import run_child
 from benchmarks.environment import ROOT, describe
-from benchmarks.quiet import touch_memory, wait_until_quiet
+from benchmarks.quiet import wait_until_quiet
 
 _SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936), "v128k": (8192, 128_256)}
 _CPU_CASES = [
@@ -60,7 +60,6 @@ def main() -> int:
     console = Console(width=_WIDTH)
     environment = describe("benchmarks/losses.py", sys.argv[1:])
     measured: dict[str, list[dict[str, Any]]] = {}
-    touch_memory()
     for shape, precision, tensor in _GPU_CASES if torch.cuda.is_available() else _CPU_CASES:
         name = f"{shape}/{precision}/TP{tensor}"
         if arguments.cases not in name:

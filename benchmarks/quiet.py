@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -15,7 +13,6 @@ import psutil
 import torch
 
 _LOOK_SECONDS = 3.0
-_TOUCHED_SHARE = 0.85  # of the memory that is free
 
 
 def busy_seconds() -> float:
@@ -31,17 +28,6 @@ def wait_until_quiet(cores: float) -> None:
         time.sleep(_LOOK_SECONDS)
         if (busy_seconds() - before) / _LOOK_SECONDS < cores:
             return
-
-
-def touch_memory() -> None:
-    """Write to the machine's free memory once, in a process that ends then.
-
-    A virtual machine gets a page from its host at the first touch, which takes up to 2.6 s per GB
-    and falls on whoever happens to be the first.
-    """
-    count = int(psutil.virtual_memory().available * _TOUCHED_SHARE)
-    program = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
-    subprocess.run([sys.executable, "-c", program, str(count)], check=True)
 
 
 def touch_bytes(count: int, *, large_pages: bool) -> None:
