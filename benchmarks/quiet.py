@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -42,11 +43,16 @@ def touch_bytes(count: int, *, large_pages: bool) -> None:
     if not large_pages:
         torch.empty(count, dtype=torch.uint8).fill_(1)
         return
-    allowed = os.sched_getaffinity(0)
-    for processor in allowed:
+
+    def touch(processor: int) -> None:
         os.sched_setaffinity(0, {processor})
         np.empty(count, np.uint8).fill(1)
-    os.sched_setaffinity(0, allowed)
+
+    # In threads of their own: what is measured next may not start on the same one in every rank.
+    for processor in os.sched_getaffinity(0):
+        thread = threading.Thread(target=touch, args=(processor,))
+        thread.start()
+        thread.join()
 
 
 def own_cpu_seconds(result: Mapping[str, Any]) -> list[float]:
