@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
-from megatron_distill.ops.ordering import descending
+from megatron_distill.ops.ordering import descending, keys_of, packed, places_of
 
 __all__ = ["largest"]
 
@@ -27,7 +27,8 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     count, width = logits.shape
     if k == 0:  # of a shard that is all padding
         return logits.new_empty(count, 0), logits.new_empty(count, 0, dtype=torch.int64)
-    if logits.device.type != "cpu" or width < _SEGMENTS_OF_K * k * _SEGMENT:
+    has_keys = logits.device.type == "cpu" and logits.dtype != torch.float64
+    if not has_keys or width < _SEGMENTS_OF_K * k * _SEGMENT:
         return _largest_of_all(logits, k)
     values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)
     # Of the logits, this reads the segments that matter alone once more: blocks may be large.
@@ -69,17 +70,15 @@ def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
         row = torch.cat([row, torch.arange(count)])
         column = torch.cat([column, column.new_full((count,), segments * _SEGMENT)])
         candidates = torch.cat([candidates, rest])
-    # Eight at a time: nearly all of them are false.
-    reaches = (candidates.to(least.dtype) >= least[row]).view(torch.int64)
-    word = reaches.flatten().nonzero().squeeze(1)
-    within = reaches.flatten()[word].view(torch.bool).view(-1, 8).nonzero()
-    place = word[within[:, 0]] * 8 + within[:, 1]
+    reaches = candidates.to(least.dtype).numpy() >= least[row].numpy()
+    place = torch.from_numpy(np.flatnonzero(reaches))
     part, offset = place // _SEGMENT, place % _SEGMENT
     row, column, value = row[part], column[part] + offset, candidates.flatten()[place]
     if width > segments * _SEGMENT:
         row, order = row.sort(stable=True)
         column, value = column[order], value[order]
-    return _largest_of_ragged(row, column, value, count, k)
+    columns = _largest_of_ragged(row, column, value, count, k)
+    return None if columns is None else (logits.gather(1, columns), columns)
 
 
 def _maxima(parts: Tensor) -> Tensor:
@@ -100,19 +99,19 @@ def _maxima(parts: Tensor) -> Tensor:
 
 def _largest_of_ragged(
     row: Tensor, column: Tensor, value: Tensor, count: int, k: int
-) -> tuple[Tensor, Tensor] | None:
-    """`largest` among these ``[M]``, which stand in the order of their rows and columns."""
+) -> Tensor | None:
+    """Columns ``[N, k]`` of `largest` among these ``[M]``, which stand in the order of their rows.
+
+    None if a row has too many or not enough.
+    """
     found = row.bincount(minlength=count)
     most = int(found.max())
     if most > _MOST_LEFT * k or int(found.min()) < k:
         return None
-    position = torch.arange(len(row)) - (found.cumsum(0) - found)[row]
-    values = value.new_full((count, most), -math.inf)
-    values[row, position] = value
-    columns = column.new_zeros(count, most)
-    columns[row, position] = column
-    values, by_value = descending(values)
-    return values[:, :k], columns.gather(1, by_value[:, :k])
+    padded = np.full((count, most), np.iinfo(np.int64).max)
+    padded[np.arange(most) < found.numpy()[:, None]] = packed(keys_of(value).bitwise_not_(), column)
+    padded.sort(axis=1)
+    return places_of(torch.from_numpy(padded[:, :k]))
 
 
 def _largest_of_all(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

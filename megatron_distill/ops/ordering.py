@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["descending", "keys_of", "places_by"]
+__all__ = ["descending", "keys_of", "packed", "places_by", "places_of"]
 
 
 def keys_of(values: Tensor) -> Tensor:
@@ -18,12 +18,21 @@ def keys_of(values: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+def packed(keys: Tensor, places: Tensor) -> Tensor:
+    """int64 numbers in the order of int32 keys, and equal ones in that of their places."""
+    return keys.long().bitwise_left_shift_(32).bitwise_or_(places)
+
+
+def places_of(both: Tensor) -> Tensor:
+    """The places of packed numbers, which are overwritten."""
+    return both.bitwise_and_(0xFFFFFFFF)
+
+
 def places_by(keys: Tensor) -> Tensor:
     """On a CPU the places ``[N, C]`` of int32 keys from the least up, equal ones in their order."""
-    both = keys.long().bitwise_left_shift_(32)
-    both.bitwise_or_(torch.arange(keys.shape[1]))
+    both = packed(keys, torch.arange(keys.shape[1]))
     both.numpy().sort(axis=1)
-    return both.bitwise_and_(0xFFFFFFFF)
+    return places_of(both)
 
 
 def descending(values: Tensor) -> tuple[Tensor, Tensor]:
