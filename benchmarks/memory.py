@@ -1,6 +1,6 @@
 """The losses' peak memory beside the formulas of their docstrings, up to 32,768 tokens.
 
-python benchmarks/memory.py                   # some fifteen minutes on two cores, 16 GiB
+python benchmarks/memory.py                   # some ten minutes on two cores, 16 GiB
 python benchmarks/memory.py --tokens 4096     # no more tokens than that
 """
 
@@ -31,6 +31,8 @@ _MOST_TOKENS = {32_768: 32_768, 128_256: 8192, 151_936: 8192, 262_144: 4096}
 # Three matrices of logits in memory.
 _MOST_LOGITS = {"fp32": 2**29, "bf16": 2**30}
 _ROUNDED = 2**21
+# Bytes of statistics and factors that forward KL from given logits has per token.
+_PER_TOKEN = 112
 _MIB = 2**20
 _CPU = torch.device("cpu")
 _NOTE = """\
@@ -40,8 +42,8 @@ weight's gradient to an fp32 matrix that is there already, as training does to M
 is `token_divergence` of forward KL from given logits, `over the logits` lets the gradient take
 their place. `peak` is the most bytes of tensors alive at once above the inputs; `formula` follows
 the docstrings of `ops.fused_linear` and `ops.logit_divergence`, and `without gradients` is the peak
-less those on hidden states and weight, or on logits, which are what was asked for. The few numbers
-per token, some 110 bytes, are not in the formula; of 32,768 tokens they are 3.5 MiB.
+less those on hidden states and weight, or on logits, which are what was asked for. Of `fused` the
+formula leaves out the numbers per token of a chunk.
 """
 
 
@@ -176,7 +178,7 @@ def _logits(precision: str, vocab: int, tokens: int, *, overwrites: bool) -> Mea
     width = PRECISIONS[precision].itemsize
     gradient = 0 if overwrites else tokens * vocab * width
     narrow = 0 if width == torch.float32.itemsize else 2
-    formula = gradient + (3 + narrow) * _block(tokens, vocab)
+    formula = gradient + (3 + narrow) * _block(tokens, vocab) + _PER_TOKEN * tokens
     name = "logits, over the logits" if overwrites else "logits"
     return Measured(name, precision, vocab, tokens, _peak(run), formula, gradient)
 
