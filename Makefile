@@ -54,7 +54,7 @@ slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
-	$(BIN)/mypy $(wildcard megatron_distill launch tools)
+	$(BIN)/mypy $(wildcard megatron_distill launch tools benchmarks)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))

@@ -166,7 +166,7 @@ def _trl(asked: Asked, *, streaming: bool) -> Callable[[], tuple[Any, float]]:
     )
     seconds = 0.0
 
-    class TimedTrainer(SFTTrainer):  # type: ignore[misc]
+    class TimedTrainer(SFTTrainer):
         """Counts the preparation of the data alone, not what else a trainer makes."""
 
         def _prepare_dataset(self, *arguments: Any, **named: Any) -> Any:

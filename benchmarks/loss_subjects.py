@@ -56,8 +56,8 @@ def _ours(shard: VocabShard, group: dist.ProcessGroup | None) -> list[Subject]:
 
         return loss
 
-    names = ("reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl")
-    names += ("total_variation", "squared_hellinger")
+    names = ["reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"]
+    names += ["total_variation", "squared_hellinger"]
     return [
         Subject("forward_kl", "ours", dense("forward_kl")),
         Subject("forward_kl", "ours, over the logits", dense("forward_kl", overwrite_logits=True)),

@@ -22,12 +22,12 @@ from benchmarks.subject import (
     training_state,
 )
 from megatron_distill.losses import Term
-from megatron_distill.models.gpt import HiddenStateGPT, build_gpt, vocab_shard
+from megatron_distill.models.gpt import build_gpt, vocab_shard
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
-from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
 from megatron_distill.train.step import Student, train_step
 from megatron_distill.train.teacher import OnlineTeacher
@@ -41,7 +41,7 @@ class MarkedObjective(TokenObjective):
     def __call__(
         self,
         hidden_sbh: Tensor,
-        head: HiddenStateGPT,
+        head: Head,
         batch: Batch,
         signal: Signal | None,
         step: StepBatches,

@@ -128,7 +128,8 @@ def _measure(
         sequence_length=case.workload.sequence_length,
     )
     write_store(place / "store", records, settings, count=len(records))
-    stores = StoreSet([StoreReader.open(place / "store")])
+    reader = StoreReader.open(place / "store")
+    stores = StoreSet([reader])
     teacher = StoredTeacher(stores, settings, terms=[term], groups=groups, device=device)
     loaded = Loaded(_loaded(case, records))
     in_memory = [list(teacher.signals(step.micro_batches)) for step in loaded.steps]
@@ -137,7 +138,12 @@ def _measure(
         return [steps.take(*pair) for pair in zip(loaded.steps, in_memory, strict=True)]
 
     def from_store() -> list[float]:
-        source = Lookahead(cast(Any, loaded), last_step=given.steps, expect=teacher.expect)
+        source = Lookahead(
+            cast(Any, loaded),
+            last_step=given.steps,
+            expect=teacher.expect,
+            stores=[reader.plan.uid.hex()],
+        )
         losses = []
         for number in range(1, given.steps + 1):
             batches = source.take(number)
