@@ -122,15 +122,10 @@ def _measure(
     term = Term("forward_kl")
     steps = _steps(case, term, groups, device)
     records = _records(case, given.k, given.steps)
-    settings = CaptureSettings(
-        k=given.k,
-        vocab_size=case.workload.vocab_size,
-        sequence_length=case.workload.sequence_length,
+    reader, settings = _stored(case, given.k, records, place / "store")
+    teacher = StoredTeacher(
+        StoreSet([reader]), settings, terms=[term], groups=groups, device=device
     )
-    write_store(place / "store", records, settings, count=len(records))
-    reader = StoreReader.open(place / "store")
-    stores = StoreSet([reader])
-    teacher = StoredTeacher(stores, settings, terms=[term], groups=groups, device=device)
     loaded = Loaded(_loaded(case, records))
     in_memory = [list(teacher.signals(step.micro_batches)) for step in loaded.steps]
 
@@ -169,6 +164,17 @@ def _measure(
         "tokens_per_step": case.tokens_per_step,
         "largest_difference": largest,
     }
+
+
+def _stored(
+    case: Case, k: int, records: list[SampleRecord], folder: Path
+) -> tuple[StoreReader, CaptureSettings]:
+    """A store of the records, and what it says they were captured with."""
+    settings = CaptureSettings(
+        k=k, vocab_size=case.workload.vocab_size, sequence_length=case.workload.sequence_length
+    )
+    write_store(folder, records, settings, count=len(records))
+    return StoreReader.open(folder), settings
 
 
 def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Any]:
