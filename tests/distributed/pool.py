@@ -104,6 +104,7 @@ def _work(rank: int, port: int, connection: Connection, stack_file: str) -> None
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     with Path(stack_file).open("w") as stacks:
+        faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         connection.send_bytes(b"ready")
         while True:
@@ -135,10 +136,16 @@ class _Worker:
         self.process.join()
         self.connection.close()
 
+    def ending(self) -> str:
+        """How the worker ended, and where its threads were if a signal such as SIGABRT did it."""
+        self.process.join(1.0)
+        stacks = self.stack_file.read_text()
+        return f"process ended with exit code {self.process.exitcode}\n{stacks}".rstrip()
+
     def stack(self) -> str:
         """Where the worker's main thread is now."""
         if self.process.pid is None or not self.process.is_alive():
-            return f"process ended with exit code {self.process.exitcode}"
+            return self.ending()
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)
         return self.stack_file.read_text()
@@ -238,9 +245,7 @@ class Pool:
                 try:
                     replies[worker.rank] = pickle.loads(worker.connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    worker.process.join(1.0)
-                    code = worker.process.exitcode
-                    replies[worker.rank] = (False, f"process ended with exit code {code}")
+                    replies[worker.rank] = (False, worker.ending())
                 if not replies[worker.rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for worker in workers:

@@ -36,6 +36,12 @@ def crash_on_first_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def abort_on_first_rank(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os.abort()
+    dist.barrier()
+
+
 def hang_on_first_rank(rank: int, world_size: int) -> None:
     if rank == 0:
         time.sleep(600)
@@ -75,6 +81,13 @@ def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None
 def test_crash_names_the_exit_code_and_the_next_call_works(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="rank 0: process ended with exit code 3"):
         pair.run(2, crash_on_first_rank)
+    assert len(pair.run(2, summed_rank, 0)) == 2
+
+
+def test_a_signal_shows_where_it_came(pair: Pool) -> None:
+    said = "rank 0: process ended with exit code -6\nFatal Python error: Aborted"
+    with pytest.raises(AssertionError, match=f"{said}(.|\n)*in abort_on_first_rank"):
+        pair.run(2, abort_on_first_rank)
     assert len(pair.run(2, summed_rank, 0)) == 2
 
 
