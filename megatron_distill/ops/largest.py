@@ -47,12 +47,15 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
     """`largest` among what reaches the k-th of the segments' maxima, which is hardly more.
 
-    None if a row leaves too many, as equal logits do, or not enough, as NaN does.
+    None if a row leaves too many, as equal logits do, or has a NaN, which nothing reaches.
     """
     count, width = logits.shape
     segments = width // _SEGMENT
     parts = logits[:, : segments * _SEGMENT].view(count, segments, _SEGMENT)
+    rest = logits[:, segments * _SEGMENT :]
     maxima = _maxima(parts)
+    if maxima.isnan().any() or rest.isnan().any():
+        return None
     least = _kth_largest(maxima, k)
     chosen = torch.from_numpy(np.flatnonzero((maxima >= least).numpy()))
     if len(chosen) > _MOST_LEFT * k * count:
@@ -64,7 +67,6 @@ def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
         candidates = parts[row, segment]
     column = segment * _SEGMENT
     if width > segments * _SEGMENT:
-        rest = logits[:, segments * _SEGMENT :]
         lacking = _SEGMENT - rest.shape[1]
         rest = torch.nn.functional.pad(rest, (0, lacking), value=-math.inf)
         row = torch.cat([row, torch.arange(count)])

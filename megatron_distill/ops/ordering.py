@@ -36,8 +36,13 @@ def places_by(keys: Tensor) -> Tensor:
 
 
 def descending(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, C]`` from the largest value down, and the places; equal ones keep their order."""
+    """Rows ``[N, C]`` from the largest value down, and the places; equal ones keep their order.
+
+    What is not a number comes first, as in torch.
+    """
     if values.device.type != "cpu" or values.dtype == torch.float64:
         return values.sort(dim=1, descending=True, stable=True)
-    places = places_by(keys_of(values).bitwise_not_())
+    # torch gives it a sign in narrowing to bf16, by which its key would be the least.
+    keys = keys_of(values).masked_fill_(values.isnan(), torch.iinfo(torch.int32).max)
+    places = places_by(keys.bitwise_not_())
     return values.gather(1, places), places

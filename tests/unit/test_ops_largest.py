@@ -87,6 +87,18 @@ def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
     assert torch.equal(columns[0], by_value_and_column(logits[:1], 5)[1][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("column", [77, 8195])  # the latter beyond the last whole segment
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_not_a_number_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
+    logits = drawn(3, 8199, seed=seed).to(dtype)
+    logits[1, column] = torch.nan
+    values, columns = largest(logits, 16)
+    assert columns[1, 0] == column
+    assert values[1, 0].isnan()
+    assert not values[[0, 2]].isnan().any()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 300),
