@@ -32,7 +32,7 @@ _MOST_TOKENS = {32_768: 32_768, 128_256: 8192, 151_936: 8192, 262_144: 4096}
 _MOST_LOGITS = {"fp32": 2**29, "bf16": 2**30}
 _ROUNDED = 2**21
 # Bytes of statistics and factors that forward KL from given logits has per token.
-_PER_TOKEN = 112
+_PER_TOKEN = 92
 _MIB = 2**20
 _CPU = torch.device("cpu")
 _NOTE = """\

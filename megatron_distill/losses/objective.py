@@ -72,8 +72,8 @@ def fused_linear_objective(
     ``chunk_tokens`` tokens only; None lets them fill the same memory whatever the vocabulary is
     (2^25 logits of each model on a CPU, 2^28 on a GPU).
 
-    Collective: one all-gather over ``group`` per chunk of 40 bytes per token with one term at
-    temperature one (12 more per further temperature), 16 without a teacher; none in backward.
+    Collective: one all-gather over ``group`` per chunk of 80 bytes per token with one term at
+    temperature one (24 more per further temperature), 32 without a teacher; none in backward.
 
     Raises:
         ValueError: shapes, dtypes, shard, group or terms do not fit together.

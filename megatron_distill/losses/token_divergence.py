@@ -43,9 +43,10 @@ def token_divergence(
     those of `Term`. Samples give the cross-entropy ``-sum w log q``, of the gradient of forward KL
     in expectation.
 
-    Collective, forward only: over ``group`` one all-gather of 20 bytes per token between logits (24
-    and one more of 12 for any but forward KL; those of `head_share` too for adaptive KL); on K kept
-    ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose them.
+    Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits,
+    and for any but forward KL one more of 24 (for adaptive KL those of `head_share` too, and 48
+    bytes in place of 40); on K kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of
+    ``8 K + 8`` to choose them.
 
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,7 +21,7 @@ from megatron_distill.ops.pushforward import (
     scale_rows_,
     scale_softmax_,
 )
-from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, logit_gap
+from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, gap_beyond_top, row_sums
 
 __all__ = ["Block", "Normalisers"]
 
@@ -34,13 +35,13 @@ class Normalisers(Protocol):
         ...
 
     @property
-    def shifts(self) -> Mapping[float, Tensor]:
-        """Per temperature: log normaliser of the teacher less the student's."""
+    def top(self) -> Mapping[Model, Tensor]:
+        """Each model's logit of the student's top token."""
         ...
 
     @property
-    def anchors(self) -> Mapping[float, Tensor]:
-        """Per temperature, see `Classes`."""
+    def top_ratios(self) -> Mapping[float, Tensor]:
+        """Per temperature, in fp64: ``log p - log q`` of that token."""
         ...
 
 
@@ -70,7 +71,7 @@ class Block:
         spare = self._buffer("spare") if self.sweep.exact else None
         for model, temperature in softmaxes:
             buffer = self.scratch.take(f"{model}@{temperature}", self._size)
-            peak = statistics[f"{model}_peak"]
+            peak = statistics[f"{model}_peak"].to(self.scratch.dtype)
             exponentiate(self.logits[model], peak, temperature, buffer, spare=spare)
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
@@ -89,13 +90,18 @@ class Block:
             return self.scratch.take(f"spare {spares}{name}@{temperature}", size)
 
         def log_ratio() -> Tensor:
-            gap = logit_gap(self.logits, spare("ratio"), infinite=self.sweep.infinite)
-            if temperature != 1.0:
-                gap.mul_(1 / temperature)
-            return gap.sub_(self.normalisers.shifts[temperature])
+            gap = gap_beyond_top(
+                self.logits,
+                self.normalisers.top,
+                spare("ratio"),
+                spare=spare("value"),
+                infinite=self.sweep.infinite,
+            )
+            return gap if temperature == 1.0 else gap.mul_(1 / temperature)
 
-        anchor = _uniform(self.normalisers.anchors[temperature])
-        return Classes(teacher, student, log_ratio, spare, anchor)
+        top_ratio = self.normalisers.top_ratios[temperature].to(self.scratch.dtype)
+        anchor = _uniform(top_ratio > -math.log(2))
+        return Classes(teacher, student, log_ratio, spare, anchor, top_ratio)
 
     def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
         """What the head of the teacher is found from."""
@@ -113,22 +119,23 @@ class Block:
             group=None,
             device=whole.logits.device,
         )
-        return share.to(self.packet.values.dtype)
+        return share.to(self.scratch.dtype)
 
     def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a term ``[n]`` each: value, ``sum q (s - reference)``, and the slope at the top."""
+        """Of a term ``[n]`` each: value (the top ratio rounded) and ``sum q (s - reference)``, both
+        fp64, and the slope at the top."""
         classes, scales = self.classes(term.temperature), term.divergence.scales
         summands, slope = term.divergence.evaluate(classes)
         assert slope is not None
-        value = summands.sum(1).mul_(scales.value)
+        value = row_sums(summands).mul_(scales.value)
         reference = self._at_top(slope).mul_(scales.slope)
         pull = _relative_(slope, scales.slope, reference).mul_(classes.student)
-        return value, pull.sum(1), reference.squeeze(1)
+        return value, row_sums(pull), reference.squeeze(1)
 
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
         """Write the gradient on the raw outputs to ``out``, which may be these outputs.
 
-        Returns the values ``[n]`` fp64 of terms with slopes.
+        Returns the values ``[n]`` fp64 of terms with slopes, with the top ratio rounded.
         """
         values: dict[str, Tensor] = {}
         is_last = len(weights) == 1 and self.student_rule.is_identity
@@ -188,7 +195,7 @@ class Block:
             assert slope is not None
             reference = curved.reference
             if reference is None:
-                values[curved.term.key] = summands.sum(1).double().mul_(scales.value)
+                values[curved.term.key] = row_sums(summands).mul_(scales.value)
                 reference = self._at_top(slope).mul_(scales.slope)
             _relative_(slope, scales.slope, reference)
             pull = torch.mul(slope, classes.student, out=summands)

@@ -36,16 +36,16 @@ class Solved:
 
     Attributes:
         factors: ``[N, 1]`` per softmax: what makes this shard's exponentials probabilities.
-        shifts: ``[N, 1]`` per temperature: log normaliser of the teacher less the student's.
-        anchors: bool ``[N, 1]`` per temperature, see `Classes`.
+        top: ``[N, 1]`` each model's logit of the student's top token.
+        top_ratios: ``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token.
         values: ``[N]`` fp64 per term.
         slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
         blends: ``[N, 1]`` per term that blends: the part of forward KL.
     """
 
     factors: Mapping[tuple[Model, float], Tensor]
-    shifts: Mapping[float, Tensor] = field(default_factory=dict)
-    anchors: Mapping[float, Tensor] = field(default_factory=dict)
+    top: Mapping[Model, Tensor] = field(default_factory=dict)
+    top_ratios: Mapping[float, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     slopes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blends: dict[str, Tensor] = field(default_factory=dict)
@@ -53,33 +53,46 @@ class Solved:
     @classmethod
     def of(cls, packet: Packet, merged: MergedStatistics) -> Solved:
         """What follows from the first sweep."""
-        sweep, dtype = packet.sweep, packet.values.dtype
+        sweep, dtype = packet.sweep, packet.dtype
         factors = {
             softmax: merged.shard_factor(packet, *softmax).unsqueeze(1)
             for softmax in sweep.softmaxes
         }
-        temperatures = {term.temperature for term in sweep.curved}
-        shifts = {value: merged.shift(value).to(dtype).unsqueeze(1) for value in temperatures}
-        anchors = {value: merged.anchor(value).unsqueeze(1) for value in temperatures}
-        return cls(factors, shifts, anchors)
+        if not sweep.curved:
+            return cls(factors)
+        top = {model: logit.to(dtype).unsqueeze(1) for model, logit in merged.top.items()}
+        top_ratios = {
+            temperature: merged.top_ratio(temperature).unsqueeze(1)
+            for temperature in {term.temperature for term in sweep.curved}
+        }
+        return cls(factors, top, top_ratios)
 
     @classmethod
     def alone(cls, packet: Packet) -> Solved:
         """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
-        sweep, rows = packet.sweep, packet.rows()
+        sweep, dtype, rows = packet.sweep, packet.dtype, packet.rows()
         factors = {
-            (model, temperature): rows[f"{model}_mass@{temperature}"].reciprocal().unsqueeze(1)
-            for model, temperature in sweep.softmaxes
+            softmax: rows["{}_mass@{}".format(*softmax)].reciprocal().to(dtype).unsqueeze(1)
+            for softmax in sweep.softmaxes
         }
-        shifts, anchors = {}, {}
+        if not sweep.curved:
+            return cls(factors)
+        names: dict[Model, str] = {"student": "student_peak", "teacher": "teacher_at_top"}
+        top = {model: rows[name].to(dtype).unsqueeze(1) for model, name in names.items()}
+        below_peak = rows["teacher_at_top"] - rows["teacher_peak"]
+        top_ratios = {}
         for temperature in {term.temperature for term in sweep.curved}:
-            peaks = rows["teacher_peak"].double() - rows["student_peak"]
-            masses = rows[f"teacher_mass@{temperature}"].double()
-            shift = peaks / temperature + (masses / rows[f"student_mass@{temperature}"]).log()
-            at_top = rows["teacher_at_top"].double() - rows["student_peak"]
-            shifts[temperature] = shift.to(packet.values.dtype).unsqueeze(1)
-            anchors[temperature] = (at_top / temperature - shift > -math.log(2)).unsqueeze(1)
-        return cls(factors, shifts, anchors)
+            odds = rows[f"student_mass@{temperature}"] / rows[f"teacher_mass@{temperature}"]
+            top_ratios[temperature] = (below_peak / temperature + odds.log()).unsqueeze(1)
+        return cls(factors, top, top_ratios)
+
+    def rounded_off(self, term: WeightedDivergence, dtype: torch.dtype) -> Tensor | float:
+        """``[N]`` what the value of a term lacks whose summands had the top ratio in ``dtype``."""
+        if term.divergence.of_top_ratio == 0:
+            return 0.0
+        ratio = self.top_ratios[term.temperature].squeeze(1)
+        lost = (ratio - ratio.to(dtype)).nan_to_num_(0.0, 0.0, 0.0)
+        return lost.mul_(term.divergence.of_top_ratio)
 
     def set_value(
         self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
@@ -137,7 +150,7 @@ class Chunk:
     ) -> tuple[MergedStatistics, Solved]:
         """Fill the packet, and find the values of all terms and what their gradients need.
 
-        Collective: over ``group`` that of `Packet.merge`; one all-gather of 12 bytes per token and
+        Collective: over ``group`` that of `Packet.merge`; one all-gather of 24 bytes per token and
         term with slopes, if there is one; those of `head_share` for each term that blends.
         """
         self.measure(packet)
@@ -152,7 +165,7 @@ class Chunk:
                     group=group,
                     device=packet.values.device,
                 )
-                solved.blends[term.key] = blend.to(packet.values.dtype)
+                solved.blends[term.key] = blend.to(packet.dtype)
         of_slopes = self._sum_slopes(packet, merged, solved, group)
         for term in self.sweep.terms:
             solved.set_value(term, merged, of_slopes.get(term.key))
@@ -210,8 +223,9 @@ class Chunk:
                     blends[term.key].append(solved.blends[term.key])
             pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
             values = block.gradient(pushed, out[rows])
-            for key, value in values.items():
-                found[key].append(value)
+            for term in self.sweep.curved:
+                lost = solved.rounded_off(term, packet.dtype)
+                found[term.key].append(values[term.key] + lost)
         merged = packet.merge(None)
         whole = Solved({}, blends={key: torch.cat(parts) for key, parts in blends.items()})
         for term in self.sweep.terms:
@@ -244,18 +258,18 @@ class Chunk:
             for number, term in enumerate(terms):
                 value, average, reference = block.sum_slopes(term)
                 sums[3 * number : 3 * number + 3, rows] = torch.stack((value, average, reference))
-        gathered = gather_ranks(sums, group).double()
+        gathered = gather_ranks(sums, group)
         values = {}
         for number, term in enumerate(terms):
             value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
-            values[term.key] = value.sum(0)
+            values[term.key] = value.sum(0) + solved.rounded_off(term, packet.dtype)
             chosen = merged.at_top(reference)
             # Each rank summed relative to the slope at its own top token.
             shares = merged.shares(term.temperature)
             total = (average + shares * (reference - chosen)).sum(0)
             solved.slopes[term.key] = (
-                chosen.to(sums.dtype).unsqueeze(1),
-                total.to(sums.dtype).unsqueeze(1),
+                chosen.to(packet.dtype).unsqueeze(1),
+                total.to(packet.dtype).unsqueeze(1),
             )
         return values
 
@@ -277,8 +291,8 @@ class Chunk:
     def _block(self, packet: Packet, solved: Solved, rows: slice) -> Block:
         part = Solved(
             {softmax: factor[rows] for softmax, factor in solved.factors.items()},
-            {temperature: shift[rows] for temperature, shift in solved.shifts.items()},
-            {temperature: anchor[rows] for temperature, anchor in solved.anchors.items()},
+            {model: logit[rows] for model, logit in solved.top.items()},
+            {temperature: ratio[rows] for temperature, ratio in solved.top_ratios.items()},
         )
         student = self.rules["student"]
         own = packet.part(rows)
@@ -310,13 +324,12 @@ class Chunk:
     ) -> TemperatureRow:
         from megatron_distill.ops.kernels.executor import TemperatureRow
 
-        nothing = packet.values.new_zeros(packet.values.shape[1], 1)
-        student, teacher = (
-            solved.factors.get((model, temperature), nothing) for model in ("student", "teacher")
-        )
-        shift = solved.shifts.get(temperature, nothing)
-        anchor = solved.anchors.get(temperature, nothing).to(nothing.dtype)
-        return TemperatureRow(*(one.squeeze(1) for one in (student, teacher, shift, anchor)))
+        nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
+        models: tuple[Model, Model] = ("student", "teacher")
+        student, teacher = (solved.factors.get((model, temperature), nothing) for model in models)
+        tops = (solved.top.get(model, nothing) for model in models)
+        ratio = solved.top_ratios.get(temperature, nothing).to(packet.dtype)
+        return TemperatureRow(*(one.squeeze(1) for one in (student, teacher, *tops, ratio)))
 
     def _measure_labels(self, packet: Packet) -> None:
         if self.labels is None or self.shard.real_width == 0:

@@ -22,7 +22,9 @@ class Classes:
     Attributes:
         teacher: p.
         student: q.
-        log_ratio: makes ``log p - log q`` for the caller to overwrite.
+        log_ratio: makes ``log p - log q - top_ratio`` for the caller to overwrite.
+        top_ratio: ``[N, 1]``, or one for all, ``log p - log q`` of the student's top token. Where
+            that is large, the rest has digits which the whole would not.
         spare: names a buffer ``[N, C]`` of the caller's; the same name is the same buffer.
         anchor: bool ``[N, 1]``, or one for all, false where slopes are wanted exact near
             ``p == 0``; elsewhere they are exact near ``p == q``.
@@ -33,6 +35,7 @@ class Classes:
     log_ratio: Callable[[], Tensor]
     spare: Callable[[str], Tensor]
     anchor: Tensor | bool = True
+    top_ratio: Tensor | float = 0.0
 
     @property
     def share_at_anchor(self) -> Tensor | float:

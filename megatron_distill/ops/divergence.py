@@ -54,6 +54,8 @@ class Divergence:
         scales: what summands and slopes are still to be multiplied with.
         balance: what the value has of ``p - q``, whose sum is nothing where both sum to one: so it
             does not feel how they were rounded as a whole.
+        of_top_ratio: what the value has of the top ratio (see `Classes`), which may be large and is
+            rounded where summands are formed.
         head_mass: of the row that blends forward and reverse KL by the teacher's head and tail: the
             most mass of the tail. ``evaluate`` and ``constant`` are those of reverse KL.
         kernel: the same row in Triton. Without it the chunked executor runs on a GPU too.
@@ -64,6 +66,7 @@ class Divergence:
     constant: float
     scales: Scales = Scales()
     balance: float = 0.0
+    of_top_ratio: float = 0.0
     head_mass: float | None = None
     kernel: KernelForm | None = None
 
@@ -95,13 +98,14 @@ class WeightedDivergence:
 # sum p log(p/q): slope -p/q.
 def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
     """Summands of forward KL."""
-    return classes.log_ratio().mul_(classes.teacher), None
+    return classes.log_ratio().add_(classes.top_ratio).mul_(classes.teacher), None
 
 
 # sum q log(q/p): slope log(q/p) + 1.
 def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
     ratio = classes.log_ratio()
-    return torch.mul(ratio, classes.student, out=classes.spare("value")), ratio
+    value = torch.add(ratio, classes.top_ratio, out=classes.spare("value"))
+    return value.mul_(classes.student), ratio
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
@@ -131,7 +135,15 @@ def _reverse_row() -> Divergence:
 
 def _reverse_named(name: str, head_mass: float | None = None) -> Divergence:
     scales = Scales(value=-1.0, slope=-1.0)
-    return Divergence(name, _reverse_kl, 1.0, scales, head_mass=head_mass, kernel=_REVERSE)
+    return Divergence(
+        name,
+        _reverse_kl,
+        1.0,
+        scales,
+        of_top_ratio=-1.0,
+        head_mass=head_mass,
+        kernel=_REVERSE,
+    )
 
 
 def _js_row(beta: float = 0.5) -> Divergence:

@@ -50,9 +50,9 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
     also ``V H`` in that dtype in backward), none with a sum given; where what is added up is wider
     than the dtype, up to 2^21 (2^26 on a GPU) for a product; and per row block (`ops.blocks`)
     ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits are narrower,
-    capped or scaled, and at most six for each term with slopes.
+    capped or scaled, and at most seven for each term with slopes.
 
-    Collective: over ``group`` per chunk one all-gather of 4 bytes per name of the sweep and token
+    Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the sweep and token
     (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and
     those of `solve_plans`; none in backward. The number of chunks follows from the weights and
     ``chunk_tokens`` alone, which are the same on all ranks.

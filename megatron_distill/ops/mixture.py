@@ -15,6 +15,9 @@ from megatron_distill.ops.classes import Classes
 
 __all__ = ["js_divergence", "skewed_forward_kl", "skewed_reverse_kl"]
 
+# 2/3 + 2/5 w + 2/7 w^2 + ..., the highest first: to 1e-7 of what it adds to, up to w = 1/9.
+_ATANH = (0.2685149802278186, 0.28236619805320796, 0.4000756064491075, 0.6666664033669923)
+
 
 def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
     """``share other + (1 - share) of``; the weight that fp32 rounds is the lesser of the two."""
@@ -80,6 +83,31 @@ def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
     return torch.where(classes.anchor, beyond, torch.div(p, mixture, out=mixture), out=beyond)
 
 
+def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -> Tensor:
+    """``log(1 + x) - x/(1 + x)`` to all digits, given the logarithm and the share ``x/(1 + x)``.
+
+    Near zero that is ``x^2 / 2``, of which the difference leaves little. Of the share y it is
+    ``-log(1 - y) - y``, which with ``s = y/(2 - y)`` is
+
+        2 atanh(s) - 2 s/(1 + s) = s (y + 2 s^2 (1/3 + s^2/5 + s^4/7 + ...)).
+
+    Overwrites the logarithm. The series is for fp32; in fp64 the difference has more digits.
+    """
+    if share.dtype == torch.float64:
+        return torch.sub(log1p, share, out=out)
+    near = torch.clamp(share, min=-1.0, max=0.5, out=classes.spare("size"))
+    is_far = near != share
+    ratio = torch.sub(2.0, near, out=out)
+    torch.div(near, ratio, out=ratio)
+    square = torch.square(ratio, out=classes.spare("square"))
+    series = torch.mul(square, _ATANH[0], out=classes.spare("series"))
+    for coefficient in _ATANH[1:]:
+        series.add_(coefficient).mul_(square)
+    series.add_(near)
+    ratio.mul_(series)
+    return torch.where(is_far, log1p.sub_(share), ratio, out=out)
+
+
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     """Summands and slopes of the Jensen-Shannon divergence, but for their scales."""
@@ -102,8 +130,8 @@ def skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
 
 
-# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m, where lam q/m is
-# 1 - rest p/m.
+# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m. A constant apart, that is
+# log(1 - y) + lam y with y = (1 - lam) (p - q)/m, and log(1 - y) + y with y = (1 - lam) p/m.
 def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
     """Summands and slopes of reverse KL from a mixture, but for their scales."""
     rest = 1 - skew_lambda
@@ -111,6 +139,15 @@ def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     gap = torch.sub(p, q, out=classes.spare("gap"))
     surprise = _surprise(gap, q, p, rest, classes, classes.spare("surprise"))
     value = torch.addcmul(gap, surprise, q, value=-1 / rest, out=classes.spare("value"))
-    return value, _share(gap, classes, rest).sub_(
-        _anchored(surprise, classes, rest), alpha=1 / rest
-    )
+    mixture = _mixture(q, p, rest, classes.spare("mixture"))
+    if classes.anchor is False:
+        gap.copy_(p)
+        surprise.sub_(math.log(skew_lambda))
+    elif classes.anchor is not True:
+        torch.where(classes.anchor, gap, p, out=gap)
+        surprise.sub_(torch.where(classes.anchor, 0.0, math.log(skew_lambda)))
+    share = torch.div(gap, mixture, out=mixture).mul_(rest)
+    slope = _log1p_beyond(surprise, share, gap, classes).mul_(-1 / rest)
+    if classes.anchor is False:
+        return value, slope
+    return value, slope.sub_(share if classes.anchor is True else share.mul_(classes.anchor))

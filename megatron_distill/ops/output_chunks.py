@@ -83,7 +83,7 @@ def row_statistics(
 
     ``labels [N]`` are global ids inside the vocabulary.
 
-    Collective: over ``group`` one all-gather of 16 bytes per token and 4 more per temperature.
+    Collective: over ``group`` one all-gather of 32 bytes per token and 8 more per temperature.
     """
     # The engine's one model without a teacher is the student; whose logits they are is all one.
     sweep = Sweep(("student",), (), full=True, student_temperatures=tuple(temperatures))

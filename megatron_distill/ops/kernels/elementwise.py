@@ -104,6 +104,17 @@ def _anchored(surprise, of_teacher, share, rest, anchor):
 
 
 @triton.jit
+def _log1p_beyond(log1p, share):
+    """See `_log1p_beyond` of the mixtures."""
+    near = tl.minimum(tl.maximum(share, -1.0), 0.5)
+    ratio = tl.div_rn(near, 2.0 - near)
+    square = ratio * ratio
+    series = 0.28236619805320796 + square * 0.2685149802278186
+    series = 0.6666664033669923 + square * (0.4000756064491075 + square * series)
+    return tl.where(near != share, log1p - share, ratio * (near + square * series))
+
+
+@triton.jit
 def _share(p, q, mixture, rest, anchor):
     """See `_share` of the mixtures."""
     of_teacher = tl.div_rn(p, mixture)
@@ -111,15 +122,16 @@ def _share(p, q, mixture, rest, anchor):
 
 
 @triton.jit
-def slope_and_value(p, q, log_ratio, anchor, parameter, rest, FORM: tl.constexpr):
+def slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM: tl.constexpr):
     """Slope (a constant apart) and summand of the value, as in the table of divergences; ``rest``
-    is one minus the parameter."""
+    is one minus the parameter, and log ratios are those of `Classes`."""
+    anchor = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
     # As above, not by a maximum.
     p = tl.where(p < _TINY, _TINY, p)
     q = tl.where(q < _TINY, _TINY, q)
     if FORM == 1:
         slope = -log_ratio
-        value = slope * q
+        value = (slope - top_ratio) * q
     elif FORM == 2:
         surprise = _surprise(p, q, parameter, rest)
         value = -(parameter * (_surprise(q, p, rest, parameter) * p) + rest * (surprise * q))
@@ -133,8 +145,9 @@ def slope_and_value(p, q, log_ratio, anchor, parameter, rest, FORM: tl.constexpr
         mixture = _mixture(p, q, rest, parameter)
         surprise = _surprise(p, q, rest, parameter)
         value = rest * (p - q) - surprise * q
-        slope = rest * _share(p, q, mixture, parameter, anchor)
-        slope -= _anchored(surprise, tl.div_rn(p, mixture), rest, parameter, anchor)
+        share = rest * tl.div_rn(tl.where(anchor > 0.0, p - q, p), mixture)
+        surprise -= tl.where(anchor > 0.0, 0.0, tl.log(parameter))
+        slope = -_log1p_beyond(surprise, share) - anchor * (rest * share)
     elif FORM == 5:
         gap = q - p
         value = 0.5 * tl.abs(gap)

@@ -78,7 +78,7 @@ class RowKernels:
             )
 
     def sum_slopes(self, packet: Packet, term: WeightedDivergence, known: TemperatureRow) -> Tensor:
-        """``[3, N]`` of a term: value, ``sum q (s - reference)``, and the slope at the top."""
+        """``[3, N]`` fp64 of a term: value, ``sum q (s - reference)``, the slope at the top."""
         form = term.divergence.kernel
         assert form is not None
         student, teacher, statistics = self._student, self._teacher, packet.rows()
@@ -90,8 +90,8 @@ class RowKernels:
             student.stride(0),
             teacher.stride(0),
             *student.shape,
-            statistics["student_peak"],
-            statistics["teacher_peak"],
+            statistics["student_peak"].float(),
+            statistics["teacher_peak"].float(),
             torch.stack(known),
             packet.top,
             sums,
@@ -135,8 +135,8 @@ class RowKernels:
             student.stride(0),
             teacher.stride(0),
             *student.shape,
-            statistics["student_peak"],
-            statistics.get("teacher_peak", statistics["student_peak"]),
+            statistics["student_peak"].float(),
+            statistics.get("teacher_peak", statistics["student_peak"]).float(),
             torch.stack(numbers),
             torch.stack(slopes.rows or numbers[:1]),
             _constants([*(1 / one.temperature for one in weights), *slopes.parameters], packet),
@@ -186,13 +186,14 @@ class RowKernels:
 class TemperatureRow(NamedTuple):
     """What is known of each token at one temperature, ``[N]`` each; zeros where it is not needed.
 
-    See `Solved`; the anchor is one or zero.
+    See `Solved`.
     """
 
     student_factor: Tensor
     teacher_factor: Tensor
-    shift: Tensor
-    anchor: Tensor
+    student_top: Tensor
+    teacher_top: Tensor
+    top_ratio: Tensor
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +262,7 @@ class _Points:
 
 def _constants(values: Sequence[float], packet: Packet) -> Tensor:
     """A vector of these numbers, made on the device: a copy from the host might be waited for."""
-    return torch.cat([packet.values.new_full((1,), value) for value in values])
+    return torch.cat([packet.values.new_full((1,), one, dtype=torch.float32) for one in values])
 
 
 def _power_of_two(count: int) -> int:

@@ -13,7 +13,7 @@ from megatron_distill.ops.kernels.elementwise import (
 __all__ = ["KNOWN", "push_rows"]
 
 # Numbers per token and temperature: those of a `TemperatureRow`, and three weights.
-KNOWN = 7
+KNOWN = 8
 _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 
 
@@ -30,21 +30,22 @@ def _gradient(
         at = known + t * _KNOWN * rows + row
         inverse = tl.load(constants + t)
         q = tl.exp((z_s - peak_s) * inverse) * tl.load(at)
-        weight_s = tl.load(at + 4 * rows)
+        weight_s = tl.load(at + 5 * rows)
         if HAS_TEACHER:
             p = tl.exp((z_t - peak_t) * inverse) * tl.load(at + rows)
-            weight_t = tl.load(at + 5 * rows)
+            weight_t = tl.load(at + 6 * rows)
             # Of equal models the bracket is zero, whatever the weight is.
             total += scaled(weight_t, q - p) + scaled(weight_s - weight_t, q)
             for c in tl.static_range(CURVED):
                 # Of four bits each: the temperature of the term, and its form.
                 if (FORMS >> (8 * c + 4)) % 16 == t:
-                    log_ratio = (z_t - z_s) * inverse - tl.load(at + 2 * rows)
-                    anchor = tl.load(at + 3 * rows)
+                    top_s, top_t = tl.load(at + 2 * rows), tl.load(at + 3 * rows)
+                    log_ratio = ((z_t - top_t) - (z_s - top_s)) * inverse
+                    top_ratio = tl.load(at + 4 * rows)
                     parameter = tl.load(constants + TEMPERATURES + 2 * c)
                     rest = tl.load(constants + TEMPERATURES + 2 * c + 1)
                     slope, _ = slope_and_value(
-                        p, q, log_ratio, anchor, parameter, rest, (FORMS >> (8 * c)) % 16
+                        p, q, log_ratio, top_ratio, parameter, rest, (FORMS >> (8 * c)) % 16
                     )
                     weight = tl.load(slopes + 2 * c * rows + row)
                     reference = tl.load(slopes + (2 * c + 1) * rows + row)
@@ -52,7 +53,7 @@ def _gradient(
         else:
             total += scaled(weight_s, q)
         if HAS_OTHERS:
-            total += tl.where(without_others, 0.0, scaled(tl.load(at + 6 * rows), q))
+            total += tl.where(without_others, 0.0, scaled(tl.load(at + 7 * rows), q))
     return total
 
 

@@ -20,7 +20,7 @@ def _add_tile(z, mask, peak, mass, log, inverse_temperature):
     """Peak, mass and sum of logarithms with one more tile, its exponentials, and the decay."""
     raised = tl.maximum(peak, tl.max(z, 0))
     gap = z - raised
-    decay = tl.exp((peak - raised) * inverse_temperature)
+    decay = tl.exp((peak - raised) * inverse_temperature).to(tl.float64)
     e = tl.where(mask, tl.exp(gap * inverse_temperature), 0.0)
     log = (log + mass * (peak - raised)) * decay + tl.sum(e * gap, 0)
     return raised, mass * decay + tl.sum(e, 0), log, e, decay
@@ -45,11 +45,12 @@ def measure_rows(
     peak_t = tl.full([], LOWEST, tl.float32)
     best = tl.full([], -float("inf"), tl.float32)
     column = tl.full([], 0, tl.int32)
-    mass_s = tl.full([], 0.0, tl.float32)
-    mass_t = tl.full([], 0.0, tl.float32)
-    log_s = tl.full([], 0.0, tl.float32)
-    log_t = tl.full([], 0.0, tl.float32)
-    gaps = tl.full([], 0.0, tl.float32)
+    # One number of a row each: in fp64 a tile more is added as it is.
+    mass_s = tl.full([], 0.0, tl.float64)
+    mass_t = tl.full([], 0.0, tl.float64)
+    log_s = tl.full([], 0.0, tl.float64)
+    log_t = tl.full([], 0.0, tl.float64)
+    gaps = tl.full([], 0.0, tl.float64)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
@@ -94,23 +95,24 @@ def sum_slopes(
     """One program per row: into ``sums [3, N]`` a divergence's value, ``sum q (s - reference)``,
     and the reference, which is the slope at this shard's top column.
 
-    ``known [4, N]`` is one `TemperatureRow`.
+    ``known [5, N]`` is one `TemperatureRow`.
     """
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride
     teacher_row = teacher + row.to(tl.int64) * teacher_stride
     peak_s, peak_t = tl.load(student_peak + row), tl.load(teacher_peak + row)
     factor_s, factor_t = tl.load(known + row), tl.load(known + rows + row)
-    shift, anchor = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
+    top_s, top_t = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
+    top_ratio = tl.load(known + 4 * rows + row)
     column = tl.load(top + row)
-    top_s = load_logits(student_row + column, width > 0, STUDENT_SCALE, STUDENT_CAP)
-    top_t = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
-    top_q = tl.exp((top_s - peak_s) * inverse_temperature) * factor_s
-    top_p = tl.exp((top_t - peak_t) * inverse_temperature) * factor_t
-    top_ratio = (top_t - top_s) * inverse_temperature - shift
-    reference, _ = slope_and_value(top_p, top_q, top_ratio, anchor, parameter, rest, FORM)
-    value = tl.full([], 0.0, tl.float32)
-    average = tl.full([], 0.0, tl.float32)
+    own_s = load_logits(student_row + column, width > 0, STUDENT_SCALE, STUDENT_CAP)
+    own_t = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
+    own_q = tl.exp((own_s - peak_s) * inverse_temperature) * factor_s
+    own_p = tl.exp((own_t - peak_t) * inverse_temperature) * factor_t
+    own_ratio = ((own_t - top_t) - (own_s - top_s)) * inverse_temperature
+    reference, _ = slope_and_value(own_p, own_q, own_ratio, top_ratio, parameter, rest, FORM)
+    value = tl.full([], 0.0, tl.float64)
+    average = tl.full([], 0.0, tl.float64)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
@@ -118,8 +120,8 @@ def sum_slopes(
         z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
         q = tl.exp((z_s - peak_s) * inverse_temperature) * factor_s
         p = tl.exp((z_t - peak_t) * inverse_temperature) * factor_t
-        log_ratio = (z_t - z_s) * inverse_temperature - shift
-        slope, summand = slope_and_value(p, q, log_ratio, anchor, parameter, rest, FORM)
+        log_ratio = ((z_t - top_t) - (z_s - top_s)) * inverse_temperature
+        slope, summand = slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM)
         value += tl.sum(tl.where(mask, summand, 0.0), 0)
         average += tl.sum(tl.where(mask, (slope - reference) * q, 0.0), 0)
     tl.store(sums + row, value)
