@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Classes, Model
 from megatron_distill.ops.divergence import WeightedDivergence
+from megatron_distill.ops.exponentials import exponentiate
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import (
@@ -21,7 +22,8 @@ from megatron_distill.ops.pushforward import (
     scale_rows_,
     scale_softmax_,
 )
-from megatron_distill.ops.statistics import Packet, Sweep, exponentiate, gap_beyond_top, row_sums
+from megatron_distill.ops.reductions import row_sums
+from megatron_distill.ops.statistics import Packet, Sweep, gap_beyond_top
 
 __all__ = ["Block", "Normalisers"]
 
@@ -31,7 +33,7 @@ class Normalisers(Protocol):
 
     @property
     def factors(self) -> Mapping[tuple[Model, float], Tensor]:
-        """Per softmax."""
+        """Per softmax, of exponentials relative to the peak."""
         ...
 
     @property
@@ -67,12 +69,11 @@ class Block:
 
     def exponentiate(self, softmaxes: Sequence[tuple[Model, float]]) -> None:
         """Fill the buffers, as `measure_block` does."""
-        statistics = self.packet.rows()
         spare = self._buffer("spare") if self.sweep.exact else None
         for model, temperature in softmaxes:
             buffer = self.scratch.take(f"{model}@{temperature}", self._size)
-            peak = statistics[f"{model}_peak"].to(self.scratch.dtype)
-            exponentiate(self.logits[model], peak, temperature, buffer, spare=spare)
+            point = self.packet.origin(model, temperature).point
+            exponentiate(self.logits[model], point, temperature, buffer, spare=spare)
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
         """Probabilities, where the exponentials were; ``spares`` tells sets of buffers apart."""
@@ -81,9 +82,8 @@ class Block:
             self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
         )
         if temperature not in self._normalised:
-            factors = self.normalisers.factors
-            teacher.mul_(factors["teacher", temperature]).clamp_(min=least)
-            student.mul_(factors["student", temperature]).clamp_(min=least)
+            teacher.mul_(self._factor("teacher", temperature)).clamp_(min=least)
+            student.mul_(self._factor("student", temperature)).clamp_(min=least)
             self._normalised.add(temperature)
 
         def spare(name: str) -> Tensor:
@@ -162,16 +162,16 @@ class Block:
 
         ``out`` takes it if that is the difference of both models' probabilities.
         """
-        temperature, factors = weights.temperature, self.normalisers.factors
+        temperature = weights.temperature
         gradient = self.scratch.take(f"student@{temperature}", self._size)
-        factor = factors.get(("student", temperature))
-        if factor is None:
-            gradient.zero_()  # nothing at this temperature but points
-        else:
+        if ("student", temperature) in self.normalisers.factors:
+            factor = self._factor("student", temperature)
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
+        else:
+            gradient.zero_()  # nothing at this temperature but points
         if weights.teacher is not None:
             teacher = self.scratch.take(f"teacher@{temperature}", self._size)
-            factor = factors["teacher", temperature]
+            factor = self._factor("teacher", temperature)
             scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
             place = gradient if out is None or weights.points else out
             gradient = torch.sub(gradient, teacher, out=place)
@@ -227,6 +227,11 @@ class Block:
 
     def _buffer(self, name: str) -> Tensor:
         return self.scratch.take(name, self._size)
+
+    def _factor(self, model: Model, temperature: float) -> Tensor:
+        """What makes the buffer's exponentials probabilities, ``[n, 1]``."""
+        factor = self.normalisers.factors[model, temperature]
+        return self.packet.origin(model, temperature).normaliser(factor)
 
     def _at_top(self, slope: Tensor) -> Tensor:
         """The slope at the student's top token of this shard, ``[n, 1]``."""

@@ -21,25 +21,16 @@ from torch import Tensor
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Model
 from megatron_distill.ops.divergence import WeightedDivergence
+from megatron_distill.ops.exponentials import Origin, exponentiate
+from megatron_distill.ops.reductions import row_sums, row_top
 
 __all__ = [
     "MergedStatistics",
     "Packet",
     "Sweep",
-    "exponentiate",
     "gap_beyond_top",
     "measure_block",
-    "row_sums",
-    "row_top",
 ]
-
-_SEGMENT = 128
-_LANES = 128
-# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
-_LOG2_E = math.log2(math.e)
-_LOG_2 = math.log(2)
-# Two to the power of less is nothing in fp32.
-_UNDERFLOW = 150
 
 
 @dataclass(frozen=True)
@@ -139,6 +130,15 @@ class Packet:
     def rows(self, rows: slice = slice(None)) -> dict[str, Tensor]:
         """The statistics ``[N]`` of some tokens by name, as views."""
         return dict(zip(self.sweep.names, self.values[:, rows].unbind(), strict=True))
+
+    def origin(self, model: Model, temperature: float) -> Origin:
+        """What the exponentials of a softmax are relative to, once the peaks are there."""
+        rows = self.rows()
+        peak = rows[f"{model}_peak"].to(self.dtype)
+        if not self.sweep.exact:
+            return Origin(peak)
+        differ = rows["teacher_at_top"] < rows["teacher_peak"]
+        return Origin.of(peak, temperature, differ=differ)
 
     def part(self, rows: slice) -> Packet:
         """The packet of some tokens, as views."""
@@ -243,59 +243,6 @@ class MergedStatistics:
         return factor.to(packet.dtype)
 
 
-def exponentiate(
-    logits: Tensor, peak: Tensor, temperature: float, out: Tensor, *, spare: Tensor | None = None
-) -> Tensor:
-    """``e^((logits - peak) / temperature)`` of ``[N, V]`` and ``[N]`` into ``out``.
-
-    Without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent only.
-    """
-    gap, slope = torch.sub(logits, peak.unsqueeze(1), out=out), _LOG2_E / temperature
-    if spare is None:
-        return gap.mul_(slope).exp2_()
-    if gap.device.type != "cpu" or gap.dtype != torch.float32:
-        return (gap if temperature == 1.0 else gap.mul_(1 / temperature)).exp_()
-    product = torch.mul(gap.clamp_(min=-_UNDERFLOW / slope), slope, out=spare)
-    # What rounding added to the product: a fused multiply-add, which the difference is, finds it.
-    added = torch.sub(product, gap, alpha=slope, out=gap)
-    product.exp2_()
-    return torch.addcmul(product, product, added, value=-_LOG_2, out=out)
-
-
-def row_sums(values: Tensor) -> Tensor:
-    """Sums of the rows ``[N, V]`` in fp64, ``[N]``, in hardly more time than in their own dtype.
-
-    Columns a lane apart are added first: what rounding does to the lanes averages out.
-    """
-    parts = values.shape[1] // _LANES
-    if parts < 2 or values.dtype == torch.float64:
-        return values.sum(1, dtype=torch.float64)
-    whole, rest = values[:, : parts * _LANES], values[:, parts * _LANES :]
-    lanes = whole.view(len(values), parts, _LANES).sum(1)
-    return lanes.sum(1, dtype=torch.float64) + rest.sum(1, dtype=torch.float64)
-
-
-def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value and its lowest column per row of ``[N, V]``, V > 0."""
-    segments = logits.shape[1] // _SEGMENT
-    if logits.device.type != "cpu" or segments == 0:
-        values, columns = logits.max(1)
-        return values, columns
-    # torch's max with index is not vectorised on a CPU: find the segment first.
-    parts = logits[:, : segments * _SEGMENT].unfold(1, _SEGMENT, _SEGMENT)
-    value, segment = parts.amax(2).max(1)
-    within = parts[torch.arange(logits.shape[0]), segment].argmax(1)
-    column = within.add_(segment, alpha=_SEGMENT)
-    if logits.shape[1] == segments * _SEGMENT:
-        return value, column
-    last_value, last_column = logits[:, segments * _SEGMENT :].max(1)
-    later = last_value > value
-    return (
-        torch.where(later, last_value, value),
-        torch.where(later, last_column + segments * _SEGMENT, column),
-    )
-
-
 def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
     """Fill the packet of a row block, all but the label logits.
 
@@ -306,20 +253,28 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
     _measure_peaks(packet, statistics, logits)
     rows = logits["student"].shape[0]
     spare, exact = scratch.take("spare", rows), sweep.exact
-    peaks = {model: statistics[f"{model}_peak"].to(packet.dtype) for model in sweep.models}
+    origins = {}
     for model, temperature in sweep.softmaxes:
-        peak, buffer = peaks[model], scratch.take(f"{model}@{temperature}", rows)
-        exponentiate(logits[model], peak, temperature, buffer, spare=spare if exact else None)
-        statistics[f"{model}_mass@{temperature}"].copy_(row_sums(buffer))
+        buffer = scratch.take(f"{model}@{temperature}", rows)
+        origin = origins[model, temperature] = packet.origin(model, temperature)
+        point = origin.point
+        exponentiate(logits[model], point, temperature, buffer, spare=spare if exact else None)
+        mass = origin.relative_to_peak(row_sums(buffer))
+        statistics[f"{model}_mass@{temperature}"].copy_(mass)
         if sweep.full and temperature == 1.0:
-            torch.sub(logits[model], peak.unsqueeze(1), out=spare)
+            peak = statistics[f"{model}_peak"].to(packet.dtype).unsqueeze(1)
+            torch.sub(logits[model], peak, out=spare)
             if sweep.infinite:
                 spare.clamp_(min=_lowest(spare.dtype))
-            statistics[f"{model}_log"].copy_(row_sums(spare.mul_(buffer)))
+            log = origin.relative_to_peak(row_sums(spare.mul_(buffer)))
+            statistics[f"{model}_log"].copy_(log)
     for temperature in sweep.ratio_temperatures:
         _logit_gap(logits, spare, infinite=sweep.infinite)
         spare.mul_(scratch.take(f"teacher@{temperature}", rows))
-        statistics[f"ratio@{temperature}"].copy_(row_sums(spare))
+        ratio = origins["teacher", temperature].relative_to_peak(row_sums(spare))
+        # Where the student has no probability, a product may not have fitted.
+        most = -_lowest(packet.dtype) if sweep.infinite else math.inf
+        torch.clamp(ratio, max=most, out=statistics[f"ratio@{temperature}"])
 
 
 def _logit_gap(logits: Mapping[Model, Tensor], out: Tensor, *, infinite: bool) -> Tensor:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
+from megatron_distill.ops.exponentials import exponentiate
 from megatron_distill.ops.largest import largest
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.ordering import descending
-from megatron_distill.ops.statistics import exponentiate
 from megatron_distill.ops.vocab import VocabShard
 
 _UNDERFLOW = 1e-20

@@ -14,7 +14,8 @@ from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.chunk import Chunk, Solved
 from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
 from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, row_top
+from megatron_distill.ops.reductions import row_sums, row_top
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
 
 KL = divergence_named("forward_kl")
@@ -108,6 +109,17 @@ def test_top_is_the_lowest_column_of_the_largest_value(vocab: int, values: int) 
     lowest = [row.tolist().index(row.max().item()) for row in logits]
     assert torch.equal(value, logits.amax(1))
     assert column.tolist() == lowest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [0, 1, 255, 256, 5000, 151_936])
+def test_sums_lose_less_than_their_last_rounding_in_fp32(columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    values = torch.rand(7, columns + 3, generator=generator).to(dtype)[:, :columns]
+    expected = values.double().sum(1)
+    found = row_sums(values)
+    assert found.dtype == torch.float64
+    assert bool(((found - expected).abs() <= 2e-8 * expected).all())
 
 
 def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
