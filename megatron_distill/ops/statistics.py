@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -113,6 +113,8 @@ class Packet:
     values: Tensor
     dtype: torch.dtype
     top: Tensor | None = None
+    # A block asks again and again, and it takes a dozen small operations.
+    _origins: dict[tuple[Model, float], Origin] = field(default_factory=dict, compare=False)
 
     @classmethod
     def empty(cls, sweep: Sweep, rows: int, dtype: torch.dtype, device: torch.device) -> Packet:
@@ -133,12 +135,15 @@ class Packet:
 
     def origin(self, model: Model, temperature: float) -> Origin:
         """What the exponentials of a softmax are relative to, once the peaks are there."""
-        rows = self.rows()
-        peak = rows[f"{model}_peak"].to(self.dtype)
-        if not self.sweep.exact:
-            return Origin(peak)
-        differ = rows["teacher_at_top"] < rows["teacher_peak"]
-        return Origin.of(peak, temperature, differ=differ)
+        if (model, temperature) not in self._origins:
+            rows = self.rows()
+            peak = rows[f"{model}_peak"].to(self.dtype)
+            origin = Origin(peak)
+            if self.sweep.exact:
+                differ = rows["teacher_at_top"] < rows["teacher_peak"]
+                origin = Origin.of(peak, temperature, differ=differ)
+            self._origins[model, temperature] = origin
+        return self._origins[model, temperature]
 
     def part(self, rows: slice) -> Packet:
         """The packet of some tokens, as views."""
