@@ -243,7 +243,7 @@ class MergedStatistics:
 
     def shard_factor(self, packet: Packet, model: Model, temperature: float) -> Tensor:
         """``[N]`` what turns this rank's exponentials into global probabilities."""
-        peak = packet.rows()[f"{model}_peak"].double()
+        peak = packet.rows()[f"{model}_peak"]
         factor = (peak / temperature - self.log_normalizer(model, temperature)).exp()
         return factor.to(packet.dtype)
 

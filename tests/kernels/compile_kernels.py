@@ -19,6 +19,7 @@ from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 
 _INTEGERS = ("top", "point_columns")
+_STATISTICS = ("packet", "sums")
 _STRIDES = ("student_stride", "teacher_stride", "out_stride", "packet_stride")
 _SCALARS = {
     **dict.fromkeys((*_STRIDES, "rows", "width", "points"), "i32"),
@@ -68,6 +69,8 @@ def signature(kernel: Any, constants: dict[str, Any], logits: str) -> dict[str, 
             types[name] = "*i1"
         else:
             types[name] = "*i64" if name in _INTEGERS else "*fp32"
+            if name in _STATISTICS:
+                types[name] = "*fp64"
     return types
 
 
