@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,27 +24,28 @@ from megatron_distill.ops.pushforward import (
     scale_softmax_,
 )
 from megatron_distill.ops.reductions import row_sums
-from megatron_distill.ops.statistics import Packet, Sweep, gap_beyond_top
+from megatron_distill.ops.statistics import Packet, gap_beyond_top
+from megatron_distill.ops.sweep import Softmax, Sweep
 
 __all__ = ["Block", "Normalisers"]
 
 
 class Normalisers(Protocol):
-    """What makes exponentials probabilities, ``[N, 1]`` each."""
+    """What makes exponentials probabilities."""
 
     @property
-    def factors(self) -> Mapping[tuple[Model, float], Tensor]:
-        """Per softmax, of exponentials relative to the peak."""
+    def factors(self) -> Tensor:
+        """``[S, N]`` fp64 of the softmaxes in order, of exponentials relative to the peak."""
         ...
 
     @property
     def top(self) -> Mapping[Model, Tensor]:
-        """Each model's logit of the student's top token."""
+        """``[N, 1]`` each model's logit of the student's top token."""
         ...
 
     @property
     def top_ratios(self) -> Mapping[float, Tensor]:
-        """Per temperature, in fp64: ``log p - log q`` of that token."""
+        """``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token."""
         ...
 
 
@@ -67,12 +69,13 @@ class Block:
     def _size(self) -> int:
         return self.logits["student"].shape[0]
 
-    def exponentiate(self, softmaxes: Sequence[tuple[Model, float]]) -> None:
+    def exponentiate(self, softmaxes: Sequence[Softmax]) -> None:
         """Fill the buffers, as `measure_block` does."""
         spare = self._buffer("spare") if self.sweep.exact else None
+        points = dict(zip(self.sweep.softmaxes, self.packet.origins.points.unbind(), strict=True))
         for model, temperature in softmaxes:
             buffer = self.scratch.take(f"{model}@{temperature}", self._size)
-            point = self.packet.origin(model, temperature).point
+            point = points[model, temperature]
             exponentiate(self.logits[model], point, temperature, buffer, spare=spare)
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
@@ -82,8 +85,8 @@ class Block:
             self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
         )
         if temperature not in self._normalised:
-            teacher.mul_(self._factor("teacher", temperature)).clamp_(min=least)
-            student.mul_(self._factor("student", temperature)).clamp_(min=least)
+            teacher.mul_(self._factors["teacher", temperature]).clamp_(min=least)
+            student.mul_(self._factors["student", temperature]).clamp_(min=least)
             self._normalised.add(temperature)
 
         def spare(name: str) -> Tensor:
@@ -164,14 +167,14 @@ class Block:
         """
         temperature = weights.temperature
         gradient = self.scratch.take(f"student@{temperature}", self._size)
-        if ("student", temperature) in self.normalisers.factors:
-            factor = self._factor("student", temperature)
+        if ("student", temperature) in self._factors:
+            factor = self._factors["student", temperature]
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
         else:
             gradient.zero_()  # nothing at this temperature but points
         if weights.teacher is not None:
             teacher = self.scratch.take(f"teacher@{temperature}", self._size)
-            factor = self._factor("teacher", temperature)
+            factor = self._factors["teacher", temperature]
             scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
             place = gradient if out is None or weights.points else out
             gradient = torch.sub(gradient, teacher, out=place)
@@ -228,10 +231,11 @@ class Block:
     def _buffer(self, name: str) -> Tensor:
         return self.scratch.take(name, self._size)
 
-    def _factor(self, model: Model, temperature: float) -> Tensor:
-        """What makes the buffer's exponentials probabilities, ``[n, 1]``."""
-        factor = self.normalisers.factors[model, temperature]
-        return self.packet.origin(model, temperature).normaliser(factor)
+    @cached_property
+    def _factors(self) -> dict[Softmax, Tensor]:
+        """What makes the exponentials of each buffer probabilities, ``[n, 1]``."""
+        factors = self.packet.origins.normalisers(self.normalisers.factors).unsqueeze(2)
+        return dict(zip(self.sweep.softmaxes, factors.unbind(), strict=True))
 
     def _at_top(self, slope: Tensor) -> Tensor:
         """The slope at the student's top token of this shard, ``[n, 1]``."""

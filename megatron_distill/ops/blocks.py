@@ -40,7 +40,8 @@ def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]
 
 def _rows_per_block(columns: int, device: torch.device) -> int:
     if device.type == "cpu":
-        return max(1, _CPU_ELEMENTS * torch.get_num_threads() // max(columns, 1))
+        # As many for each core: the wait for one that has a row more is longer than for memory.
+        return torch.get_num_threads() * max(1, round(_CPU_ELEMENTS / max(columns, 1)))
     return max(1, _GPU_ELEMENTS // max(columns, 1))
 
 

@@ -20,7 +20,8 @@ from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import SoftmaxWeights
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep, measure_block
+from megatron_distill.ops.statistics import MergedStatistics, Packet, measure_block
+from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.vocab import VocabShard
 
@@ -35,7 +36,8 @@ class Solved:
     """What is known of each token of a chunk once the ranks have spoken.
 
     Attributes:
-        factors: ``[N, 1]`` per softmax: what makes this shard's exponentials probabilities.
+        factors: ``[S, N]`` fp64 of the softmaxes in order: what makes this shard's exponentials,
+            relative to its peak, probabilities.
         top: ``[N, 1]`` each model's logit of the student's top token.
         top_ratios: ``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token.
         values: ``[N]`` fp64 per term.
@@ -43,7 +45,7 @@ class Solved:
         blends: ``[N, 1]`` per term that blends: the part of forward KL.
     """
 
-    factors: Mapping[tuple[Model, float], Tensor]
+    factors: Tensor
     top: Mapping[Model, Tensor] = field(default_factory=dict)
     top_ratios: Mapping[float, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -54,10 +56,9 @@ class Solved:
     def of(cls, packet: Packet, merged: MergedStatistics) -> Solved:
         """What follows from the first sweep."""
         sweep, dtype = packet.sweep, packet.dtype
-        factors = {
-            softmax: merged.shard_factor(packet, *softmax).unsqueeze(1)
-            for softmax in sweep.softmaxes
-        }
+        factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
+        for factor, softmax in zip(factors, sweep.softmaxes, strict=True):
+            factor.copy_(merged.shard_factor(packet, *softmax))
         if not sweep.curved:
             return cls(factors)
         top = {model: logit.to(dtype).unsqueeze(1) for model, logit in merged.top.items()}
@@ -70,29 +71,31 @@ class Solved:
     @classmethod
     def alone(cls, packet: Packet) -> Solved:
         """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
-        sweep, dtype, rows = packet.sweep, packet.dtype, packet.rows()
-        factors = {
-            softmax: rows["{}_mass@{}".format(*softmax)].reciprocal().to(dtype).unsqueeze(1)
-            for softmax in sweep.softmaxes
-        }
+        sweep, rows = packet.sweep, packet.rows
+        first = len(sweep.extremes)
+        factors = packet.values[first : first + len(sweep.softmaxes)].reciprocal()
         if not sweep.curved:
             return cls(factors)
-        names: dict[Model, str] = {"student": "student_peak", "teacher": "teacher_at_top"}
-        top = {model: rows[name].to(dtype).unsqueeze(1) for model, name in names.items()}
+        logits = dict(zip(sweep.extremes, packet.extremes.unsqueeze(2).unbind(), strict=True))
+        top: dict[Model, Tensor] = {
+            "student": logits["student_peak"],
+            "teacher": logits["teacher_at_top"],
+        }
         below_peak = rows["teacher_at_top"] - rows["teacher_peak"]
         top_ratios = {}
         for temperature in {term.temperature for term in sweep.curved}:
             odds = rows[f"student_mass@{temperature}"] / rows[f"teacher_mass@{temperature}"]
-            top_ratios[temperature] = (below_peak / temperature + odds.log()).unsqueeze(1)
+            ratio = odds.log_().add_(below_peak, alpha=1 / temperature)
+            top_ratios[temperature] = ratio.unsqueeze(1)
         return cls(factors, top, top_ratios)
 
-    def rounded_off(self, term: WeightedDivergence, dtype: torch.dtype) -> Tensor | float:
-        """``[N]`` what the value of a term lacks whose summands had the top ratio in ``dtype``."""
+    def made_whole(self, value: Tensor, term: WeightedDivergence, dtype: torch.dtype) -> Tensor:
+        """``[N]`` the value of a term whose summands had the top ratio rounded to ``dtype``."""
         if term.divergence.of_top_ratio == 0:
-            return 0.0
+            return value
         ratio = self.top_ratios[term.temperature].squeeze(1)
         lost = (ratio - ratio.to(dtype)).nan_to_num_(0.0, 0.0, 0.0)
-        return lost.mul_(term.divergence.of_top_ratio)
+        return value + lost.mul_(term.divergence.of_top_ratio)
 
     def set_value(
         self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
@@ -224,10 +227,11 @@ class Chunk:
             pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
             values = block.gradient(pushed, out[rows])
             for term in self.sweep.curved:
-                lost = solved.rounded_off(term, packet.dtype)
-                found[term.key].append(values[term.key] + lost)
+                value = solved.made_whole(values[term.key], term, packet.dtype)
+                found[term.key].append(value)
         merged = packet.merge(None)
-        whole = Solved({}, blends={key: torch.cat(parts) for key, parts in blends.items()})
+        joined = {key: torch.cat(parts) for key, parts in blends.items()}
+        whole = Solved(packet.values[:0], blends=joined)
         for term in self.sweep.terms:
             parts = found.get(term.key)
             whole.set_value(term, merged, torch.cat(parts) if parts else None)
@@ -262,7 +266,7 @@ class Chunk:
         values = {}
         for number, term in enumerate(terms):
             value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
-            values[term.key] = value.sum(0) + solved.rounded_off(term, packet.dtype)
+            values[term.key] = solved.made_whole(value.sum(0), term, packet.dtype)
             chosen = merged.at_top(reference)
             # Each rank summed relative to the slope at its own top token.
             shares = merged.shares(term.temperature)
@@ -290,7 +294,7 @@ class Chunk:
 
     def _block(self, packet: Packet, solved: Solved, rows: slice) -> Block:
         part = Solved(
-            {softmax: factor[rows] for softmax, factor in solved.factors.items()},
+            solved.factors[:, rows],
             {model: logit[rows] for model, logit in solved.top.items()},
             {temperature: ratio[rows] for temperature, ratio in solved.top_ratios.items()},
         )
@@ -326,17 +330,18 @@ class Chunk:
 
         nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
         models: tuple[Model, Model] = ("student", "teacher")
-        student, teacher = (solved.factors.get((model, temperature), nothing) for model in models)
+        by_softmax = dict(zip(self.sweep.softmaxes, solved.factors.unsqueeze(2), strict=True))
+        factors = (by_softmax.get((model, temperature), nothing) for model in models)
         tops = (solved.top.get(model, nothing) for model in models)
-        ratio = solved.top_ratios.get(temperature, nothing).to(packet.dtype)
-        return TemperatureRow(*(one.squeeze(1) for one in (student, teacher, *tops, ratio)))
+        ratio = solved.top_ratios.get(temperature, nothing)
+        known = (one.to(packet.dtype).squeeze(1) for one in (*factors, *tops, ratio))
+        return TemperatureRow(*known)
 
     def _measure_labels(self, packet: Packet) -> None:
         if self.labels is None or self.shard.real_width == 0:
             return
         owned, columns = self.shard.owns(self.labels), self.shard.local(self.labels).unsqueeze(1)
-        statistics = packet.rows()
         for model, raw in self.raw.items():
-            label = statistics[f"{model}_label"]
+            label = packet.rows[f"{model}_label"]
             label.copy_(raw.gather(1, columns).squeeze(1))
             label.copy_(torch.where(owned, self.rules[model].apply_(label), -math.inf))

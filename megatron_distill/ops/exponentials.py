@@ -3,61 +3,68 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["Origin", "exponentiate"]
+__all__ = ["Origins", "exponentiate"]
 
 # To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
 _LOG2_E = math.log2(math.e)
 _LOG_2 = math.log(2)
 # Two to the power of less is nothing in fp32.
 _UNDERFLOW = 150
-# Powers of two that a row's largest exponential may be: their sums with weights stay far from the
-# ends of fp32, and what is nothing beside them would be nothing beside one.
-_LEAST, _MOST = -20, 64
+# A row's largest exponential may be a power of two so far from this one: sums with weights stay far
+# from the ends of fp32, and what is nothing beside them would be nothing beside one.
+_MIDDLE, _REACH = 22, 42
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The logits ``[n]`` whose exponentials are one, of a block of rows.
+class Origins:
+    """The logits whose exponentials are one, for S softmaxes of n rows.
 
     Relative to a row's peak, its top token is exact and all fit in fp32. But a logit far below is
     rounded when the peak is subtracted, by 1e-6 of a probability of e^-16, and where models agree
     on no more than such tokens these make the gradient. Relative to zero all are as exact.
 
     Attributes:
-        point: ``[n]`` in the dtype of the logits.
-        lift: ``[n]`` fp64, how much larger exponentials are than relative to the peak; None if all
-            are relative to it.
+        points: ``[S, n]`` in the dtype of the logits.
+        lifts: ``[S, n]`` fp64, how much larger exponentials are than relative to the peak; None if
+            all are relative to it.
     """
 
-    point: Tensor
-    lift: Tensor | None = None
+    points: Tensor
+    lifts: Tensor | None = None
 
     @classmethod
-    def of(cls, peak: Tensor, temperature: float, *, differ: Tensor) -> Origin:
-        """For exact exponentials of rows whose largest logit is ``peak [n]``: zero where the models
+    def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> Origins:
+        """For exact exponentials of rows with these ``peaks [S, n]``: zero where the models
         ``differ``, bool ``[n]``, about the top token, and fp32 holds what comes of it."""
-        on_cpu = peak.device.type == "cpu" and peak.dtype == torch.float32
+        on_cpu = peaks.device.type == "cpu" and peaks.dtype == torch.float32
         if not (on_cpu and _differences_are_fused()):
-            return cls(peak)
-        power = peak * (_LOG2_E / temperature)
-        point = peak.masked_fill(differ & (power >= _LEAST) & (power <= _MOST), 0.0)
-        return cls(point, ((peak - point).double() / temperature).exp_())
+            return cls(peaks)
+        scale: Tensor | float = 1 / temperatures[0]
+        if len(set(temperatures)) > 1:
+            scale = torch.tensor(temperatures, dtype=torch.float64).reciprocal_().unsqueeze(1)
+        beside = (peaks * (scale * _LOG2_E)).sub_(_MIDDLE).abs_()
+        points = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
+        return cls(points, (peaks - points).double().mul_(scale).exp_())
 
-    def relative_to_peak(self, sums: Tensor) -> Tensor:
-        """``[n]`` fp64 sums of exponentials, as they would be if relative to the peak."""
-        return sums if self.lift is None else sums / self.lift
+    def relative_to_peaks_(self, sums: Tensor, softmaxes: tuple[int, ...]) -> Tensor:
+        """Sums ``[K, n]`` fp64 of exponentials of these softmaxes, as they would be if relative to
+        the peak, in place."""
+        if self.lifts is None:
+            return sums
+        in_order = softmaxes == tuple(range(self.lifts.shape[0]))
+        return sums.div_(self.lifts if in_order else self.lifts[list(softmaxes)])
 
-    def normaliser(self, factor: Tensor) -> Tensor:
-        """Of a ``factor [n, 1]`` on exponentials relative to the peak that on these."""
-        if self.lift is None:
-            return factor
-        return (factor / self.lift.unsqueeze(1)).to(factor.dtype)
+    def normalisers(self, factors: Tensor) -> Tensor:
+        """Of ``factors [S, n]`` fp64 on exponentials relative to the peak those on these, in their
+        dtype."""
+        return (factors if self.lifts is None else factors / self.lifts).to(self.points.dtype)
 
 
 def exponentiate(

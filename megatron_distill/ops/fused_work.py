@@ -12,7 +12,7 @@ from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_plan import KeptPlan
 from megatron_distill.ops.logits import GivenLogits, LinearHead, Rows
 from megatron_distill.ops.partition import Partition
-from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = ["FusedLinear"]

@@ -23,7 +23,8 @@ from megatron_distill.ops.kept_divergence import (
 )
 from megatron_distill.ops.logits import GivenLogits, LogitRule
 from megatron_distill.ops.pushforward import softmax_weights
-from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.statistics import Packet
+from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = ["LogitDivergence", "logit_divergence"]
@@ -234,8 +235,8 @@ class _State:
 
 def _solved(row: RowGradient, packet: Packet, temperature: float) -> Solved:
     """What backward needs of a term on kept ids; sets the peaks of the packet."""
-    packet.rows()["student_peak"].copy_(row.peak)
+    packet.rows["student_peak"].copy_(row.peak)
     if row.log_normalizer is None:
-        return Solved({})
+        return Solved(packet.values[:0])
     factor = (row.peak.double() / temperature - row.log_normalizer).exp()
-    return Solved({("student", temperature): factor.to(row.peak.dtype).unsqueeze(1)})
+    return Solved(factor.unsqueeze(0))

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, equal_chunks
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.logits import LinearHead, LogitRule, Rows
-from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.statistics import Packet
+from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = ["OutputChunk", "RowStatistics", "output_chunks", "row_statistics"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient
-from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = ["Curved", "Others", "SoftmaxWeights", "scale_rows_", "scale_softmax_", "softmax_weights"]
@@ -128,6 +128,8 @@ class SoftmaxWeights:
 
     def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
         """The same, the weights of blends shared out: ``[N, 1]`` each, the part of forward KL."""
+        if not blends:
+            return self
         student, teacher, curved = self.student, self.teacher, []
         for one in self.curved:
             blend = blends.get(one.term.key)

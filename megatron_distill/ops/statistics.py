@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -20,78 +20,16 @@ from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Model
-from megatron_distill.ops.divergence import WeightedDivergence
-from megatron_distill.ops.exponentials import Origin, exponentiate
+from megatron_distill.ops.exponentials import Origins, exponentiate
 from megatron_distill.ops.reductions import row_sums, row_top
+from megatron_distill.ops.sweep import Sweep
 
 __all__ = [
     "MergedStatistics",
     "Packet",
-    "Sweep",
     "gap_beyond_top",
     "measure_block",
 ]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What one pass over the logits measures.
-
-    Attributes:
-        models: whose logits there are.
-        terms: the divergences between them.
-        student_temperatures: further ones of the student's softmax, for what is not between logits.
-        full: also softmaxes at temperature one, label logits, entropies and the top token.
-        infinite: whether logits may be -inf. Such an id has no probability, and where that is so on
-            both sides it counts for nothing.
-    """
-
-    models: tuple[Model, ...]
-    terms: tuple[WeightedDivergence, ...]
-    full: bool
-    infinite: bool = False
-    student_temperatures: tuple[float, ...] = ()
-
-    @cached_property
-    def temperatures(self) -> tuple[float, ...]:
-        """Temperatures at which both models have a softmax; one comes first in a full sweep."""
-        wanted = [1.0] if self.full else []
-        return tuple(dict.fromkeys(wanted + [term.temperature for term in self.terms]))
-
-    @cached_property
-    def softmaxes(self) -> tuple[tuple[Model, float], ...]:
-        """Every model at every temperature, and the student at those of its own."""
-        shared = [(model, value) for model in self.models for value in self.temperatures]
-        own: list[tuple[Model, float]] = [("student", value) for value in self.student_temperatures]
-        return tuple(dict.fromkeys(shared + own))
-
-    @cached_property
-    def ratio_temperatures(self) -> tuple[float, ...]:
-        """Temperatures at which the average of the log ratio is measured: those of forward KL."""
-        return tuple(
-            dict.fromkeys(term.temperature for term in self.terms if term.divergence.has_forward_kl)
-        )
-
-    @cached_property
-    def curved(self) -> tuple[WeightedDivergence, ...]:
-        """The terms whose gradients need slopes."""
-        return tuple(term for term in self.terms if not term.divergence.is_linear)
-
-    @property
-    def exact(self) -> bool:
-        """Whether exponentials are wanted to the last bit: slopes compare those of both models."""
-        return bool(self.curved)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Rows of the packet, in order: floats per token that a rank sends."""
-        names = [f"{model}_peak" for model in self.models]
-        names += [f"{model}_mass@{temperature}" for model, temperature in self.softmaxes]
-        if self.full:
-            names += [f"{model}_{what}" for model in self.models for what in ("label", "log")]
-        if self.curved or (self.full and "teacher" in self.models):
-            names.append("teacher_at_top")
-        return (*names, *(f"ratio@{temperature}" for temperature in self.ratio_temperatures))
 
 
 @dataclass(frozen=True)
@@ -113,8 +51,6 @@ class Packet:
     values: Tensor
     dtype: torch.dtype
     top: Tensor | None = None
-    # A block asks again and again, and it takes a dozen small operations.
-    _origins: dict[tuple[Model, float], Origin] = field(default_factory=dict, compare=False)
 
     @classmethod
     def empty(cls, sweep: Sweep, rows: int, dtype: torch.dtype, device: torch.device) -> Packet:
@@ -122,28 +58,36 @@ class Packet:
         values = torch.zeros(len(sweep.names), rows, dtype=torch.float64, device=device)
         top = torch.zeros(rows, dtype=torch.int64, device=device) if sweep.curved else None
         packet = cls(sweep, values, dtype, top)
-        for name, values in packet.rows().items():
+        for name, values in packet.rows.items():
             if name.endswith("_peak"):
                 values.fill_(_lowest(dtype))
             elif name.endswith("_label"):
                 values.fill_(-math.inf)
         return packet
 
-    def rows(self, rows: slice = slice(None)) -> dict[str, Tensor]:
-        """The statistics ``[N]`` of some tokens by name, as views."""
-        return dict(zip(self.sweep.names, self.values[:, rows].unbind(), strict=True))
+    @cached_property
+    def rows(self) -> dict[str, Tensor]:
+        """The statistics ``[N]`` by name, as views."""
+        return dict(zip(self.sweep.names, self.values.unbind(), strict=True))
 
-    def origin(self, model: Model, temperature: float) -> Origin:
-        """What the exponentials of a softmax are relative to, once the peaks are there."""
-        if (model, temperature) not in self._origins:
-            rows = self.rows()
-            peak = rows[f"{model}_peak"].to(self.dtype)
-            origin = Origin(peak)
-            if self.sweep.exact:
-                differ = rows["teacher_at_top"] < rows["teacher_peak"]
-                origin = Origin.of(peak, temperature, differ=differ)
-            self._origins[model, temperature] = origin
-        return self._origins[model, temperature]
+    # Every block asks for these: one softmax at a time, their many small operations would be felt.
+    @cached_property
+    def extremes(self) -> Tensor:
+        """``[E, N]`` the logits among them, in their own dtype; once they have been measured."""
+        return self.values[: len(self.sweep.extremes)].to(self.dtype)
+
+    @cached_property
+    def origins(self) -> Origins:
+        """What the exponentials of each softmax are relative to, once peaks have been measured."""
+        models, softmaxes, logits = self.sweep.models, self.sweep.softmaxes, self.extremes
+        temperatures = [temperature for _, temperature in softmaxes]
+        peaks = logits[: len(models)]
+        if [model for model, _ in softmaxes] != list(models):
+            peaks = torch.stack([logits[models.index(model)] for model, _ in softmaxes])
+        if not self.sweep.exact:
+            return Origins(peaks)
+        teacher, at_top = models.index("teacher"), self.sweep.extremes.index("teacher_at_top")
+        return Origins.of(peaks, temperatures, differ=logits[at_top] < logits[teacher])
 
     def part(self, rows: slice) -> Packet:
         """The packet of some tokens, as views."""
@@ -242,10 +186,9 @@ class MergedStatistics:
         return (logit == self["student_peak"].amax(0)).double()
 
     def shard_factor(self, packet: Packet, model: Model, temperature: float) -> Tensor:
-        """``[N]`` what turns this rank's exponentials into global probabilities."""
-        peak = packet.rows()[f"{model}_peak"]
-        factor = (peak / temperature - self.log_normalizer(model, temperature)).exp()
-        return factor.to(packet.dtype)
+        """``[N]`` what turns this rank's exponentials relative to the peak into probabilities."""
+        peak = packet.rows[f"{model}_peak"]
+        return (peak / temperature - self.log_normalizer(model, temperature)).exp_()
 
 
 def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
@@ -254,32 +197,32 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
     ``logits [N, V]`` are those of this shard's real columns, V > 0, in the dtype of statistics.
     Leaves every softmax's exponentials in the scratch buffers ``MODEL@T``.
     """
-    sweep, statistics = packet.sweep, packet.rows()
-    _measure_peaks(packet, statistics, logits)
+    sweep, statistics = packet.sweep, packet.rows
+    _measure_extremes(packet, logits)
     rows = logits["student"].shape[0]
-    spare, exact = scratch.take("spare", rows), sweep.exact
-    origins = {}
-    for model, temperature in sweep.softmaxes:
+    spare = scratch.take("spare", rows)
+    overwritten = spare if sweep.exact else None
+    for (model, temperature), point in zip(sweep.softmaxes, packet.origins.points, strict=True):
         buffer = scratch.take(f"{model}@{temperature}", rows)
-        origin = origins[model, temperature] = packet.origin(model, temperature)
-        point = origin.point
-        exponentiate(logits[model], point, temperature, buffer, spare=spare if exact else None)
-        mass = origin.relative_to_peak(row_sums(buffer))
-        statistics[f"{model}_mass@{temperature}"].copy_(mass)
+        exponentiate(logits[model], point, temperature, buffer, spare=overwritten)
+        row_sums(buffer, out=statistics[f"{model}_mass@{temperature}"])
         if sweep.full and temperature == 1.0:
-            peak = statistics[f"{model}_peak"].to(packet.dtype).unsqueeze(1)
+            peak = packet.extremes[sweep.extremes.index(f"{model}_peak")].unsqueeze(1)
             torch.sub(logits[model], peak, out=spare)
             if sweep.infinite:
                 spare.clamp_(min=_lowest(spare.dtype))
-            log = origin.relative_to_peak(row_sums(spare.mul_(buffer)))
-            statistics[f"{model}_log"].copy_(log)
+            row_sums(spare.mul_(buffer), out=statistics[f"{model}_log"])
     for temperature in sweep.ratio_temperatures:
-        _logit_gap(logits, spare, infinite=sweep.infinite)
-        spare.mul_(scratch.take(f"teacher@{temperature}", rows))
-        ratio = origins["teacher", temperature].relative_to_peak(row_sums(spare))
+        teacher = scratch.take(f"teacher@{temperature}", rows)
+        gap = _logit_gap(logits, spare, infinite=sweep.infinite)
+        row_sums(gap.mul_(teacher), out=statistics[f"ratio@{temperature}"])
+    first = len(sweep.extremes)
+    sums = packet.values[first : first + len(sweep.sums)]
+    packet.origins.relative_to_peaks_(sums, sweep.summed_softmaxes)
+    ratios = len(sweep.ratio_temperatures)
+    if sweep.infinite and ratios:
         # Where the student has no probability, a product may not have fitted.
-        most = -_lowest(packet.dtype) if sweep.infinite else math.inf
-        torch.clamp(ratio, max=most, out=statistics[f"ratio@{temperature}"])
+        sums[-ratios:].clamp_(max=-_lowest(packet.dtype))
 
 
 def _logit_gap(logits: Mapping[Model, Tensor], out: Tensor, *, infinite: bool) -> Tensor:
@@ -313,27 +256,20 @@ def gap_beyond_top(
     return out.sub_(spare)
 
 
-def _measure_peaks(
-    packet: Packet, statistics: Mapping[str, Tensor], logits: Mapping[Model, Tensor]
-) -> None:
-    sweep, compares = packet.sweep, "teacher_at_top" in statistics
-    if compares or packet.top is not None:
+def _measure_extremes(packet: Packet, logits: Mapping[Model, Tensor]) -> None:
+    names = packet.sweep.extremes
+    if "teacher_at_top" in names:
         peak, column = row_top(logits["student"])
-        statistics["student_peak"].copy_(peak)
-        statistics["teacher_peak"].copy_(logits["teacher"].amax(1))
-        if compares:
-            at_top = logits["teacher"].gather(1, column.unsqueeze(1)).squeeze(1)
-            statistics["teacher_at_top"].copy_(at_top)
+        at_top = logits["teacher"].gather(1, column.unsqueeze(1)).squeeze(1)
+        found = [peak, logits["teacher"].amax(1), at_top]
         if packet.top is not None:
             packet.top.copy_(column)
     else:
-        for model in sweep.models:
-            statistics[f"{model}_peak"].copy_(logits[model].amax(1))
-    if sweep.infinite:
-        lowest = _lowest(packet.dtype)
-        for name in ("student_peak", "teacher_peak", "teacher_at_top"):
-            if name in statistics:
-                statistics[name].clamp_(min=lowest)
+        found = [logits[model].amax(1) for model in packet.sweep.models]
+    measured = torch.stack(found)
+    if packet.sweep.infinite:
+        measured.clamp_(min=_lowest(packet.dtype))
+    packet.values[: len(names)].copy_(measured)
 
 
 def _lowest(dtype: torch.dtype) -> float:

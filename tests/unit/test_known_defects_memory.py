@@ -61,10 +61,10 @@ def test_defect_01_no_accumulator_of_the_size_of_the_logits(
     name: str, support: str, dtype: torch.dtype, one_thread: None
 ) -> None:
     # Liger-Kernel's JSD kept its loss as [N, V] in a kernel whose point was to hold no logits.
-    few, many = (extra_bytes(name, support, tokens, 30_000, dtype) for tokens in (16, 32))
+    few, many = (extra_bytes(name, support, tokens, 32_768, dtype) for tokens in (16, 32))
     # Where the teacher's tail begins is found with 256 sums per token, and those up to each.
     bins = 16 * 2 * 256 * 8 if name == "adaptive_kl" else 0
-    assert many - few < 0.02 * 16 * 30_000 * 4 + bins
+    assert many - few < 0.02 * 16 * 32_768 * 4 + bins
 
 
 @pytest.mark.parametrize(("name", "support"), MAINLY)
@@ -227,4 +227,4 @@ def test_defect_11_blocks_hold_a_bounded_number_of_logits(
     blocks = list(row_blocks(8192, vocab, torch.device(device)))
     sizes = {block.stop - block.start for block in blocks[:-1]}
     (rows,) = sizes
-    assert elements / 2 < rows * vocab <= max(elements, vocab)
+    assert elements / 2 < rows * vocab <= elements * 4 / 3

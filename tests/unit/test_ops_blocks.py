@@ -15,7 +15,20 @@ def test_blocks_cover_every_row_once(rows: int, columns: int) -> None:
     covered = [row for block in blocks for row in range(block.start, block.stop)]
     assert covered == list(range(rows))
     largest = max((block.stop - block.start for block in blocks), default=1)
-    assert largest == 1 or largest * columns * 4 <= 2**20 * torch.get_num_threads()
+    cores = torch.get_num_threads()
+    assert largest <= cores or largest * columns * 4 <= 2**20 * cores * 4 / 3
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+@pytest.mark.parametrize("columns", [1, 500, 32_768, 100_352, 128_256, 151_936, 262_144, 5_000_000])
+def test_cores_have_as_many_rows_of_a_block(
+    columns: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    first = next(iter(row_blocks(2**20 * cores, columns, CPU)))
+    assert first.stop % cores == 0
+    # To the nearest row of each core, at least one.
+    assert abs(first.stop // cores - 2**18 / columns) <= 0.5 or first.stop == cores
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -17,7 +17,7 @@ from megatron_distill.ops.pushforward import (
     scale_softmax_,
     softmax_weights,
 )
-from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.sweep import Sweep
 
 KL = divergence_named("forward_kl")
 MODELS = ("student", "teacher")

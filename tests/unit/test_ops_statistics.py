@@ -15,7 +15,8 @@ from megatron_distill.ops.chunk import Chunk, Solved
 from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.reductions import row_sums, row_top
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.statistics import MergedStatistics, Packet
+from megatron_distill.ops.sweep import Sweep
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
 
 KL = divergence_named("forward_kl")
@@ -66,8 +67,8 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     for ours, oracle in pairs:
         torch.testing.assert_close(ours, oracle, rtol=2e-6, atol=2e-6)
     mass = sum(
-        Solved.of(packet, merged).factors["teacher", temperature].squeeze(1)
-        * packet.rows()[f"teacher_mass@{temperature}"]
+        Solved.of(packet, merged).factors[packet.sweep.softmaxes.index(("teacher", temperature))]
+        * packet.rows[f"teacher_mass@{temperature}"]
         for packet in packets
     )
     assert isinstance(mass, Tensor)

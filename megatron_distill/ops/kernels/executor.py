@@ -81,7 +81,7 @@ class RowKernels:
         """``[3, N]`` fp64 of a term: value, ``sum q (s - reference)``, the slope at the top."""
         form = term.divergence.kernel
         assert form is not None
-        student, teacher, statistics = self._student, self._teacher, packet.rows()
+        student, teacher, statistics = self._student, self._teacher, packet.rows
         sums = torch.empty_like(packet.values[:1]).expand(3, -1).clone()
         self._launch(
             sum_slopes,
@@ -118,7 +118,7 @@ class RowKernels:
 
         What is ``known`` belongs to the weights one by one.
         """
-        student, teacher, statistics = self._student, self._teacher, packet.rows()
+        student, teacher, statistics = self._student, self._teacher, packet.rows
         slopes = _Slopes.of(weights)
         points = _Points.of(weights, student.device)
         numbers = [
