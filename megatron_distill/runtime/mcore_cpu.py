@@ -29,7 +29,11 @@ from unittest.mock import patch
 import torch
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime.mcore_optimizer import mend_gradient_norm, mend_loading
+from megatron_distill.runtime.mcore_optimizer import (
+    mend_gathering,
+    mend_gradient_norm,
+    mend_loading,
+)
 
 SUPPORTED_RELEASES = ("0.16.1",)
 
@@ -288,6 +292,7 @@ def prepare_megatron_core(*, on_cuda: bool) -> None:
         importlib.import_module("megatron.core")
     else:
         _patch_for_cpu()
+        mend_gathering()
     if find_spec("transformer_engine") is None:
         # The router asks whether this name is None, but it is set only when the import succeeds.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")

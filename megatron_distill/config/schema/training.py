@@ -31,8 +31,8 @@ class OptimizerConfig(Section):
     )
     overlap_param_gather: bool = Field(
         default=False,
-        description="Gather updated parameters during the next forward pass; needs "
-        "`distributed` and `overlap_grad_reduce`.",
+        description="Gather updated parameters during the next forward pass, which on a CPU waits "
+        "for them; needs `distributed` and `overlap_grad_reduce`.",
     )
 
 
