@@ -72,8 +72,7 @@ class Solved:
     def alone(cls, packet: Packet) -> Solved:
         """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
         sweep, rows = packet.sweep, packet.rows
-        first = len(sweep.extremes)
-        factors = packet.values[first : first + len(sweep.softmaxes)].reciprocal()
+        factors = packet.sums[: len(sweep.softmaxes)].reciprocal()
         if not sweep.curved:
             return cls(factors)
         logits = dict(zip(sweep.extremes, packet.extremes.unsqueeze(2).unbind(), strict=True))

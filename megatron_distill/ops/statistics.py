@@ -70,6 +70,12 @@ class Packet:
         """The statistics ``[N]`` by name, as views."""
         return dict(zip(self.sweep.names, self.values.unbind(), strict=True))
 
+    @property
+    def sums(self) -> Tensor:
+        """``[K, N]`` those that are sums, the masses of the softmaxes first, as views."""
+        first = len(self.sweep.extremes)
+        return self.values[first : first + len(self.sweep.sums)]
+
     # Every block asks for these: one softmax at a time, their many small operations would be felt.
     @cached_property
     def extremes(self) -> Tensor:
@@ -216,9 +222,7 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
         teacher = scratch.take(f"teacher@{temperature}", rows)
         gap = _logit_gap(logits, spare, infinite=sweep.infinite)
         row_sums(gap.mul_(teacher), out=statistics[f"ratio@{temperature}"])
-    first = len(sweep.extremes)
-    sums = packet.values[first : first + len(sweep.sums)]
-    packet.origins.relative_to_peaks_(sums, sweep.summed_softmaxes)
+    sums = packet.origins.relative_to_peaks_(packet.sums, sweep.summed_softmaxes)
     ratios = len(sweep.ratio_temperatures)
     if sweep.infinite and ratios:
         # Where the student has no probability, a product may not have fitted.

@@ -41,3 +41,30 @@ def test_values_and_gradients_of_many_rows(
     )
     assert float(((found[0] - expected[0]).abs() / expected[0]).max()) < 1e-6
     assert row_error(found[1], expected[1]) < 1e-6
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])
+def test_jsd_of_models_that_are_apart_in_one_token_alone(beta: float) -> None:
+    # From a divergence beside which the rounding of log(m/q) counts to one beside which it does
+    # not, with every other token's probability nearly the same under both models.
+    tops = torch.logspace(-4, -0.1, 60, dtype=torch.float64)
+    teacher, _ = logit_pair(1, COLUMNS, seed=3, spread=0.01)
+    teacher = teacher.repeat(len(tops), 1)
+    student = teacher.clone()
+    student[:, 7] += ((COLUMNS - 1) * tops / (1 - tops)).log().float()
+    teacher[:, 7] -= 3.0
+    ones = torch.ones(len(tops))
+    found = solved(student, DenseLogits(teacher), ones, divergence="js_divergence", beta=beta)
+    expected = differentiated(
+        student, lambda leaf: oracles.dense("js_divergence", leaf, teacher, 1.0, beta=beta), ones
+    )
+    for row in (slice(None), *(slice(at, at + 1) for at in range(0, len(tops), 7))):
+        alone = solved(
+            student[row],
+            DenseLogits(teacher[row]),
+            ones[row],
+            divergence="js_divergence",
+            beta=beta,
+        )
+        assert float(((alone[0] - expected[0][row]).abs() / expected[0][row]).max()) < 1e-6
+    assert row_error(found[1], expected[1]) < 1e-6
