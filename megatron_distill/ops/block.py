@@ -17,9 +17,11 @@ from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.exponentials import exponentiate
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
+from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.pushforward import (
     SoftmaxWeights,
     clear_rows_,
+    difference_of_rows,
     scale_rows_,
     scale_softmax_,
 )
@@ -80,13 +82,13 @@ class Block:
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
         """Probabilities, where the exponentials were; ``spares`` tells sets of buffers apart."""
-        size, least = self._size, torch.finfo(self.scratch.dtype).tiny
+        size = self._size
         teacher, student = (
             self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
         )
         if temperature not in self._normalised:
-            teacher.mul_(self._factors["teacher", temperature]).clamp_(min=least)
-            student.mul_(self._factors["student", temperature]).clamp_(min=least)
+            _normalise_(teacher, self._factors["teacher", temperature])
+            _normalise_(student, self._factors["student", temperature])
             self._normalised.add(temperature)
 
         def spare(name: str) -> Tensor:
@@ -167,20 +169,29 @@ class Block:
         """
         temperature = weights.temperature
         gradient = self.scratch.take(f"student@{temperature}", self._size)
-        if ("student", temperature) in self._factors:
-            factor = self._factors["student", temperature]
+        factor = self._factors.get(("student", temperature))
+        if factor is None:
+            gradient.zero_()  # nothing at this temperature but points
+        elif weights.teacher is None:
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
         else:
-            gradient.zero_()  # nothing at this temperature but points
-        if weights.teacher is not None:
-            teacher = self.scratch.take(f"teacher@{temperature}", self._size)
-            factor = self._factors["teacher", temperature]
-            scale_rows_(teacher, weights.teacher, sparse=weights.sparse, factor=factor)
             place = gradient if out is None or weights.points else out
-            gradient = torch.sub(gradient, teacher, out=place)
+            gradient = self._difference(weights, weights.teacher, place)
         for columns, added in weights.points:
             gradient.scatter_add_(1, columns, added)
         return gradient
+
+    def _difference(self, weights: SoftmaxWeights, of_teacher: Tensor, out: Tensor) -> Tensor:
+        """What the teacher's softmax, weighted, leaves of the student's, into ``out``."""
+        at = weights.temperature
+        student, teacher = (self._buffer(f"{model}@{at}") for model in ("student", "teacher"))
+        factors = self._factors["student", at], self._factors["teacher", at]
+        if not weights.others and not weights.sparse:
+            own, others = weights.student * factors[0], of_teacher * factors[1]
+            return difference_of_rows(student, own, teacher, others, out)
+        scale_softmax_(student, weights, self._buffer, factor=factors[0])
+        scale_rows_(teacher, of_teacher, sparse=weights.sparse, factor=factors[1])
+        return torch.sub(student, teacher, out=out)
 
     def _curved_gradient(
         self, weights: SoftmaxWeights, values: dict[str, Tensor], out: Tensor | None
@@ -241,6 +252,16 @@ class Block:
         """The slope at the student's top token of this shard, ``[n, 1]``."""
         assert self.packet.top is not None
         return slope.gather(1, self.packet.top.unsqueeze(1))
+
+
+def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
+    """Exponentials ``[n, V]`` to probabilities, in place; none is less than a normal number."""
+    least = torch.finfo(exponentials.dtype).tiny
+    native = native_rows(exponentials)
+    if native is None:
+        exponentials.mul_(factor).clamp_(min=least)
+    else:
+        native.bounded_products(exponentials, factor, least, exponentials)
 
 
 def _relative_(slope: Tensor, scale: float, reference: Tensor) -> Tensor:

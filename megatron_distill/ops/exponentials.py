@@ -10,6 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_distill.ops.native import native_rows
+from megatron_distill.ops.reductions import row_sums
+
 __all__ = ["Origins", "exponentiate"]
 
 # To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
@@ -68,12 +71,33 @@ class Origins:
 
 
 def exponentiate(
-    logits: Tensor, point: Tensor, temperature: float, out: Tensor, *, spare: Tensor | None = None
+    logits: Tensor,
+    point: Tensor,
+    temperature: float,
+    out: Tensor,
+    *,
+    spare: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
+    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``, and its sums
+    ``[n]`` in fp64 if they are wanted.
 
-    Without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent only.
+    In torch, without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent
+    only.
     """
+    native = native_rows(logits, out)
+    if native is not None:
+        native.exponentials(logits, point, temperature, out, sums)
+        return out
+    _exponentiate(logits, point, temperature, out, spare)
+    if sums is not None:
+        row_sums(out, out=sums)
+    return out
+
+
+def _exponentiate(
+    logits: Tensor, point: Tensor, temperature: float, out: Tensor, spare: Tensor | None
+) -> Tensor:
     slope = _LOG2_E / temperature
     exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     if not exact or bool(point.any()):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.classes import Classes
+from megatron_distill.ops.native import native_rows
 
 __all__ = ["js_divergence", "skewed_forward_kl", "skewed_reverse_kl"]
 
@@ -26,17 +27,20 @@ def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
     return torch.lerp(other, of, 1 - share, out=out)
 
 
-def _surprise(
-    gap: Tensor, of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor
-) -> Tensor:
-    """``log(m/of)`` in ``m = share other + (1 - share) of``, given ``gap = other - of``.
+def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor) -> Tensor:
+    """``log(m/of)`` in ``m = share other + (1 - share) of``.
 
-    It is ``log(1 + share gap/of)``, and where the gap is negative also ``-log(1 - share gap/m)``.
-    The difference of neighbours is exact, so both have all their digits where the two are close.
-    ``out`` may be the gap.
+    It is ``log(1 + share gap/of)`` with ``gap = other - of``, and where the gap is negative also
+    ``-log(1 - share gap/m)``. The difference of neighbours is exact, so both have all their digits
+    where the two are close. ``out`` may be neither of the two.
     """
+    native = native_rows(of, other, out)
+    if native is not None:
+        native.surprises(of, other, share, out, anchored=True)
+        return out
+    gap = torch.sub(other, of, out=out)
     if share <= 0.5:
-        return torch.div(gap, of, out=out).mul_(share).log1p_()
+        return gap.div_(of).mul_(share).log1p_()
     # A sum with something near minus one would have few digits.
     least = _mixture(of, other, share, classes.spare("mixture"))
     torch.minimum(least, of, out=least)
@@ -50,6 +54,10 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
         return surprise
     p, q = classes.teacher, classes.student
     exact = classes.spare("exact")
+    native = native_rows(p, q, exact)
+    if native is not None:
+        native.surprises(q, p, teacher_share, exact, anchored=classes.anchor)
+        return exact
     odds = teacher_share / (1 - teacher_share)
     if odds <= 1:
         # m/q is 1 - share times 1 + odds p/q.
@@ -108,32 +116,15 @@ def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -
     return torch.where(is_far, log1p.sub_(share), ratio, out=out)
 
 
-def _are_apart(gap: Tensor, beta: float, spare: Tensor) -> bool:
-    """Whether the Jensen-Shannon divergence of each row, given ``q - p``, is so large that what
-    rounding takes from ``log(m/q)`` where ``p == q`` is nothing beside it.
-
-    By Pinsker's inequality it is at least ``2 beta (1 - beta)`` times the square of the total
-    variation, here 0.2 (1 - beta); and rounding takes at most 6e-8 (1 - beta).
-    """
-    return bool((torch.abs(gap, out=spare).sum(1).square_() >= 0.4 / beta).all())
-
-
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     """Summands and slopes of the Jensen-Shannon divergence, but for their scales."""
     p, q = classes.teacher, classes.student
     rest = 1 - beta
-    gap, value = classes.spare("surprise"), classes.spare("value")
-    torch.sub(q, p, out=gap)
-    # One logarithm fewer where the slope's will do for the value.
-    share_log = classes.anchor is False and beta <= 0.5 and _are_apart(gap, beta, value)
-    _surprise(gap, p, q, rest, classes, value).mul_(p)
-    surprise = gap if share_log else _surprise(gap.neg_(), q, p, beta, classes, gap)
-    slope = _anchored(surprise, classes, beta)
-    value.addcmul_(slope if share_log else surprise, q, value=rest / beta)
-    if share_log:
-        value.add_(q, alpha=math.log(rest) * rest / beta)
-    return value, slope
+    value = _surprise(p, q, rest, classes, classes.spare("value")).mul_(p)
+    surprise = _surprise(q, p, beta, classes, classes.spare("surprise"))
+    value.addcmul_(surprise, q, value=rest / beta)
+    return value, _anchored(surprise, classes, beta)
 
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
@@ -142,7 +133,7 @@ def skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
     gap = torch.sub(q, p, out=classes.spare("gap"))
-    value = _surprise(gap, p, q, rest, classes, classes.spare("value")).mul_(p)
+    value = _surprise(p, q, rest, classes, classes.spare("value")).mul_(p)
     return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
 
 
@@ -153,7 +144,7 @@ def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
     gap = torch.sub(p, q, out=classes.spare("gap"))
-    surprise = _surprise(gap, q, p, rest, classes, classes.spare("surprise"))
+    surprise = _surprise(q, p, rest, classes, classes.spare("surprise"))
     value = torch.addcmul(gap, surprise, q, value=-1 / rest, out=classes.spare("value"))
     mixture = _mixture(q, p, rest, classes.spare("mixture"))
     if classes.anchor is False:

@@ -19,10 +19,20 @@ from torch import Tensor
 
 from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient
+from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["Curved", "Others", "SoftmaxWeights", "scale_rows_", "scale_softmax_", "softmax_weights"]
+__all__ = [
+    "Curved",
+    "Others",
+    "SoftmaxWeights",
+    "clear_rows_",
+    "difference_of_rows",
+    "scale_rows_",
+    "scale_softmax_",
+    "softmax_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,20 @@ def scale_rows_(
     values.mul_(weight if factor is None else weight * factor)
     # Zero times NaN is NaN.
     return clear_rows_(values, weight == 0) if sparse else values
+
+
+def difference_of_rows(
+    left: Tensor, left_factor: Tensor, right: Tensor, right_factor: Tensor, out: Tensor
+) -> Tensor:
+    """``left left_factor - right right_factor`` of ``[N, V]`` and ``[N, 1]`` into ``out``.
+
+    Overwrites both; the products are rounded, see `scale_rows_`.
+    """
+    native = native_rows(left, right, out)
+    if native is None:
+        return torch.sub(left.mul_(left_factor), right.mul_(right_factor), out=out)
+    native.differences(left, left_factor, right, right_factor, out)
+    return out
 
 
 def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Model
 from megatron_distill.ops.exponentials import Origins, exponentiate
+from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.reductions import row_sums, row_top
 from megatron_distill.ops.sweep import Sweep
 
@@ -210,8 +211,8 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
     overwritten = spare if sweep.exact else None
     for (model, temperature), point in zip(sweep.softmaxes, packet.origins.points, strict=True):
         buffer = scratch.take(f"{model}@{temperature}", rows)
-        exponentiate(logits[model], point, temperature, buffer, spare=overwritten)
-        row_sums(buffer, out=statistics[f"{model}_mass@{temperature}"])
+        mass = statistics[f"{model}_mass@{temperature}"]
+        exponentiate(logits[model], point, temperature, buffer, spare=overwritten, sums=mass)
         if sweep.full and temperature == 1.0:
             peak = packet.extremes[sweep.extremes.index(f"{model}_peak")].unsqueeze(1)
             torch.sub(logits[model], peak, out=spare)
@@ -220,8 +221,7 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
             row_sums(spare.mul_(buffer), out=statistics[f"{model}_log"])
     for temperature in sweep.ratio_temperatures:
         teacher = scratch.take(f"teacher@{temperature}", rows)
-        gap = _logit_gap(logits, spare, infinite=sweep.infinite)
-        row_sums(gap.mul_(teacher), out=statistics[f"ratio@{temperature}"])
+        _sum_gaps(teacher, logits, spare, statistics[f"ratio@{temperature}"], sweep.infinite)
     sums = packet.origins.relative_to_peaks_(packet.sums, sweep.summed_softmaxes)
     ratios = len(sweep.ratio_temperatures)
     if sweep.infinite and ratios:
@@ -229,13 +229,19 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
         sums[-ratios:].clamp_(max=-_lowest(packet.dtype))
 
 
-def _logit_gap(logits: Mapping[Model, Tensor], out: Tensor, *, infinite: bool) -> Tensor:
-    """The teacher's logits less the student's, finite where one of them is -inf."""
-    torch.sub(logits["teacher"], logits["student"], out=out)
+def _sum_gaps(
+    weights: Tensor, logits: Mapping[Model, Tensor], spare: Tensor, out: Tensor, infinite: bool
+) -> None:
+    """``[N]`` sums of the teacher's logits less the student's, finite where one of them is -inf."""
+    most = -_lowest(weights.dtype)
+    native = native_rows(weights, *logits.values())
+    if native is not None:
+        native.weighted_gaps(weights, logits["teacher"], logits["student"], out, most=most)
+        return
+    torch.sub(logits["teacher"], logits["student"], out=spare)
     if infinite:
-        lowest = _lowest(out.dtype)
-        out.nan_to_num_(nan=0.0, posinf=-lowest, neginf=lowest)
-    return out
+        spare.nan_to_num_(nan=0.0, posinf=most, neginf=-most)
+    row_sums(spare.mul_(weights), out=out)
 
 
 def gap_beyond_top(

@@ -33,6 +33,10 @@ from tests.unit.divergence_runs import (
     value_of,
 )
 from tests.unit.objective_runs import run
+from tests.unit.row_executors import row_executor
+
+__all__ = ["row_executor"]
+pytestmark = pytest.mark.usefixtures("row_executor")
 
 ON_IDS = [(name, support) for name in NAMES for support in KEPT_SUPPORTS]
 # What counts as no gradient: a probability of zero is the smallest normal number to the formulas.

@@ -11,6 +11,10 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import NAMES, differentiated, solved
+from tests.unit.row_executors import row_executor
+
+__all__ = ["row_executor"]
+pytestmark = pytest.mark.usefixtures("row_executor")
 
 ROWS, COLUMNS = 300, 2003
 CASES: list[tuple[str, dict[str, float]]] = [
@@ -45,8 +49,8 @@ def test_values_and_gradients_of_many_rows(
 
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])
 def test_jsd_of_models_that_are_apart_in_one_token_alone(beta: float) -> None:
-    # From a divergence beside which the rounding of log(m/q) counts to one beside which it does
-    # not, with every other token's probability nearly the same under both models.
+    # From a divergence beside which the rounding of log(m/q) would count to one beside which it
+    # would not, with every other token's probability nearly the same under both models.
     tops = torch.logspace(-4, -0.1, 60, dtype=torch.float64)
     teacher, _ = logit_pair(1, COLUMNS, seed=3, spread=0.01)
     teacher = teacher.repeat(len(tops), 1)
