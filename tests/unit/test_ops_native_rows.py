@@ -99,6 +99,15 @@ def test_logarithms_of_mixtures(native: RowFunctions, share: float) -> None:
     assert relative_error(out[::2], both[::2]) < 4e-7
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_logarithms_of_what_is_no_number(native: RowFunctions, anchored: bool) -> None:
+    of, other = torch.full((2, 70), 0.5), torch.full((2, 70), 0.25)
+    of[0, 3::7], other[1, 2::7] = NAN, NAN
+    out = torch.empty_like(of)
+    native.surprises(of, other, 0.3, out, anchored=anchored)
+    assert torch.equal(out.isnan(), of.isnan() | other.isnan())
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tops_are_the_largest_in_the_lowest_column(native: RowFunctions, width: int) -> None:
     values = torch.randint(-3, 4, (9, width), generator=torch.Generator().manual_seed(width))

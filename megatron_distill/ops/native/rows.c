@@ -41,7 +41,8 @@ static inline float two_to(float exponent, float rest) {
     return whole < -126.0f ? 0.0f : power * scale;
 }
 
-/* log((low + rise) / low) for low > 0 and rise >= 0, to all digits however small the rise is.
+/* log((low + rise) / low) for low > 0 and rise >= 0, to all digits however small the rise is; NaN
+ * of NaN.
  * With s = (high - low)/(high + low) it is 2 atanh(s); s is kept below 1/5 by a power of two, and
  * the polynomial is the one of least relative error, 3e-9, there. */
 static inline float log_of_rise(float low, float rise) {
@@ -55,7 +56,8 @@ static inline float log_of_rise(float low, float rise) {
     series = fmaf(series, square, 0.39957608f);
     series = fmaf(series, square, 0.66666950f);
     series = fmaf(series * square, s, 2.0f * s);
-    return fmaf((float)doublings, 0.69314718f, series);
+    const float logarithm = fmaf((float)doublings, 0.69314718f, series);
+    return high == high ? logarithm : high;
 }
 
 /* Columns of which the largest is found before its column is looked for. */
