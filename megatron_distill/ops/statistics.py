@@ -32,6 +32,10 @@ __all__ = [
     "measure_block",
 ]
 
+# How far below others a logit of -inf is in log ratios: the smallest normal probability times that
+# is nothing, and any that counts very much.
+_FAR = 1e20
+
 
 @dataclass(frozen=True)
 class Packet:
@@ -260,7 +264,7 @@ def gap_beyond_top(
     buffers: dict[Model, Tensor] = {"teacher": out, "student": spare}
     for model, buffer in buffers.items():
         if infinite:
-            torch.clamp(logits[model], min=_lowest(out.dtype), out=buffer).sub_(top[model])
+            torch.clamp(logits[model], min=-_FAR, out=buffer).sub_(top[model].clamp(min=-_FAR))
         else:
             torch.sub(logits[model], top[model], out=buffer)
     return out.sub_(spare)

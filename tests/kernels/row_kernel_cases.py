@@ -157,6 +157,17 @@ def test_forbidden_columns_and_rows_that_do_not_count(name: str, device: torch.d
     assert value[2].isnan()
 
 
+def test_a_student_without_probability_adds_nothing_to_reverse_kl(device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 200))
+    given = {"divergence": "reverse_kl", "support": "dense"}
+    student[:, 15:30] = -100.0
+    oracle = expected(student, DenseLogits(teacher), UPSTREAM.to(device), **given)
+    student[:, 15:30] = -torch.inf
+    value, gradient = solved(student, DenseLogits(teacher), UPSTREAM.to(device), **given)
+    torch.testing.assert_close(value.double(), oracle[0], rtol=1e-6, atol=0)
+    assert row_error(gradient, oracle[1]) < 1e-6
+
+
 def test_the_gradient_may_take_the_place_of_the_logits(device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 5000, dtype=torch.bfloat16))
     for given in ({}, {"top_k": 9}):

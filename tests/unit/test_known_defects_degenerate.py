@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, Sampled, TopK
+from tests.reference import divergences as oracles
 from tests.reference.distillation import Problem, cross_entropy, row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import (
@@ -39,6 +40,8 @@ __all__ = ["row_executor"]
 pytestmark = pytest.mark.usefixtures("row_executor")
 
 ON_IDS = [(name, support) for name in NAMES for support in KEPT_SUPPORTS]
+# With a forward KL, which is infinite where the teacher has a probability and the student none.
+INFINITE_THERE = ("forward_kl", "adaptive_kl")
 # What counts as no gradient: a probability of zero is the smallest normal number to the formulas.
 NOTHING = 1e-30
 
@@ -305,3 +308,27 @@ def test_defect_16_student_without_probability_where_the_teacher_has_some() -> N
     assert float(value[0]) > 1e30
     assert torch.isfinite(gradient).all()
     assert float(gradient[0, 4]) == pytest.approx(-float(teacher[0].softmax(0)[4]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in INFINITE_THERE])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_defect_16_student_without_probability_adds_what_the_teacher_has_there(
+    name: str, temperature: float
+) -> None:
+    student, teacher = logit_pair(2, 50)
+    student[:, 7:9] = -INFINITY
+    found = solved(
+        student,
+        DenseLogits(teacher),
+        torch.ones(2),
+        divergence=name,
+        temperature=temperature,
+    )
+    # In float64 a probability of e^-100 is one that adds nothing, and no infinity times zero.
+    student[:, 7:9] = -100 * temperature
+    exact = differentiated(
+        student, lambda leaf: oracles.dense(name, leaf, teacher, temperature), torch.ones(2)
+    )
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=0)
+    assert row_error(found[1], exact[1]) < 1e-6
+    assert float(found[1][:, 7:9].abs().max()) < 1e-15

@@ -12,6 +12,8 @@ __all__ = ["FORMS", "LOWEST", "load_logits", "scaled", "slope_and_value", "throu
 # What stands for -inf; differences of two are finite, at temperatures down to 1/2.
 LOWEST: tl.constexpr = tl.constexpr(-8.507059e37)
 _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
+# See `gap_beyond_top`.
+_FAR: tl.constexpr = tl.constexpr(1e20)
 _LOG_HALF: tl.constexpr = tl.constexpr(-0.6931471805599453)
 # Where tanh is a polynomial: there, 1 - e^-2x would have lost digits.
 _SMALL: tl.constexpr = tl.constexpr(0.25)
@@ -130,7 +132,8 @@ def slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM: tl.conste
     p = tl.where(p < _TINY, _TINY, p)
     q = tl.where(q < _TINY, _TINY, q)
     if FORM == 1:
-        slope = -log_ratio
+        bounded = tl.where(log_ratio > _FAR, _FAR, log_ratio)
+        slope = -tl.where(bounded < -_FAR, -_FAR, bounded)
         value = (slope - top_ratio) * q
     elif FORM == 2:
         surprise = _surprise(p, q, parameter, rest)
