@@ -134,8 +134,8 @@ class Block:
         assert slope is not None
         value = row_sums(summands).mul_(scales.value)
         reference = self._at_top(slope).mul_(scales.slope)
-        pull = _relative_(slope, scales.slope, reference).mul_(classes.student)
-        return value, row_sums(pull), reference.squeeze(1)
+        average = _pull(slope, scales.slope, reference, classes.student, slope)
+        return value, average, reference.squeeze(1)
 
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
         """Write the gradient on the raw outputs to ``out``, which may be these outputs.
@@ -211,9 +211,10 @@ class Block:
             if reference is None:
                 values[curved.term.key] = row_sums(summands).mul_(scales.value)
                 reference = self._at_top(slope).mul_(scales.slope)
-            _relative_(slope, scales.slope, reference)
-            pull = torch.mul(slope, classes.student, out=summands)
-            average = pull.sum(1, keepdim=True) if curved.average is None else curved.average
+            pull, average = summands, curved.average
+            found = _pull(slope, scales.slope, reference, classes.student, pull)
+            if average is None:
+                average = found.to(pull.dtype).unsqueeze(1)
             if curved.is_one:
                 rest = rest - average
             else:
@@ -264,9 +265,14 @@ def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
         native.bounded_products(exponentials, factor, least, exponentials)
 
 
-def _relative_(slope: Tensor, scale: float, reference: Tensor) -> Tensor:
-    """Slopes ``[n, V]`` times their scale, less the reference ``[n, 1]``, in place."""
-    return torch.add(reference.neg(), slope, alpha=scale, out=slope)
+def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``, which may be
+    the slope; its sums ``[n]`` fp64. Overwrites the slope."""
+    native = native_rows(slope, weight, out)
+    if native is not None:
+        return native.pulls(slope, scale, reference, weight, out)
+    relative = torch.add(reference.neg(), slope, alpha=scale, out=slope)
+    return row_sums(torch.mul(relative, weight, out=out))
 
 
 def _uniform(anchor: Tensor) -> Tensor | bool:

@@ -159,6 +159,43 @@ def test_weighted_gaps_are_summed_in_fp64(native: RowFunctions, width: int) -> N
     assert torch.allclose(sums, expected, rtol=0, atol=1e-11 * width)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pulls_and_their_sums(native: RowFunctions, width: int) -> None:
+    slopes, weights = logit_pair(5, width, seed=width)
+    references = torch.linspace(-1, 1, 5).unsqueeze(1)
+    expected = weights.double() * (slopes.double() * -0.5 - references)
+    out = torch.empty_like(slopes)
+    sums = native.pulls(within(slopes), -0.5, references, within(weights), out)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-7, atol=0)
+    torch.testing.assert_close(sums, out.double().sum(1), rtol=0, atol=1e-12 * width)
+    native.pulls(slopes, -0.5, references, weights, slopes)
+    assert torch.equal(slopes, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 640, 2003, 20_011])
+@pytest.mark.parametrize("k", [1, 9])
+def test_largest_are_in_order(native: RowFunctions, dtype: torch.dtype, width: int, k: int) -> None:
+    # Coarse enough for ties, wide enough for both signs of zero.
+    values = (logit_pair(7, width, seed=width)[0] * 4).round().div(4).to(dtype)
+    values[values == 0] *= -1
+    k = min(k, width // 64)
+    columns, found = native.largest(values, k, most=width)
+    assert bool(found.all())
+    order = (values + 0.0).double().sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(columns, order[:, :k])
+
+
+def test_largest_leaves_rows_to_others(native: RowFunctions) -> None:
+    values = logit_pair(5, 1000)[0]
+    values[1, 999], values[2, 70] = NAN, NAN
+    values[3] = 1.0
+    values[4] = -INFINITY
+    columns, found = native.largest(values, 4, most=16)
+    assert found.tolist() == [True, False, False, False, False]
+    assert columns[0].tolist() == values[0].topk(4).indices.tolist()
+
+
 @pytest.mark.parametrize(
     "matrix",
     [

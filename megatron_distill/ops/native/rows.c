@@ -1,12 +1,13 @@
 /* Row functions of a CPU in one pass each. In torch every operation of these formulas is a pass
  * through the cache.
  *
- * Matrices are fp32 with columns side by side; strides count elements from row to row. A result may
+ * Matrices are fp32 where nothing else is said, with columns side by side; strides count elements from row to row. A result may
  * lie where an operand does. A row's sum is added up in the same order whatever threads there are.
  */
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if !defined(__FMA__) && !defined(__aarch64__)
@@ -197,5 +198,151 @@ void differences(const float *left, int64_t left_stride, const float *left_facto
 #pragma omp simd
         for (int64_t column = 0; column < columns; ++column)
             to[column] = lefts[column] * left_factor - rights[column] * right_factor;
+    }
+}
+
+/* out = weight (scale slope - reference) with one reference per row, and its sums in fp64. */
+void pulls(const float *slopes, int64_t slopes_stride, float scale, const float *references,
+           const float *weights, int64_t weights_stride, float *out, int64_t out_stride,
+           double *sums, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        const float *slope = slopes + row * slopes_stride;
+        const float *weight = weights + row * weights_stride;
+        const float reference = references[row];
+        float *to = out + row * out_stride;
+        double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t column = 0; column < columns; ++column) {
+            const float pull = weight[column] * fmaf(scale, slope[column], -reference);
+            to[column] = pull;
+            sum += pull;
+        }
+        sums[row] = sum;
+    }
+}
+
+/* Columns of which the largest is found first. */
+enum { PART = 64 };
+
+/* bf16 is the upper half of fp32. */
+static inline float value_at(const void *row, int64_t column, int is_bf16) {
+    if (is_bf16)
+        return float_of((int32_t)((uint32_t)((const uint16_t *)row)[column] << 16));
+    return ((const float *)row)[column];
+}
+
+/* A number whose order is that of the values, the largest first, and of equal ones' columns. */
+static inline uint64_t rank_of(float value, int64_t column) {
+    const uint32_t bits = (uint32_t)bits_of(value + 0.0f); /* minus zero is zero */
+    const uint32_t descending = bits >> 31 ? bits : ~(bits | 0x80000000u);
+    return (uint64_t)descending << 32 | (uint64_t)column;
+}
+
+static int by_rank(const void *left, const void *right) {
+    const uint64_t one = *(const uint64_t *)left, other = *(const uint64_t *)right;
+    return (one > other) - (one < other);
+}
+
+/* The number that has so many before it in descending order; exchanges the numbers. */
+static float selected(float *numbers, int64_t count, int64_t before) {
+    int64_t first = 0, last = count - 1;
+    while (first < last) {
+        const float pivot = numbers[first + (last - first) / 2];
+        int64_t up = first, down = last;
+        while (up <= down) {
+            while (numbers[up] > pivot)
+                ++up;
+            while (pivot > numbers[down])
+                --down;
+            if (up <= down) {
+                const float held = numbers[up];
+                numbers[up++] = numbers[down];
+                numbers[down--] = held;
+            }
+        }
+        if (before <= down)
+            last = down;
+        else if (before >= up)
+            first = up;
+        else
+            break;
+    }
+    return numbers[before];
+}
+
+/* Whether the k largest of a row were found: among what reaches the k-th of the parts' maxima, which
+ * is hardly more. Not if that is more than most, as of equal values, or if there is a NaN. */
+static inline __attribute__((always_inline)) int
+largest_of_row(const void *row, int is_bf16, int64_t columns, int64_t k, float *maxima,
+               float *exchanged, uint64_t *ranks, int64_t most, int64_t *largest) {
+    const int64_t parts = (columns + PART - 1) / PART;
+    int32_t has_nan = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = part * PART;
+        float maximum = -INFINITY;
+        if (first + PART <= columns) {
+#pragma omp simd reduction(max : maximum) reduction(| : has_nan)
+            for (int64_t at = 0; at < PART; ++at) {
+                const float value = value_at(row, first + at, is_bf16);
+                maximum = value > maximum ? value : maximum;
+                has_nan |= value != value;
+            }
+        } else {
+            for (int64_t column = first; column < columns; ++column) {
+                const float value = value_at(row, column, is_bf16);
+                maximum = value > maximum ? value : maximum;
+                has_nan |= value != value;
+            }
+        }
+        maxima[part] = exchanged[part] = maximum;
+    }
+    if (has_nan)
+        return 0;
+    const float least = selected(exchanged, parts, k - 1);
+    int64_t count = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+        if (maxima[part] < least)
+            continue;
+        const int64_t first = part * PART;
+        const int64_t end = first + PART < columns ? first + PART : columns;
+        for (int64_t column = first; column < end; ++column) {
+            const float value = value_at(row, column, is_bf16);
+            if (value < least)
+                continue;
+            if (count == most)
+                return 0;
+            ranks[count++] = rank_of(value, column);
+        }
+    }
+    qsort(ranks, (size_t)count, sizeof *ranks, by_rank);
+    for (int64_t place = 0; place < k; ++place)
+        largest[place] = (int64_t)(ranks[place] & 0xffffffffu);
+    return 1;
+}
+
+/* The columns of the k largest of each row, fp32 or bf16, by (value, column), where found. Asks for
+ * k parts at least. */
+void largest(const void *values, int64_t values_stride, int is_bf16, int64_t k, int64_t most,
+             int64_t *largest_columns, uint8_t *found, int64_t rows, int64_t columns,
+             int threads) {
+    const int64_t parts = (columns + PART - 1) / PART;
+    const int64_t size = is_bf16 ? sizeof(uint16_t) : sizeof(float);
+#pragma omp parallel num_threads(threads)
+    {
+        float *maxima = malloc(2 * (size_t)parts * sizeof *maxima);
+        uint64_t *ranks = malloc((size_t)most * sizeof *ranks);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const void *from = (const char *)values + row * values_stride * size;
+            int64_t *to = largest_columns + row * k;
+            found[row] = maxima && ranks &&
+                         (is_bf16 ? largest_of_row(from, 1, columns, k, maxima, maxima + parts,
+                                                   ranks, most, to)
+                                  : largest_of_row(from, 0, columns, k, maxima, maxima + parts,
+                                                   ranks, most, to));
+        }
+        free(maxima);
+        free(ranks);
     }
 }

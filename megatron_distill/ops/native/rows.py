@@ -24,6 +24,13 @@ _MATRIX = (ctypes.c_void_p, ctypes.c_int64)
 _SIZES = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
 _SIGNATURES = {
     "tops": (*_MATRIX, ctypes.c_void_p, ctypes.c_void_p, *_SIZES),
+    "largest": (
+        *_MATRIX,
+        ctypes.c_int,
+        *(ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+        *_SIZES,
+    ),
     "bounded_products": (*_MATRIX, ctypes.c_void_p, ctypes.c_float, *_MATRIX, *_SIZES),
     "exponentials": (
         *_MATRIX,
@@ -43,6 +50,13 @@ _SIGNATURES = {
     "weighted_gaps": (
         *(*_MATRIX, *_MATRIX, *_MATRIX),
         ctypes.c_float,
+        ctypes.c_void_p,
+        *_SIZES,
+    ),
+    "pulls": (
+        *_MATRIX,
+        *(ctypes.c_float, ctypes.c_void_p),
+        *(*_MATRIX, *_MATRIX),
         ctypes.c_void_p,
         *_SIZES,
     ),
@@ -67,6 +81,24 @@ class RowFunctions:
         columns = torch.empty(values.shape[0], dtype=torch.int64)
         self.library.tops(*_matrix(values), top.data_ptr(), columns.data_ptr(), *_sizes(values))
         return top, columns
+
+    def largest(self, values: Tensor, k: int, *, most: int) -> tuple[Tensor, Tensor]:
+        """Columns ``[N, k]`` of the largest of each row, fp32 or bf16, by (value, column), and bool
+        ``[N]`` where they were found.
+
+        That is not so in rows with a NaN, and in such where more than ``most`` reach the ``k``-th
+        of the largest of 64 columns each, of which there must be as many.
+        """
+        columns = torch.empty(values.shape[0], k, dtype=torch.int64)
+        found = torch.empty(values.shape[0], dtype=torch.bool)
+        self.library.largest(
+            *_matrix(values),
+            values.dtype == torch.bfloat16,
+            *(k, most),
+            *(columns.data_ptr(), found.data_ptr()),
+            *_sizes(values),
+        )
+        return columns, found
 
     def bounded_products(self, values: Tensor, factors: Tensor, least: float, out: Tensor) -> None:
         """``values`` times fp32 ``factors [N, 1]`` and no less than ``least`` into ``out``, which
@@ -156,11 +188,31 @@ class RowFunctions:
             *_sizes(out),
         )
 
+    def pulls(
+        self, slopes: Tensor, scale: float, references: Tensor, weights: Tensor, out: Tensor
+    ) -> Tensor:
+        """``weights (scale slopes - references)`` into ``out``, and its sums ``[N]`` in fp64.
 
-def native_rows(*matrices: Tensor) -> RowFunctions | None:
+        The references are fp32 ``[N, 1]``; ``out`` may be one of the matrices.
+        """
+        references = references.contiguous()
+        sums = torch.empty(out.shape[0], dtype=torch.float64)
+        self.library.pulls(
+            *_matrix(slopes),
+            *(scale, references.data_ptr()),
+            *(*_matrix(weights), *_matrix(out)),
+            sums.data_ptr(),
+            *_sizes(out),
+        )
+        return sums
+
+
+def native_rows(
+    *matrices: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> RowFunctions | None:
     """The functions, where these ``[N, V]`` are for them and they could be compiled."""
     for matrix in matrices:
-        on_cpu = matrix.device.type == "cpu" and matrix.dtype == torch.float32
+        on_cpu = matrix.device.type == "cpu" and matrix.dtype in dtypes
         if not on_cpu or matrix.stride(1) != 1:
             return None
     return _functions()
