@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=max(_TOKENS), help="most tokens")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(width=120)
     environment = describe("benchmarks/memory.py", sys.argv[1:])
     head = ["| loss | dtype | vocabulary | tokens | peak MiB | formula MiB | ratio | "
