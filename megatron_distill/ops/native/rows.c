@@ -1,8 +1,9 @@
 /* Row functions of a CPU in one pass each. In torch every operation of these formulas is a pass
  * through the cache.
  *
- * Matrices are fp32 where nothing else is said, with columns side by side; strides count elements from row to row. A result may
- * lie where an operand does. A row's sum is added up in the same order whatever threads there are.
+ * Matrices are fp32 where nothing else is said, with columns side by side; strides count elements
+ * from row to row. A result may lie where an operand does. A row's sum is added up in the same order
+ * whatever threads there are.
  */
 
 #include <math.h>
