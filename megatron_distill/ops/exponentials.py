@@ -10,16 +10,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.native import native_rows
+from megatron_distill.ops.native.rows import LOG2_E, UNDERFLOW, native_rows
 from megatron_distill.ops.reductions import row_sums
 
 __all__ = ["Origins", "exponentiate"]
 
-# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
-_LOG2_E = math.log2(math.e)
 _LOG_2 = math.log(2)
-# Two to the power of less is nothing in fp32.
-_UNDERFLOW = 150
 # A row's largest exponential may be a power of two so far from this one: sums with weights stay far
 # from the ends of fp32, and what is nothing beside them would be nothing beside one.
 _MIDDLE, _REACH = 22, 42
@@ -52,7 +48,7 @@ class Origins:
         scale: Tensor | float = 1 / temperatures[0]
         if len(set(temperatures)) > 1:
             scale = torch.tensor(temperatures, dtype=torch.float64).reciprocal_().unsqueeze(1)
-        beside = (peaks * (scale * _LOG2_E)).sub_(_MIDDLE).abs_()
+        beside = (peaks * (scale * LOG2_E)).sub_(_MIDDLE).abs_()
         points = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
         return cls(points, (peaks - points).double().mul_(scale).exp_())
 
@@ -98,7 +94,7 @@ def exponentiate(
 def _exponentiate(
     logits: Tensor, point: Tensor, temperature: float, out: Tensor, spare: Tensor | None
 ) -> Tensor:
-    slope = _LOG2_E / temperature
+    slope = LOG2_E / temperature
     exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     if not exact or bool(point.any()):
         logits = torch.sub(logits, point.unsqueeze(1), out=out)
@@ -106,7 +102,7 @@ def _exponentiate(
         return logits.mul_(slope).exp2_()
     if not exact:
         return (logits if temperature == 1.0 else logits.mul_(1 / temperature)).exp_()
-    gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
+    gap = torch.clamp(logits, min=-UNDERFLOW / slope, out=out)
     product = torch.mul(gap, slope, out=spare)
     # What rounding added to the product: a fused multiply-add, which the difference is, finds it.
     added = torch.sub(product, gap, alpha=slope, out=gap)

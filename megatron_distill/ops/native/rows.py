@@ -10,13 +10,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.native.library import compiled
+from megatron_distill.ops.native.compilation import compiled
 
-__all__ = ["RowFunctions", "native_rows"]
+__all__ = ["LOG2_E", "UNDERFLOW", "RowFunctions", "native_rows"]
 
-_LOG2_E = math.log2(math.e)
+# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
+LOG2_E = math.log2(math.e)
 # Two to the power of less is nothing in fp32.
-_UNDERFLOW = 150
+UNDERFLOW = 150
 # Elements below which starting a second thread takes longer than the work: torch's own bound.
 _GRAIN = 2**15
 
@@ -73,13 +74,13 @@ _SIGNATURES = {
 class RowFunctions:
     """What takes fp32 matrices ``[N, V]`` on a CPU whose columns lie side by side."""
 
-    library: ctypes.CDLL
+    compiled: ctypes.CDLL
 
     def tops(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row ``[N]``, NaN if there is one, and its lowest column; V > 0."""
         top = values.new_empty(values.shape[0])
         columns = torch.empty(values.shape[0], dtype=torch.int64)
-        self.library.tops(*_matrix(values), top.data_ptr(), columns.data_ptr(), *_sizes(values))
+        self.compiled.tops(*_matrix(values), top.data_ptr(), columns.data_ptr(), *_sizes(values))
         return top, columns
 
     def largest(self, values: Tensor, k: int, *, most: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ class RowFunctions:
         """
         columns = torch.empty(values.shape[0], k, dtype=torch.int64)
         found = torch.empty(values.shape[0], dtype=torch.bool)
-        self.library.largest(
+        self.compiled.largest(
             *_matrix(values),
             values.dtype == torch.bfloat16,
             *(k, most),
@@ -104,7 +105,7 @@ class RowFunctions:
         """``values`` times fp32 ``factors [N, 1]`` and no less than ``least`` into ``out``, which
         may be the values."""
         factors = factors.contiguous()
-        self.library.bounded_products(
+        self.compiled.bounded_products(
             *_matrix(values),
             factors.data_ptr(),
             least,
@@ -119,12 +120,12 @@ class RowFunctions:
 
         ``points`` are fp32 ``[N]``; ``out`` may be the logits.
         """
-        slope = _LOG2_E / temperature
+        slope = LOG2_E / temperature
         rounded, points = _in_fp32(slope), points.contiguous()
-        self.library.exponentials(
+        self.compiled.exponentials(
             *_matrix(logits),
             points.data_ptr(),
-            *(rounded, slope - rounded, -_UNDERFLOW / slope),
+            *(rounded, slope - rounded, -UNDERFLOW / slope),
             *_matrix(out),
             None if sums is None else sums.data_ptr(),
             *_sizes(out),
@@ -144,7 +145,7 @@ class RowFunctions:
         anchored = anchored.contiguous()
         # The weight that fp32 rounds is the lesser of the two.
         own = 1 - _in_fp32(share) if share <= 0.5 else _in_fp32(1 - share)
-        self.library.surprises(
+        self.compiled.surprises(
             *(*_matrix(of), *_matrix(other)),
             *(own, 1 - own),
             anchored.data_ptr(),
@@ -159,7 +160,7 @@ class RowFunctions:
 
         A difference is no larger than ``most`` either way, and nothing where it is not a number.
         """
-        self.library.weighted_gaps(
+        self.compiled.weighted_gaps(
             *(*_matrix(weights), *_matrix(left), *_matrix(right)),
             most,
             out.data_ptr(),
@@ -179,7 +180,7 @@ class RowFunctions:
         The factors are fp32 ``[N, 1]``; both products are rounded.
         """
         left_factors, right_factors = left_factors.contiguous(), right_factors.contiguous()
-        self.library.differences(
+        self.compiled.differences(
             *_matrix(left),
             left_factors.data_ptr(),
             *_matrix(right),
@@ -197,7 +198,7 @@ class RowFunctions:
         """
         references = references.contiguous()
         sums = torch.empty(out.shape[0], dtype=torch.float64)
-        self.library.pulls(
+        self.compiled.pulls(
             *_matrix(slopes),
             *(scale, references.data_ptr()),
             *(*_matrix(weights), *_matrix(out)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_distill.ops.native import native_rows, rows
-from megatron_distill.ops.native.library import cache_folder, compiled
+from megatron_distill.ops.native.compilation import cache_folder, compiled
 
 
 @pytest.fixture
