@@ -7,14 +7,15 @@ STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
 
-.PHONY: help venv quickstart quickstart-offline test slow lint format docs pins clean
+.PHONY: help venv peers quickstart quickstart-offline test slow lint format docs pins clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   distil a small model on this machine and show the result"
 	@echo "make quickstart-offline   the same, and once more from a store without the teacher"
-	@echo "make test         all tests that fit two cores and ten minutes"
+	@echo "make test         all tests that fit two cores and six minutes"
 	@echo "make slow         the long tests"
+	@echo "make peers        install TRL, Liger and ModelOpt, which some tests compare with"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the sources"
 	@echo "make docs         write docs/configuration.md anew from the schema"
@@ -36,6 +37,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet 'torch==2.13.*'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# Packages that some tests compare with and skip where they are missing.
+peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 
 quickstart: $(STAMP)
 	$(BIN)/python launch/quickstart.py

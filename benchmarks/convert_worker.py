@@ -65,7 +65,10 @@ def _copy(source: Path, output: Path) -> Subject:
 def _import(source: Path, output: Path) -> Subject:
     from megatron_distill.train.conversion import import_checkpoint
 
-    return lambda: import_checkpoint(source, output, dtype=None, overwrite=False), _nothing
+    def work() -> None:
+        import_checkpoint(source, output, dtype=None, overwrite=False)
+
+    return work, _nothing
 
 
 def _export(source: Path, output: Path) -> Subject:

@@ -117,7 +117,6 @@ class PeerStep:
         for chunk in training.wrapped:
             chunk.zero_grad_buffer()
         training.optimizer.zero_grad()
-        training.schedule.step(1)
         workload = self.case.workload
         reports = get_forward_backward_func()(
             forward_step_func=partial(
@@ -133,6 +132,7 @@ class PeerStep:
             adjust_tensor_shapes_fn=self._tensor_shapes(),
         )
         training.optimizer.step()
+        training.schedule.step(1)
         sums = torch.stack(reports).sum(0) if reports else torch.zeros(2)
         for group in (self.groups.data_context, self.groups.pipeline):
             dist.all_reduce(sums, group=group)

@@ -1,6 +1,9 @@
-"""Held-out losses of a trained student and its teacher: launch/evaluate.py --run FOLDER.
+"""Held-out losses of a trained student and its teacher.
 
-Runs in one process as it is, or under torchrun in the layout that `parallel` names.
+    python launch/evaluate.py runs/first
+    torchrun --nproc-per-node 2 launch/evaluate.py runs/first parallel.tensor=2
+
+Runs in one process, or under torchrun in the layout that `parallel` names.
 """
 
 from __future__ import annotations
@@ -9,44 +12,51 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_distill import log
 from megatron_distill.runtime.launch import Launch
 from megatron_distill.runtime.world import joined_world
-from megatron_distill.train.trained_run import load_trained_run
+from megatron_distill.train.trained_run import (
+    NO_RUN,
+    add_run_arguments,
+    load_trained_run,
+    run_and_overrides,
+)
 
 
 def main() -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True, help="output folder of the student's run")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, not out")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="changes to the run's configuration, e.g. teacher.checkpoint=runs/teacher",
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments = parser.parse_args()
+    add_run_arguments(parser, example="e.g. teacher.checkpoint=runs/teacher")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, not out")
+    arguments = parser.parse_intermixed_args()
+    run, overrides = run_and_overrides(arguments)
+    if run is None:
+        parser.error(NO_RUN)
     log.configure(int(os.environ.get("RANK", "0")))
     launch = Launch.from_environment()
-    return launch.status_of(lambda: _evaluate(arguments, launch))
+    return launch.status_of(lambda: _evaluate(run, overrides, launch, json_file=arguments.json))
 
 
-def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
+def _evaluate(
+    run: str, overrides: Sequence[str], launch: Launch, *, json_file: Path | None
+) -> None:
     with launch.together("configuration"):
-        config = load_trained_run(arguments.run, arguments.overrides, world_size=launch.size)
+        config = load_trained_run(run, overrides, world_size=launch.size)
     with joined_world(**config.runtime.model_dump(), launch=launch) as device:
         from megatron_distill.train.assemble_evaluation import evaluate
 
         figures = evaluate(config, device)
     if launch.rank == 0:
         text = json.dumps(figures, indent=1) + "\n"
-        if arguments.json is None:
+        if json_file is None:
             sys.stdout.write(text)
         else:
-            arguments.json.write_text(text, encoding="utf-8")
+            json_file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""Text from a trained student: launch/generate.py --run FOLDER --prompt TEXT.
+"""Text from a trained student.
 
-Runs in one process as it is, or under torchrun in the layout that `parallel` names. With --hf the
-text is written by `transformers` from an exported folder.
+    python launch/generate.py runs/first --prompt "def main("
+    torchrun --nproc-per-node 2 launch/generate.py runs/first parallel.tensor=2 --prompt "def main("
+    python launch/generate.py --hf models/first --prompt "def main("
+
+Runs in one process, or under torchrun in the layout that `parallel` names. With --hf the text is
+written by `transformers` from an exported folder.
 """
 
 from __future__ import annotations
@@ -19,7 +23,12 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.generate import Sampling, generate
 from megatron_distill.runtime.launch import Launch
 from megatron_distill.runtime.world import joined_world
-from megatron_distill.train.trained_run import load_trained_run
+from megatron_distill.train.trained_run import (
+    NO_RUN,
+    add_run_arguments,
+    load_trained_run,
+    run_and_overrides,
+)
 
 
 def main() -> int:
@@ -41,31 +50,32 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", help="output folder of the student's run")
-    source.add_argument("--hf", type=Path, help="Hugging Face folder, in place of a run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_run_arguments(parser, example="e.g. parallel.tensor=2")
+    parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder, not a run")
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="most tokens to write")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", type=Path, help="write the text to this file, not out")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the run's configuration"
-    )
-    return parser.parse_args()
+    arguments = parser.parse_intermixed_args()
+    if arguments.hf is None and run_and_overrides(arguments)[0] is None:
+        parser.error(f"{NO_RUN}, or --hf DIR")
+    return arguments
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> str:
     """Return prompt and continuation on the first rank; every rank takes part."""
     if arguments.hf is not None:
         return _write_by_transformers(arguments, launch)
+    run, overrides = run_and_overrides(arguments)
+    assert run is not None, "the parser asks for one"
     with launch.together("configuration"):
         config = load_trained_run(
-            arguments.run,
-            ["teacher=null", "objective.terms=[]", *arguments.overrides],
-            world_size=launch.size,
+            run, ["teacher=null", "objective.terms=[]", *overrides], world_size=launch.size
         )
     with joined_world(**config.runtime.model_dump(), launch=launch) as device:
         from megatron_distill.train.assemble_evaluation import writer
@@ -92,8 +102,10 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
 def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> str:
     from megatron_distill.evaluation.hugging_face_text import write_text
 
-    if arguments.overrides or launch.size > 1:
-        raise ConfigError("--hf runs in one process and takes no key=value; leave both out")
+    if arguments.run or arguments.words or launch.size > 1:
+        raise ConfigError(
+            "--hf runs in one process and takes neither a run nor key=value; leave them out"
+        )
     return write_text(arguments.hf, arguments.prompt, _sampling(arguments, eos_id=None))
 
 

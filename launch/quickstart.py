@@ -331,7 +331,7 @@ def _beside_teacher(flow: Flow, run: ChildRun) -> RunSummary:
     said = ask(
         ROOT / "launch" / "evaluate.py",
         [
-            *("--run", str(run.folder), "--json", str(answer)),
+            *(str(run.folder), "--json", str(answer)),
             *(f"teacher.checkpoint={flow.teacher.folder}", "teacher.store=null"),
             "objective.terms=[{divergence: forward_kl}]",
         ],

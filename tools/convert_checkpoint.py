@@ -7,6 +7,7 @@
 
 A checkpoint is a run's output folder, one of its checkpoints/step_* folders, or what `import`
 wrote. Under torchrun the ranks share the work: torchrun --nproc-per-node 4 tools/convert_...
+`verify` rounds the checkpoint to the dtypes of the files before it compares bits.
 """
 
 from __future__ import annotations
@@ -91,14 +92,19 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
         if arguments.command == "verify":
             _verify(arguments)
         elif arguments.command == "import":
-            import_checkpoint(
+            written = import_checkpoint(
                 arguments.hf,
                 arguments.output,
                 dtype=arguments.dtype,
                 overwrite=arguments.overwrite,
             )
+            _say(
+                launch,
+                written.line,
+                f"a run starts from it with student.checkpoint={arguments.output}",
+            )
         else:
-            export_checkpoint(
+            written = export_checkpoint(
                 arguments.checkpoint,
                 arguments.hf,
                 dtype=arguments.dtype,
@@ -107,6 +113,18 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
                 tokenizer=arguments.tokenizer,
                 overwrite=arguments.overwrite,
             )
+            _say(
+                launch,
+                written.line,
+                f"text from it: python launch/generate.py --hf {arguments.hf}",
+                f"compare it: python tools/convert_checkpoint.py verify --hf {arguments.hf} "
+                f"--checkpoint {arguments.checkpoint}",
+            )
+
+
+def _say(launch: Launch, *lines: str) -> None:
+    if launch.rank == 0:
+        print(*lines, sep="\n")
 
 
 def _verify(arguments: argparse.Namespace) -> None:

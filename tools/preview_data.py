@@ -5,7 +5,8 @@
 
 Green is trained by cross-entropy and distillation, cyan by distillation only, dim is read; without
 colours [[...]] and ((...)) stand for them. Conversations are prepared and kept in the cache of the
-run, which finds them there. Nothing is trained.
+run, which finds them there. Nothing is trained. What would stop the run before its first step is
+said first; a teacher that is not on this machine: teacher=null objective.terms=[].
 """
 
 from __future__ import annotations
@@ -58,22 +59,28 @@ def _preview(config: RunConfig, *, samples: int, counted: int, console: Console)
     # Only now, because of what they import; a wrong configuration is said at once.
     import torch
 
-    from megatron_distill.data.sources import open_training
     from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
-    from megatron_distill.train.assemble_sources import data_options, source_specs
-    from megatron_distill.train.assemble_tokenizer import read_tokenizer
 
     if not config.data.sources:
         raise ConfigError("data.sources = []: there is no corpus to show; name one")
-    if any(source.format == "megatron" for source in config.data.sources):
-        prepare_megatron_core(on_cuda=torch.cuda.is_available())
+    prepare_megatron_core(on_cuda=torch.cuda.is_available())
+    # Only now: these import Megatron-Core, which had to be prepared first.
+    from megatron_distill.data.sources import open_training
+    from megatron_distill.train.assemble_checks import check_models, check_start
+    from megatron_distill.train.assemble_sources import data_options, source_specs
+    from megatron_distill.train.assemble_tokenizer import Vocabulary, read_tokenizer
+    from megatron_distill.train.failed_start import without_empty_folders
+
+    check_start(config)
     tokenizer = read_tokenizer(config)
-    source = open_training(
-        source_specs(config.data.sources),
-        tokenizer=tokenizer,
-        options=data_options(config),
-        seed=config.seed,
-    )
+    check_models(config, Vocabulary(tokenizer.vocab_size, tokenizer.identity))
+    with without_empty_folders(Path(config.folder) / "cache"):
+        source = open_training(
+            source_specs(config.data.sources),
+            tokenizer=tokenizer,
+            options=data_options(config),
+            seed=config.seed,
+        )
     has_colour = console.color_system is not None
     isolate_documents = config.data.isolate_documents
     totals = Totals()

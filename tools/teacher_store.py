@@ -142,6 +142,11 @@ def _histogram(totals: Totals) -> Iterator[tuple[str, float]]:
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     report = _read_all(arguments.store, console)
+    if report.problems:
+        console.print(
+            f"python tools/teacher_store.py repair {arguments.store} moves the bad shards away; "
+            "the capture, run again, writes them anew"
+        )
     return 1 if report.problems else 0
 
 

@@ -75,7 +75,7 @@ def _tokenize(arguments: argparse.Namespace) -> None:
     tokenizer: Tokenizer = (
         open_named_encoding(arguments.encoding)
         if arguments.encoding is not None
-        else load_tokenizer(arguments.tokenizer)
+        else load_tokenizer(arguments.tokenizer, named="--tokenizer")
     )
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     # Only now: this imports Megatron-Core, which had to be prepared first.

@@ -92,11 +92,25 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             f"schedule.warmup_steps = {schedule.warmup_steps} leaves nothing of {last_name} = "
             f"{last} for the decay; shorten the first or raise the second",
         )
-    if schedule.min_learning_rate > config.optimizer.learning_rate:
+    for name in ("min_learning_rate", "initial_learning_rate"):
+        rate = getattr(schedule, name)
+        if rate > config.optimizer.learning_rate:
+            yield Problem(
+                (f"schedule.{name}", "optimizer.learning_rate"),
+                f"schedule.{name} = {rate} is above "
+                f"optimizer.learning_rate = {config.optimizer.learning_rate}; lower it",
+            )
+    if schedule.initial_learning_rate and not schedule.warmup_steps:
         yield Problem(
-            ("schedule.min_learning_rate", "optimizer.learning_rate"),
-            f"schedule.min_learning_rate = {schedule.min_learning_rate} is above "
-            f"optimizer.learning_rate = {config.optimizer.learning_rate}; lower it",
+            ("schedule.initial_learning_rate", "schedule.warmup_steps"),
+            f"schedule.initial_learning_rate = {schedule.initial_learning_rate} begins a warm-up, "
+            "and schedule.warmup_steps = 0; give that a number, or leave the first out",
+        )
+    if schedule.decay != "wsd" and schedule.wsd_decay_form != "linear":
+        yield Problem(
+            ("schedule.wsd_decay_form", "schedule.decay"),
+            f"schedule.wsd_decay_form = {schedule.wsd_decay_form!r} belongs only to "
+            f"schedule.decay = 'wsd', here schedule.decay = {schedule.decay!r}",
         )
 
 

@@ -66,7 +66,7 @@ def _read_mapping(path: Path, kind: type[JobConfig]) -> DictConfig:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give --config a YAML file"
+            f"{path}: cannot be read ({error.strerror}); name the YAML file of a job"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(

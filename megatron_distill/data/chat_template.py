@@ -104,7 +104,9 @@ def chat_template(spec: ConversationSpec, tokenizer: Tokenizer) -> ChatTemplate:
     if spec.chat_template == PLAIN_TEMPLATE:
         source = PLAIN_SOURCE
         options["separator"] = spec.separator
-        special_tokens = {**special_tokens, "eos_token": tokenizer.decode([tokenizer.eos_id])}
+        end = tokenizer.decode([tokenizer.eos_id])
+        special_tokens = {**special_tokens, "eos_token": end}
+        markers = markers if end in markers else (*markers, end)
     elif spec.chat_template == TOKENIZER_TEMPLATE:
         if tokenizer.chat_template is None:
             raise DataError(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_distill.data.conversation_tokens import INDEX_TYPE, PreparedBlock
 from megatron_distill.errors import DataError
 
-VERSION: Final = 1
+VERSION: Final = 2
 REPORTED_PROBLEMS: Final = 10
 _MANIFEST: Final = "manifest.json"
 _FILES: Final[dict[str, np.dtype[Any]]] = {
@@ -28,12 +28,17 @@ _FILES: Final[dict[str, np.dtype[Any]]] = {
     "flags": np.dtype("u1"),
     "index": INDEX_TYPE,
 }
+_BLOCK_COUNTS: Final = ("rows", "ce_labels", "unclosed", "dropped")
+_COUNTS: Final = ("conversations", "tokens", "kd_labels", "bad_rows", *_BLOCK_COUNTS)
 _HASHED_BYTES: Final = 1 << 22
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds. `content` is a digest of tokens and flags."""
+    """What a cache holds. `content` is a digest of tokens and flags.
+
+    unclosed, dropped: as in `PreparedBlock`.
+    """
 
     conversations: int
     tokens: int
@@ -41,6 +46,8 @@ class Manifest:
     kd_labels: int
     rows: int
     bad_rows: int
+    unclosed: int
+    dropped: int
     problems: tuple[str, ...]
     files: tuple[str, ...]
     content: str
@@ -157,7 +164,7 @@ def _write(
 ) -> Manifest:
     digest = hashlib.blake2b(digest_size=16)
     problems: list[str] = []
-    conversations = tokens = ce_labels = kd_labels = rows = bad_rows = 0
+    counts = dict.fromkeys(_COUNTS, 0)
     streams: dict[str, IO[bytes]] = {}
     try:
         for name in _FILES:
@@ -166,10 +173,10 @@ def _write(
             for row, reason in block.problems:
                 message = f"{path}:{row}: {reason}"
                 refuse(message)
-                bad_rows += 1
+                counts["bad_rows"] += 1
                 problems += [message] if len(problems) < REPORTED_PROBLEMS else []
             index = block.index.copy()
-            index["stop"] += tokens
+            index["stop"] += counts["tokens"]
             parts: dict[str, NDArray[Any]] = {
                 "tokens": block.tokens_n,
                 "flags": block.flags_n,
@@ -179,11 +186,11 @@ def _write(
                 data = np.ascontiguousarray(parts[name], kind).tobytes()
                 digest.update(data)
                 streams[name].write(data)
-            conversations += len(index)
-            tokens += len(block.tokens_n)
-            ce_labels += block.ce_labels
-            kd_labels += int(index["trained"].sum())
-            rows += block.rows
+            counts["conversations"] += len(index)
+            counts["tokens"] += len(block.tokens_n)
+            counts["kd_labels"] += int(index["trained"].sum())
+            for name in _BLOCK_COUNTS:
+                counts[name] += getattr(block, name)
         for stream in streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -191,12 +198,7 @@ def _write(
         for stream in streams.values():
             stream.close()
     manifest = Manifest(
-        conversations=conversations,
-        tokens=tokens,
-        ce_labels=ce_labels,
-        kd_labels=kd_labels,
-        rows=rows,
-        bad_rows=bad_rows,
+        **counts,
         problems=tuple(problems),
         files=(),
         content=digest.hexdigest(),

@@ -47,6 +47,8 @@ class PreparedBlock:
 
     index: of INDEX_TYPE, `stop` counted from the block's beginning. problems: rows that are no
     conversations, as (row, reason). rows: those seen, bad ones included. file: whose rows they are.
+    unclosed: conversations whose last response has no token that ends its turn. dropped: responses
+    left out because no prompt comes before them.
     """
 
     tokens_n: NDArray[np.int32]
@@ -56,6 +58,8 @@ class PreparedBlock:
     rows: int
     ce_labels: int
     file: int
+    unclosed: int = 0
+    dropped: int = 0
 
 
 class ConversationEncoder:
@@ -86,12 +90,23 @@ class ConversationEncoder:
             try:
                 conversation = conversation_of(content, self._spec)
                 digest = conversation.digest()
-                rendered = self._finder.find(conversation.messages, conversation.tools)
+                rendered = self._rendered(conversation)
             except BadConversationError as error:
                 problems.append((row, str(error)))
                 continue
             found.append((row, conversation, rendered, digest))
         return self._encoded(block, found, tuple(problems), rows)
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
+        try:
+            return self._finder.find(conversation.messages, conversation.tools)
+        except BadConversationError as error:
+            if not conversation.dropped:
+                raise
+            raise BadConversationError(
+                f"{error} (messages are counted without the {conversation.dropped} before the "
+                "first prompt)"
+            ) from error
 
     def _encoded(
         self,
@@ -122,6 +137,8 @@ class ConversationEncoder:
             rows=rows,
             ce_labels=ce_labels,
             file=block.file,
+            unclosed=sum(not rendered.is_closed for _, _, rendered, _ in found),
+            dropped=sum(conversation.dropped for _, conversation, _, _ in found),
         )
 
 

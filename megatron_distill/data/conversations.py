@@ -30,6 +30,8 @@ ROLES: Final[Mapping[str, str]] = {
     "ipython": "ipython",
 }
 _PROMPT_SEPARATOR: Final = "\n\n"
+_SYSTEM_ROLES: Final = ("system", "developer")
+LEADING_ASSISTANT: Final = ("drop", "keep", "refuse")
 
 
 class BadConversationError(Exception):
@@ -42,7 +44,7 @@ class ConversationSpec:
 
     Rows hold a list of messages, or where `prompt_keys` are given a prompt (text of these columns,
     joined by empty lines) and a response. chat_template: "tokenizer", "plain", or the path of a
-    Jinja file.
+    Jinja file. leading_assistant: one of LEADING_ASSISTANT, for responses before the first prompt.
     """
 
     messages_key: str = "messages"
@@ -54,6 +56,7 @@ class ConversationSpec:
     system_key: str | None = None
     tools_key: str = "tools"
     weight_key: str = "weight"
+    leading_assistant: str = "drop"
     chat_template: str = TOKENIZER_TEMPLATE
     separator: str = "\n"
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -73,18 +76,24 @@ class ConversationSpec:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as chat templates want them; `weights` says how much each message is trained."""
+    """Messages as chat templates want them; `weights` says how much each message is trained.
+
+    dropped: responses that the row has before its first prompt, and the conversation has not.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     weights: list[float]
+    dropped: int = 0
 
     def digest(self) -> bytes:
         """8 bytes that identify the content, whatever file, template or tokenizer.
 
         Raises BadConversationError: it holds half a surrogate pair.
         """
-        content = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        # No content is no content, whether a row says so by null or by "".
+        messages = [{**message, "content": message["content"] or ""} for message in self.messages]
+        content = json.dumps([messages, self.tools], sort_keys=True, ensure_ascii=False)
         try:
             return content_digest(content.encode("utf-8"))
         except UnicodeEncodeError:
@@ -108,7 +117,30 @@ def conversation_of(row: Mapping[str, Any], spec: ConversationSpec) -> Conversat
         found, weight = _message(message, spec, index)
         messages.append(found)
         weights.append(weight)
-    return Conversation(messages, _tools(row.get(spec.tools_key)), weights)
+    start, stop = _leading(messages, spec.leading_assistant)
+    del messages[start:stop], weights[start:stop]
+    return Conversation(messages, _tools(row.get(spec.tools_key)), weights, stop - start)
+
+
+def _leading(messages: Sequence[Mapping[str, Any]], policy: str) -> tuple[int, int]:
+    """The responses before the first prompt that are to be dropped, as a slice."""
+    assert policy in LEADING_ASSISTANT, policy
+    roles = [message["role"] for message in messages]
+    start = next((at for at, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
+    stop = next((at for at in range(start, len(roles)) if roles[at] != ASSISTANT), len(roles))
+    if start == stop or policy == "keep":
+        return start, start
+    if policy == "refuse":
+        raise BadConversationError(
+            f"message {start} is a response, and no prompt comes before it; correct the row, or "
+            "set conversation.leading_assistant of the data source to drop or keep"
+        )
+    if stop == len(roles):
+        raise BadConversationError(
+            "its messages are all the assistant's, so that nothing is left of it without those "
+            "before the first prompt; conversation.leading_assistant: keep trains them"
+        )
+    return start, stop
 
 
 def _from_columns(row: Mapping[str, Any], spec: ConversationSpec) -> list[Any]:
@@ -146,7 +178,8 @@ def _message(message: object, spec: ConversationSpec, index: int) -> tuple[dict[
     if content is None and not calls:
         raise BadConversationError(f"message {index} has no {spec.content_key!r}")
     weight = _weight(found.pop(spec.weight_key, 1), index)
-    ordered: dict[str, Any] = {"role": role, "content": _text(content or "", f"message {index}")}
+    said = None if content is None else _text(content or "", f"message {index}")
+    ordered: dict[str, Any] = {"role": role, "content": said}
     if calls:
         ordered["tool_calls"] = calls
     return {**ordered, **found}, weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -185,7 +186,7 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     untrained = int((found.index["trained"] == 0).sum())
     _LOG.info(
         "%s: %s rows, %s conversations, %s tokens; cross-entropy trains %.1f%% of them, "
-        "distillation %.1f%%%s%s",
+        "distillation %.1f%%%s%s%s",
         spec.name,
         f"{said.rows:,}",
         f"{said.conversations:,}",
@@ -194,6 +195,22 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
         100 * said.kd_labels / max(1, said.tokens),
         f"; {said.bad_rows:,} bad rows skipped" if said.bad_rows else "",
         f"; {untrained:,} conversations without a trained token left out" if untrained else "",
+        f"; {said.dropped:,} responses before the first prompt dropped" if said.dropped else "",
+    )
+    if said.unclosed:
+        _warn_of_unclosed(spec.name, found.folder, said.unclosed, said.conversations)
+
+
+@lru_cache(maxsize=1 << 10)
+def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int) -> None:  # noqa: ARG001
+    """Once per source, although training and held-out samples of one start both ask for it."""
+    _LOG.warning(
+        "%s: the chat template writes no token that ends the turn after the last response of %s of "
+        "%s conversations, so that the student does not learn to stop there; give a Jinja file "
+        "that writes the model's stop token (data.sources.conversation.chat_template)",
+        name,
+        f"{unclosed:,}",
+        f"{conversations:,}",
     )
 
 

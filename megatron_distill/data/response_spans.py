@@ -7,27 +7,39 @@ template, or between two verified places of one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_distill.data.chat_template import ChatTemplate, Span
-from megatron_distill.data.conversations import ASSISTANT, BadConversationError
+from megatron_distill.data.conversations import BadConversationError
+from megatron_distill.data.message_forms import (
+    OPEN,
+    Messages,
+    Tools,
+    UnwrittenError,
+    check_written,
+    message_forms,
+    responses,
+    writes_null,
+)
+from megatron_distill.data.response_borders import ResponseBorders
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # private characters, which stand in for contents
-_PLACE: Final = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+# Contents of learned shapes, which the search for responses replaces by marks of its own.
+_PLACE: Final = re.compile("\ue002([0-9]+)\ue003")
 _MOST_SHAPES: Final = 512
-
-Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation's text, and the characters of each response: {message index: span}."""
+    """A conversation's text, and the characters of each response: {message index: span}.
+
+    is_closed: whether the last response has a token that ends its turn.
+    """
 
     text: str
     spans: Mapping[int, Span]
+    is_closed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +65,51 @@ class ResponseFinder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._has_blocks = template.has_generation_blocks
-        markers = "|".join(map(re.escape, template.markers)) or "(?!)"
-        self._marker = re.compile(markers)
-        self._last_marker = re.compile(f"(?:{markers})(?=\\s*$)")
+        self._borders = ResponseBorders(template)
         self._shapes: dict[tuple[str, ...], _Shape | None] = {}
 
     def find(self, messages: Messages, tools: Tools = None) -> Rendered:
-        """Render a conversation. Raises BadConversationError, naming the message."""
-        if self._has_blocks:
+        """Render a conversation, in the first form that the template takes and writes whole.
+
+        Raises BadConversationError, naming the message.
+        """
+        refusals: list[tuple[int, BadConversationError]] = []
+        for form in message_forms(messages):
+            try:
+                found = self._found(form, tools)
+            except BadConversationError as error:
+                refusals.append((_distance(error, form), error))
+                continue
+            if not writes_null(self._template, form, tools, found.text):
+                return found
+        assert refusals, "a null that is written can be left out"
+        raise min(refusals, key=lambda refusal: refusal[0])[1]
+
+    def _found(self, messages: Messages, tools: Tools) -> Rendered:
+        if self._template.has_generation_blocks:
             return self._of_blocks(messages, tools)
         text = self._template.render(messages, tools)
         if tools is None and all(_is_plain(message) for message in messages):
             shape = self._shape(tuple(str(message["role"]) for message in messages))
             spans = None if shape is None else _placed(shape, messages, text)
             if spans is not None:
-                return Rendered(text, spans)
-        return Rendered(text, self._spans(messages, tools, text))
+                return self._rendered(messages, text, spans)
+        check_written(self._template, messages, tools)
+        return self._rendered(messages, text, self._borders.spans(messages, tools, text))
 
     def _of_blocks(self, messages: Messages, tools: Tools) -> Rendered:
         text, blocks = self._template.render_with_spans(messages, tools)
-        responses = _responses(messages)
-        if len(blocks) != len(responses):
+        places = responses(messages)
+        if len(blocks) != len(places):
             raise BadConversationError(
                 f"the template's generation blocks give {len(blocks)} responses, the conversation "
-                f"has {len(responses)}; correct the template"
+                f"has {len(places)}; correct the template"
             )
-        return Rendered(text, dict(zip(responses, blocks, strict=True)))
+        check_written(self._template, messages, tools)
+        return self._rendered(messages, text, dict(zip(places, blocks, strict=True)))
+
+    def _rendered(self, messages: Messages, text: str, spans: Mapping[int, Span]) -> Rendered:
+        return Rendered(text, spans, is_closed=self._borders.is_closed(messages, text, spans))
 
     def _shape(self, roles: tuple[str, ...]) -> _Shape | None:
         """What the template writes around texts of these roles; None where it depends on them."""
@@ -91,11 +121,12 @@ class ResponseFinder:
 
     def _learned(self, roles: tuple[str, ...]) -> _Shape | None:
         messages = [
-            {"role": role, "content": f"{_OPEN}{index}{_CLOSE}"} for index, role in enumerate(roles)
+            {"role": role, "content": f"\ue002{index}\ue003"} for index, role in enumerate(roles)
         ]
         try:
             text = self._template.render(messages, None)
-            spans = self._spans(messages, None, text)
+            check_written(self._template, messages, None)
+            spans = self._borders.spans(messages, None, text)
         except BadConversationError:
             return None
         places = list(_PLACE.finditer(text))
@@ -113,124 +144,18 @@ class ResponseFinder:
             dict(zip(spans, zip(found[::2], found[1::2], strict=True), strict=True)),
         )
 
-    def _spans(self, messages: Messages, tools: Tools, text: str) -> dict[int, Span]:
-        spans: dict[int, Span] = {}
-        for index in _responses(messages):
-            span = self._by_prefix(messages, tools, text, index)
-            if span is None:
-                span = self._by_difference(messages, tools, text, index)
-            if span is None or span[0] >= span[1]:
-                raise BadConversationError(
-                    f"message {index}: the chat template does not show where this response begins "
-                    "and ends; correct the template, or mark it with {% generation %} blocks"
-                )
-            spans[index] = span
-        return spans
 
-    def _by_prefix(self, messages: Messages, tools: Tools, text: str, index: int) -> Span | None:
-        """The span between two beginnings of the conversation, if they are beginnings of its text.
-
-        They are not where a template writes earlier turns in another way than the last one.
-        """
-        try:
-            whole = self._template.render(messages[: index + 1], tools)
-            if not text.startswith(whole):
-                return None
-            prompt = self._template.render(messages[:index], tools, add_generation_prompt=True)
-        except BadConversationError:
-            return None
-        if not whole.startswith(prompt):
-            return None
-        last = self._last_marker.search(whole, len(prompt))
-        return len(prompt), len(whole) if last is None else last.end()
-
-    def _by_difference(
-        self, messages: Messages, tools: Tools, text: str, index: int
-    ) -> Span | None:
-        """The span around what changes in the whole text when this message says something else."""
-        content = self._content_span(messages, tools, text, index)
-        if content is None:
-            return None
-        start, stop = content
-        before = self._end_of_content(messages, tools, text, index)
-        gap = text[before:start]
-        begin = None if before > start else self._begin_in(messages, tools, gap, index)
-        following = len(text)
-        if index + 1 < len(messages):
-            after = self._content_span(messages, tools, text, index + 1)
-            following = len(text) if after is None else after[0]
-        end = self._marker.search(text, stop, following)
-        return None if begin is None or end is None else (before + begin, end.end())
-
-    def _begin_in(self, messages: Messages, tools: Tools, gap: str, index: int) -> int | None:
-        """Where in the text between two contents the second one's generation prompt ends."""
-        try:
-            asked = self._template.render(messages[:index], tools, add_generation_prompt=True)
-            plain = self._template.render(messages[:index], tools)
-        except BadConversationError:
-            return None
-        closing = self._last_marker.search(plain)
-        if not asked.startswith(plain) and closing is not None:
-            plain = plain[: closing.start()]  # some templates end a text that asks for nothing
-        if not asked.startswith(plain):
-            return None
-        prompt = asked[len(plain) :]
-        if not prompt:
-            marker = self._marker.search(gap)
-            return None if marker is None else marker.end()
-        # A prompt may end with what only the last turn has, as the beginning of a thought.
-        last = list(self._marker.finditer(prompt))
-        for wanted in (prompt, prompt[: last[-1].end()] if last else prompt):
-            place = gap.find(wanted)
-            if place >= 0:
-                return place + len(wanted)
-        return None
-
-    def _end_of_content(self, messages: Messages, tools: Tools, text: str, index: int) -> int:
-        """Where the last content before a message ends."""
-        for earlier in range(index - 1, -1, -1):
-            span = self._content_span(messages, tools, text, earlier)
-            if span is not None:
-                return span[1]
+def _distance(error: BadConversationError, messages: Messages) -> int:
+    """How far a refusal is from the point: a null or the like may be all that it is about."""
+    if isinstance(error, UnwrittenError):
         return 0
-
-    def _content_span(self, messages: Messages, tools: Tools, text: str, index: int) -> Span | None:
-        """The characters that depend on what a message says; None where none does."""
-        mark = f"{_OPEN}{index}{_CLOSE}"
-        changed = [*messages[:index], _replaced(messages[index], mark), *messages[index + 1 :]]
-        try:
-            other = self._template.render(changed, tools)
-        except BadConversationError:
-            return None
-        start, stop = other.find(mark), other.rfind(mark) + len(mark)
-        if start < 0 or _OPEN in text:
-            return None
-        begin, end = start, len(text) - (len(other) - stop)
-        if begin > end or text[:begin] != other[:start] or text[end:] != other[stop:]:
-            return None
-        return begin, end
-
-
-def _responses(messages: Messages) -> list[int]:
-    return [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+    return 1 + sum(message["content"] is None for message in messages)
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
     """Whether a message is a role and a text; one of white space alone a template may leave out."""
     content = message["content"]
-    return len(message) == 2 and bool(content.strip()) and _OPEN not in content
-
-
-def _replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """A message that says `mark`: in its text if it has one, and as the name of its tool calls."""
-    found = dict(message)
-    if found["content"] or not found.get("tool_calls"):
-        found["content"] = mark
-    if found.get("tool_calls"):
-        found["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": mark}} for call in found["tool_calls"]
-        ]
-    return found
+    return len(message) == 2 and bool(content.strip()) and OPEN not in content
 
 
 def _placed(shape: _Shape, messages: Messages, text: str) -> dict[int, Span] | None:

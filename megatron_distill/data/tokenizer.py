@@ -54,8 +54,10 @@ def holds_tokenizer(folder: Path) -> bool:
     return (folder / OTHER_KINDS_FOLDER).is_dir() and holds_tokenizer(folder / OTHER_KINDS_FOLDER)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> Tokenizer:
     """The tokenizer of a folder, a `.model` or a `.tiktoken` file; nothing is downloaded.
+
+    `named` is the key or the option that messages say to change.
 
     In a folder Hugging Face files come first, then a single `.model` or `.tiktoken` file, then the
     folder `tokenizer` within. Raises DataError if nothing is there, several are, the files are
@@ -63,34 +65,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path).expanduser()
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, named)
     if not path.is_dir():
+        train = ", or data.tokenizer.train_vocab_size to train one" if "." in named else ""
         raise DataError(
-            f"{path}: no such folder; set data.tokenizer.path to a folder with a tokenizer.json, a "
-            ".model or a .tiktoken file, or data.tokenizer.train_vocab_size to train one"
+            f"{path}: no such folder; set {named} to a folder with a tokenizer.json, a .model or a "
+            f".tiktoken file{train}"
         )
     if is_hugging_face(path):
         return open_hugging_face(path)
     files = sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
     if len(files) > 1:
-        named = ", ".join(file.name for file in files)
-        raise DataError(f"{path}: holds {named}; set data.tokenizer.path to one of these files")
+        found = ", ".join(file.name for file in files)
+        raise DataError(f"{path}: holds {found}; set {named} to one of these files")
     if files:
-        return _open_file(files[0])
+        return _open_file(files[0], named)
     if (path / OTHER_KINDS_FOLDER).is_dir():
-        return load_tokenizer(path / OTHER_KINDS_FOLDER)
+        return load_tokenizer(path / OTHER_KINDS_FOLDER, named=named)
     raise DataError(
         f"{path}: holds none of {', '.join(_HUGGING_FACE_FILES)}, no .model and no .tiktoken file; "
-        "set data.tokenizer.path to a tokenizer's folder or file"
+        f"set {named} to a tokenizer's folder or file"
     )
 
 
-def _open_file(path: Path) -> Tokenizer:
+def _open_file(path: Path, named: str) -> Tokenizer:
     if path.suffix == ".model":
         return open_sentencepiece(path)
     if path.suffix == ".tiktoken":
         return open_tiktoken_file(path)
     raise DataError(
-        f"{path}: is a file, not a folder, and neither .model nor .tiktoken; set "
-        "data.tokenizer.path to a tokenizer's folder or to such a file"
+        f"{path}: is a file, not a folder, and neither .model nor .tiktoken; set {named} to a "
+        "tokenizer's folder or to such a file"
     )

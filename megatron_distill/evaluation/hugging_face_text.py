@@ -25,7 +25,12 @@ def write_text(folder: Path, prompt: str, sampling: Sampling) -> str:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = load_tokenizer(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
+            "`tools/convert_checkpoint.py export` writes"
+        )
+    tokenizer = load_tokenizer(folder, named="--hf")
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True

@@ -102,8 +102,10 @@ class AttentionLoss:
         p, q = both
         # The value of all heads, with the gradient of this rank's.
         q = mine + (q - mine).detach()
-        loss_bq = (torch.xlogy(p, p) - p * q.clamp_min(_SMALLEST).log()).sum(2)
-        loss: Tensor = (self.weights[rows].t() * loss_bq).sum()
+        # Both maps sum to one but for rounding, so that p log(p/q) - p + q is of second order.
+        p, q = p.double(), q.double()
+        loss_bq = (torch.xlogy(p, p) - p * q.clamp_min(_SMALLEST).log() + (q - p)).sum(2)
+        loss: Tensor = (self.weights[rows].t() * loss_bq).sum().float()
         return loss
 
     def _blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -23,8 +23,8 @@ __all__ = ["ATTENTION", "FeatureLoss", "FeaturePair", "add_gradients", "feature_
 # The loss between attention maps; all others are between hidden states.
 ATTENTION = "attention"
 
-# What is computed at one time, in numbers of one hidden state: 64 MiB of fp32.
-_BLOCK_NUMBERS = 2**24
+# What is computed at one time, in numbers of one hidden state: 64 MiB of fp64.
+_BLOCK_NUMBERS = 2**23
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ def feature_loss(student_NH: Tensor, teacher_NH: Tensor, weights_N: Tensor, *, l
 
     ``mse`` is the mean over the hidden size of the squared difference, ``cosine`` one minus the
     cosine of the angle. Hidden states are ``[N, H]`` of any floating-point type, computed with in
-    fp32 (float64 stays what it is); weights ``[N]``. A token of weight zero is left out, whatever
-    it holds.
+    fp32, cosines in fp64 (float64 stays what it is); weights ``[N]``. A token of weight zero is
+    left out, whatever it holds.
     """
     student_NH, teacher_NH = (
         _counted(x, weights_N).to(torch.promote_types(x.dtype, torch.float32))
         for x in (student_NH, teacher_NH)
     )
-    return (weights_N * _DISTANCES[loss](student_NH, teacher_NH)).sum()
+    distance_N = _DISTANCES[loss](student_NH, teacher_NH).to(student_NH.dtype)
+    return (weights_N * distance_N).sum()
 
 
 def _counted(state_NH: Tensor, weights_N: Tensor) -> Tensor:
@@ -72,6 +73,8 @@ def _mse(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
 
 
 def _cosine(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
+    # In fp64, which costs little beside a layer: 1 - cos of a small angle has no digits in fp32.
+    student_NH, teacher_NH = student_NH.double(), teacher_NH.double()
     return 1.0 - (F.normalize(student_NH, dim=1) * F.normalize(teacher_NH, dim=1)).sum(1)
 
 

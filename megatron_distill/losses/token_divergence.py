@@ -43,10 +43,9 @@ def token_divergence(
     those of `Term`. Samples give the cross-entropy ``-sum w log q``, of the gradient of forward KL
     in expectation.
 
-    Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits,
-    and for any but forward KL one more of 24 (for adaptive KL those of `head_share` too, and 48
-    bytes in place of 40); on K kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of
-    ``8 K + 8`` to choose them.
+    Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits;
+    for any but forward KL 48, and one more of 24 (for adaptive KL those of `head_share` too); on K
+    kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose.
 
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,
@@ -76,9 +75,12 @@ def token_divergence(
         check_rows(student.shape[0], ids=signal.ids)
         teacher = kept_target(signal, term)
     else:
+        advice = "fused_linear_objective takes a hidden state"
+        if isinstance(signal, Tensor):
+            advice = "wrap the teacher's logits: DenseLogits(logits)"
         raise TypeError(
             f"token_divergence takes DenseLogits, TopK or Sampled, not {type(signal).__name__}; "
-            "fused_linear_objective takes a hidden state"
+            f"{advice}"
         )
     work = LogitDivergence(teacher, term.weighted, shard, group, overwrite_logits)
     return logit_divergence(GivenLogits(student), work)

@@ -127,12 +127,12 @@ class Block:
         return share.to(self.scratch.dtype)
 
     def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a term ``[n]`` each: value (the top ratio rounded) and ``sum q (s - reference)``, both
-        fp64, and the slope at the top."""
+        """Of a term ``[n]`` each: value and ``sum q (s - reference)``, both fp64, and the slope at
+        the top."""
         classes, scales = self.classes(term.temperature), term.divergence.scales
         summands, slope = term.divergence.evaluate(classes)
         assert slope is not None
-        value = row_sums(summands).mul_(scales.value)
+        value = self._value(term, summands)
         reference = self._at_top(slope).mul_(scales.slope)
         average = _pull(slope, scales.slope, reference, classes.student, slope)
         return value, average, reference.squeeze(1)
@@ -140,7 +140,7 @@ class Block:
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
         """Write the gradient on the raw outputs to ``out``, which may be these outputs.
 
-        Returns the values ``[n]`` fp64 of terms with slopes, with the top ratio rounded.
+        Returns the values ``[n]`` fp64 of terms with slopes.
         """
         values: dict[str, Tensor] = {}
         is_last = len(weights) == 1 and self.student_rule.is_identity
@@ -161,6 +161,14 @@ class Block:
             spare = self.scratch.take("spare", self._size)
             out.copy_(self.student_rule.chain_(total, self.logits["student"], spare))
         return values
+
+    def _value(self, term: WeightedDivergence, summands: Tensor) -> Tensor:
+        """``[n]`` fp64, what the summands of a term give over this shard."""
+        value = row_sums(summands).mul_(term.divergence.scales.value)
+        top_ratio = self.normalisers.top_ratios[term.temperature].squeeze(1)
+        number = self.sweep.softmaxes.index(("student", term.temperature))
+        factor = self.normalisers.factors[number]
+        return self.packet.made_whole(value, term, top_ratio, factor)
 
     def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
         """What forward KL, labels and kept ids at one temperature add to the gradient.
@@ -209,7 +217,7 @@ class Block:
             assert slope is not None
             reference = curved.reference
             if reference is None:
-                values[curved.term.key] = row_sums(summands).mul_(scales.value)
+                values[curved.term.key] = self._value(curved.term, summands)
                 reference = self._at_top(slope).mul_(scales.slope)
             pull, average = summands, curved.average
             found = _pull(slope, scales.slope, reference, classes.student, pull)

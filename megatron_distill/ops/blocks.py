@@ -22,7 +22,7 @@ __all__ = [
 _CPU_ELEMENTS = 2**18
 # On a GPU the pass is the unit: large enough that launches do not show, small enough that scratch
 # stays a fraction of a chunk at a vocabulary of 262,144.
-_GPU_ELEMENTS = 2**26
+_GPU_ELEMENTS = 2**25
 # Logits of a chunk: as many tokens as keep the products at speed (256 and more of a CPU's, 1024 and
 # more of a GPU's at today's vocabularies), in the same memory whatever the vocabulary is.
 _CPU_CHUNK = 2**25
@@ -88,6 +88,13 @@ class Scratch:
         self.dtype = dtype
         self._device = device
         self._buffers: dict[str, Tensor] = {}
+        self._double: Scratch | None = None
+
+    def in_double(self) -> Scratch:
+        """Other buffers of as many rows in fp64, always the same."""
+        if self._double is None:
+            self._double = Scratch(self._rows, self._columns, torch.float64, self._device)
+        return self._double
 
     def take(self, name: str, rows: int) -> Tensor:
         """The first ``rows`` rows of the buffer called ``name``; contents are undefined."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,12 @@ from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import SoftmaxWeights
-from megatron_distill.ops.statistics import MergedStatistics, Packet, measure_block
+from megatron_distill.ops.statistics import (
+    NEAR_KL,
+    MergedStatistics,
+    Packet,
+    measure_block,
+)
 from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.vocab import VocabShard
@@ -40,6 +46,9 @@ class Solved:
             relative to its peak, probabilities.
         top: ``[N, 1]`` each model's logit of the student's top token.
         top_ratios: ``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token.
+        shifts: ``[N, 1]`` fp64 per temperature of a term: what is to go from the teacher's logits
+            less the student's, to make them log ratios times the temperature.
+        near: bool ``[N, 1]`` per temperature of a term: the tokens near their teacher.
         values: ``[N]`` fp64 per term.
         slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
         blends: ``[N, 1]`` per term that blends: the part of forward KL.
@@ -48,6 +57,8 @@ class Solved:
     factors: Tensor
     top: Mapping[Model, Tensor] = field(default_factory=dict)
     top_ratios: Mapping[float, Tensor] = field(default_factory=dict)
+    shifts: Mapping[float, Tensor] = field(default_factory=dict)
+    near: Mapping[float, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     slopes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blends: dict[str, Tensor] = field(default_factory=dict)
@@ -59,14 +70,18 @@ class Solved:
         factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
         for factor, softmax in zip(factors, sweep.softmaxes, strict=True):
             factor.copy_(merged.shard_factor(packet, *softmax))
+        shifts, near = {}, {}
+        for temperature in sweep.ratio_temperatures:
+            shifts[temperature] = merged.shift(temperature).mul_(temperature).unsqueeze(1)
+            near[temperature] = (merged.forward_kl(temperature) < NEAR_KL).unsqueeze(1)
         if not sweep.curved:
-            return cls(factors)
+            return cls(factors, shifts=shifts, near=near)
         top = {model: logit.to(dtype).unsqueeze(1) for model, logit in merged.top.items()}
         top_ratios = {
             temperature: merged.top_ratio(temperature).unsqueeze(1)
             for temperature in {term.temperature for term in sweep.curved}
         }
-        return cls(factors, top, top_ratios)
+        return cls(factors, top, top_ratios, shifts, near)
 
     @classmethod
     def alone(cls, packet: Packet) -> Solved:
@@ -88,13 +103,13 @@ class Solved:
             top_ratios[temperature] = ratio.unsqueeze(1)
         return cls(factors, top, top_ratios)
 
-    def made_whole(self, value: Tensor, term: WeightedDivergence, dtype: torch.dtype) -> Tensor:
-        """``[N]`` the value of a term whose summands had the top ratio rounded to ``dtype``."""
-        if term.divergence.of_top_ratio == 0:
-            return value
-        ratio = self.top_ratios[term.temperature].squeeze(1)
-        lost = (ratio - ratio.to(dtype)).nan_to_num_(0.0, 0.0, 0.0)
-        return value + lost.mul_(term.divergence.of_top_ratio)
+    def part(self, tokens: slice | Tensor, dtype: torch.dtype) -> Solved:
+        """What a block of some tokens is made with."""
+        return Solved(
+            self.factors[:, tokens],
+            {model: logit[tokens].to(dtype) for model, logit in self.top.items()},
+            {temperature: ratio[tokens] for temperature, ratio in self.top_ratios.items()},
+        )
 
     def set_value(
         self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
@@ -181,14 +196,18 @@ class Chunk:
             kernels.measure(packet)
             return
         for rows in self._rows():
-            measure_block(packet.part(rows), self._load(rows), self.scratch)
+            own = packet.part(rows)
+            measure_block(own, self._load(rows), self.scratch)
+            near = own.near_tokens()
+            if near is not None:
+                self._measure_near(own, near, self._load(_at(rows, near), self._double))
 
     def push(
         self, packet: Packet, solved: Solved, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> None:
         """Write the gradient on the student's raw outputs to ``out``, which may be these outputs.
 
-        Of the packet only the peaks are read.
+        Of the packet the statistics between both models are read, and the peaks.
         """
         known = [softmax.with_slopes(solved.slopes).blended(solved.blends) for softmax in weights]
         kernels = self._kernels()
@@ -196,44 +215,47 @@ class Chunk:
             at = [self._temperature_row(packet, solved, one.temperature) for one in known]
             kernels.push(packet, at, known, out)
             return
-        for rows in self._rows():
-            block = self._block(packet, solved, rows)
+        for block, tokens in self._blocks(packet, solved):
             block.exponentiate(self.sweep.softmaxes)
-            block.gradient([softmax.rows(rows) for softmax in known], out[rows])
+            self._write_gradient(block, known, out, tokens)
 
     def _process_blocks(
         self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
         """All sweeps of one block after another, as one rank alone can."""
         self._measure_labels(packet)
-        # There may be no tokens at all, and so no block to add to these.
-        none = packet.values.new_zeros(0)
-        found = {term.key: [none.double()] for term in self.sweep.curved}
+        count = packet.values.shape[1]
+        values = {term.key: packet.values.new_zeros(count) for term in self.sweep.curved}
         blends = {
-            term.key: [none.unsqueeze(1)]
+            term.key: packet.values.new_zeros(count, 1)
             for term in self.sweep.curved
             if term.divergence.head_mass is not None
         }
         for rows in self._rows():
             own, logits = packet.part(rows), self._load(rows)
             measure_block(own, logits, self.scratch)
-            solved = Solved.alone(own)
-            block = Block(self.sweep, logits, self.rules["student"], own, solved, self.scratch)
-            for term in self.sweep.curved:
-                if term.divergence.head_mass is not None:
-                    solved.blends[term.key] = block.blend(term)
-                    blends[term.key].append(solved.blends[term.key])
-            pushed = [softmax.rows(rows).blended(solved.blends) for softmax in weights]
-            values = block.gradient(pushed, out[rows])
-            for term in self.sweep.curved:
-                value = solved.made_whole(values[term.key], term, packet.dtype)
-                found[term.key].append(value)
+            parts: list[tuple[Packet, dict[Model, Tensor], slice | Tensor, Scratch]]
+            parts = [(own, logits, rows, self.scratch)]
+            near = own.near_tokens()
+            if near is not None:
+                tokens = _at(rows, near)
+                # Before a gradient takes the place of these logits.
+                near_logits = self._load(tokens, self._double)
+                part = self._measure_near(own, near, near_logits)
+                parts.append((part, near_logits, tokens, self._double))
+            for part, given, tokens, scratch in parts[isinstance(near, slice) :]:
+                solved = Solved.alone(part)
+                block = Block(self.sweep, given, self.rules["student"], part, solved, scratch)
+                for key, blend in blends.items():
+                    solved.blends[key] = block.blend(self._term(key))
+                    blend[tokens] = solved.blends[key].double()
+                found = self._write_gradient(block, weights, out, tokens, solved.blends)
+                for key, value in found.items():
+                    values[key][tokens] = value
         merged = packet.merge(None)
-        joined = {key: torch.cat(parts) for key, parts in blends.items()}
-        whole = Solved(packet.values[:0], blends=joined)
+        whole = Solved(packet.values[:0], blends=blends)
         for term in self.sweep.terms:
-            parts = found.get(term.key)
-            whole.set_value(term, merged, torch.cat(parts) if parts else None)
+            whole.set_value(term, merged, values.get(term.key))
         return merged, whole.values
 
     def _sum_slopes(
@@ -254,18 +276,23 @@ class Chunk:
         if kernels is not None:
             for number, term in enumerate(terms):
                 at = self._temperature_row(packet, solved, term.temperature)
-                sums[3 * number : 3 * number + 3] = kernels.sum_slopes(packet, term, at)
-        for rows in self._rows() if kernels is None else ():
-            block = self._block(packet, solved, rows)
+                found = kernels.sum_slopes(packet, term, at)
+                top_ratio = solved.top_ratios[term.temperature].squeeze(1)
+                whole = packet.made_whole(found[0], term, top_ratio, at.student_factor)
+                # The sums of tokens near their teacher do not have it.
+                found[0] = torch.where(at.is_near > 0, found[0], whole)
+                sums[3 * number : 3 * number + 3] = found
+        for block, tokens in self._blocks(packet, solved) if kernels is None else ():
             block.exponentiate(softmaxes)
             for number, term in enumerate(terms):
                 value, average, reference = block.sum_slopes(term)
-                sums[3 * number : 3 * number + 3, rows] = torch.stack((value, average, reference))
+                found = torch.stack((value, average, reference.double()))
+                sums[3 * number : 3 * number + 3, tokens] = found
         gathered = gather_ranks(sums, group)
         values = {}
         for number, term in enumerate(terms):
             value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
-            values[term.key] = solved.made_whole(value.sum(0), term, packet.dtype)
+            values[term.key] = value.sum(0)
             chosen = merged.at_top(reference)
             # Each rank summed relative to the slope at its own top token.
             shares = merged.shares(term.temperature)
@@ -281,9 +308,58 @@ class Chunk:
     ) -> Iterator[TeacherBlock]:
         softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] == temperature]
         for rows in self._rows():
-            block = self._block(packet, solved, rows)
+            block = self._block(packet, solved, rows, self.scratch)
             block.exponentiate(softmaxes)
             yield block.for_head(rows, temperature)
+
+    def _blocks(self, packet: Packet, solved: Solved) -> Iterator[tuple[Block, slice | Tensor]]:
+        """Blocks, and where their tokens stand. Those near their teacher come in one of their own,
+        in fp64, after one that they may be in as well."""
+        for rows in self._rows():
+            near, apart = packet.part(rows).near_tokens(), None
+            if near is not None:
+                tokens = _at(rows, near)
+                # Before a gradient takes the place of these logits.
+                apart = self._block(packet, solved, tokens, self._double)
+            if not isinstance(near, slice):
+                yield self._block(packet, solved, rows, self.scratch), rows
+            if apart is not None:
+                yield apart, tokens
+
+    def _measure_near(
+        self, packet: Packet, near: slice | Tensor, logits: Mapping[Model, Tensor]
+    ) -> Packet:
+        """Measure the tokens of a block that are near their teacher once more, in fp64: what is
+        between alike models is small beside what fp32 rounds off."""
+        part = packet.in_double(near)
+        measure_block(part, logits, self._double)
+        packet.values[:, near] = part.values
+        return part
+
+    def _write_gradient(
+        self,
+        block: Block,
+        weights: Sequence[SoftmaxWeights],
+        out: Tensor,
+        tokens: slice | Tensor,
+        blends: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """`Block.gradient` of the tokens that stand there in ``out [N, V]``."""
+        dtype = block.scratch.dtype
+        given = [softmax.rows(tokens, dtype).blended(blends) for softmax in weights]
+        if isinstance(tokens, slice):
+            return block.gradient(given, out[tokens])
+        found = out.new_empty(len(tokens), out.shape[1])
+        values = block.gradient(given, found)
+        out.index_copy_(0, tokens, found)
+        return values
+
+    @cached_property
+    def _double(self) -> Scratch:
+        return self.scratch.in_double()
+
+    def _term(self, key: str) -> WeightedDivergence:
+        return next(term for term in self.sweep.terms if term.key == key)
 
     def _rows(self) -> list[slice]:
         student = self.raw["student"]
@@ -291,19 +367,21 @@ class Chunk:
             return []
         return list(row_blocks(student.shape[0], student.shape[1], student.device))
 
-    def _block(self, packet: Packet, solved: Solved, rows: slice) -> Block:
-        part = Solved(
-            solved.factors[:, rows],
-            {model: logit[rows] for model, logit in solved.top.items()},
-            {temperature: ratio[rows] for temperature, ratio in solved.top_ratios.items()},
-        )
-        student = self.rules["student"]
-        own = packet.part(rows)
-        return Block(self.sweep, self._load(rows), student, own, part, self.scratch)
+    def _block(
+        self, packet: Packet, solved: Solved, tokens: slice | Tensor, scratch: Scratch
+    ) -> Block:
+        if scratch is self.scratch:
+            assert isinstance(tokens, slice)
+            own = packet.part(tokens)
+        else:
+            own = packet.in_double(tokens)
+        part, rule = solved.part(tokens, scratch.dtype), self.rules["student"]
+        return Block(self.sweep, self._load(tokens, scratch), rule, own, part, scratch)
 
-    def _load(self, rows: slice) -> dict[Model, Tensor]:
+    def _load(self, tokens: slice | Tensor, scratch: Scratch | None = None) -> dict[Model, Tensor]:
+        scratch = self.scratch if scratch is None else scratch
         return {
-            model: self.rules[model].load(raw[rows], self.scratch, f"{model}_logits")
+            model: self.rules[model].load(raw[tokens], scratch, f"{model}_logits")
             for model, raw in self.raw.items()
         }
 
@@ -333,8 +411,11 @@ class Chunk:
         factors = (by_softmax.get((model, temperature), nothing) for model in models)
         tops = (solved.top.get(model, nothing) for model in models)
         ratio = solved.top_ratios.get(temperature, nothing)
-        known = (one.to(packet.dtype).squeeze(1) for one in (*factors, *tops, ratio))
-        return TemperatureRow(*known)
+        shift = solved.shifts.get(temperature, nothing.double())
+        high = shift.to(packet.dtype)
+        near = solved.near.get(temperature, nothing)
+        known = (*factors, *tops, ratio, high, shift - high, near)
+        return TemperatureRow(*(one.to(packet.dtype).squeeze(1) for one in known))
 
     def _measure_labels(self, packet: Packet) -> None:
         if self.labels is None or self.shard.real_width == 0:
@@ -344,3 +425,8 @@ class Chunk:
             label = packet.rows[f"{model}_label"]
             label.copy_(raw.gather(1, columns).squeeze(1))
             label.copy_(torch.where(owned, self.rules[model].apply_(label), -math.inf))
+
+
+def _at(rows: slice, tokens: slice | Tensor) -> slice | Tensor:
+    """Where tokens of these rows stand in the chunk."""
+    return rows if isinstance(tokens, slice) else tokens + rows.start

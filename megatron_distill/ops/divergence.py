@@ -146,9 +146,15 @@ def _reverse_named(name: str, head_mass: float | None = None) -> Divergence:
     )
 
 
+# At its ends JSD is zero; as in TRL and Liger they stand for the KLs that it goes to when divided
+# by beta or 1 - beta.
 def _js_row(beta: float = 0.5) -> Divergence:
-    _require("beta", beta, 0 < beta < 1, "between 0 and 1, both excluded")
+    _require("beta", beta, 0 <= beta <= 1, "between 0 and 1")
     name = _named("js_divergence", beta=(beta, 0.5))
+    if beta == 0:
+        return Divergence(name, forward_kl_summands, -1.0)
+    if beta == 1:
+        return _reverse_named(name)
     form = KernelForm("js_divergence", beta)
     row = partial(js_divergence, beta=beta)
     return Divergence(name, row, 0.0, Scales(value=-beta, slope=beta - 1), kernel=form)

@@ -24,7 +24,8 @@ from megatron_distill.ops.vocab import VocabShard
 __all__ = ["KeptTerm", "RowGradient", "SampledTarget", "Support", "TopKTarget", "solve_kept"]
 
 Support = Literal["tail", "renormalized", "raw"]
-# Log-probabilities are stored in fp32: what differs by less than that holds is the same.
+# Log-probabilities are fp32, stored or of a live teacher, so that a store replays its loss: what
+# differs by less than that holds is the same.
 _RESOLUTION = 4.0
 _STEEPEST = 1e32
 
@@ -201,7 +202,7 @@ def _on_classes(
     classes = Classes(
         log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
     )
-    values, pulls, constant = _pulls(row, classes)
+    values, pulls, constant = _pulls(row, classes, sums_to_one=target.support != "raw")
     q, total = classes.student, pulls.sum(1, keepdim=True)
     gradient = pulls - q * total
     if target.support == "tail":
@@ -217,18 +218,27 @@ def _on_classes(
     return values.sum(1), slope, gradient
 
 
-def _pulls(row: Divergence, classes: Classes) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Summands of the value, ``q (dl/dq - constant)``, and the constant."""
+def _pulls(
+    row: Divergence, classes: Classes, *, sums_to_one: bool
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Summands of the value, ``q (dl/dq - constant)``, and the constant.
+
+    Where both models' classes sum to one, the summands of both KLs are of second order in the log
+    ratio: the value of alike models is no difference of larger numbers.
+    """
     p, q = classes.teacher, classes.student
     value, slope = row.evaluate(classes)
+    gap: Tensor | float = p - q if sums_to_one else 0.0
     if slope is None:
-        return value, q - p, row.constant
+        return value - gap, q - p, row.constant
     value, slope = value * row.scales.value, slope * row.scales.slope
+    if row.of_top_ratio != 0:
+        value = value + gap
     if row.head_mass is None:
         return value, q * slope, row.constant
     forward, _ = forward_kl_summands(classes)
     blend = _blend(classes, row.head_mass)
-    value = blend * forward + (1 - blend) * value
+    value = blend * (forward - gap) + (1 - blend) * value
     return value, blend * (q - p) + (1 - blend) * q * slope, (1 - 2 * blend) * row.constant
 
 

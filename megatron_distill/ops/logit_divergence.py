@@ -73,7 +73,8 @@ def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
     Neither logits are modified unless the work says so. Besides the gradient ``[N, V]``, none of
     its own if it takes the logits' place, forward KL has alive at once on a CPU 92 bytes per token
     and three row blocks (`ops.blocks`) in fp32, two more for narrower logits. Other divergences
-    have a few more of both, kept ids some numbers each; nothing else is of the logits' size. A
+    have a few more of both, tokens near their teacher as many blocks again in fp64, kept ids some
+    numbers each; nothing else is of the logits' size. A
     token whose upstream gradient is zero gets zeros, whatever its logits hold.
 
     Collective: over ``group`` those of `Chunk.solve` between logits (one all-gather of 40 bytes per

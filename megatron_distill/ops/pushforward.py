@@ -65,9 +65,9 @@ class Others:
     columns: Tensor
     cut: Tensor
 
-    def rows(self, rows: slice) -> Others:
+    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Others:
         """Those of some tokens."""
-        return Others(self.weight[rows], self.columns[rows], self.cut[rows])
+        return Others(self.weight[rows].to(dtype), self.columns[rows], self.cut[rows])
 
     def at_kept(self, values: Tensor) -> Tensor:
         """``[N, K]`` of values ``[N, V]`` those of the kept ids, zero in place of others."""
@@ -104,28 +104,28 @@ class SoftmaxWeights:
             unused = unused & (curved.weight == 0)
         return unused
 
-    def rows(self, rows: slice) -> SoftmaxWeights:
-        """The weights of some tokens."""
+    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> SoftmaxWeights:
+        """The weights of some tokens, in the dtype of their exponentials."""
 
         def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
+            return None if values is None else values[rows].to(dtype)
 
         return SoftmaxWeights(
             self.temperature,
-            self.student[rows],
+            self.student[rows].to(dtype),
             cut(self.teacher),
             tuple(
                 replace(
                     curved,
-                    weight=curved.weight[rows],
+                    weight=curved.weight[rows].to(dtype),
                     reference=cut(curved.reference),
                     average=cut(curved.average),
                 )
                 for curved in self.curved
             ),
-            tuple((columns[rows], values[rows]) for columns, values in self.points),
+            tuple((columns[rows], values[rows].to(dtype)) for columns, values in self.points),
             self.sparse,
-            tuple(others.rows(rows) for others in self.others),
+            tuple(others.rows(rows, dtype) for others in self.others),
         )
 
     def with_slopes(self, slopes: Mapping[str, tuple[Tensor, Tensor]]) -> SoftmaxWeights:

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Model
+from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.exponentials import Origins, exponentiate
 from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.reductions import row_sums, row_top
 from megatron_distill.ops.sweep import Sweep
 
 __all__ = [
+    "NEAR_KL",
     "MergedStatistics",
     "Packet",
     "gap_beyond_top",
@@ -35,6 +37,8 @@ __all__ = [
 # How far below others a logit of -inf is in log ratios: the smallest normal probability times that
 # is nothing, and any that counts very much.
 _FAR = 1e20
+# Forward KL in nats below which a token is near its teacher: of less, fp32 leaves few digits.
+NEAR_KL = 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,48 @@ class Packet:
             return Origins(peaks)
         teacher, at_top = models.index("teacher"), self.sweep.extremes.index("teacher_at_top")
         return Origins.of(peaks, temperatures, differ=logits[at_top] < logits[teacher])
+
+    def made_whole(
+        self, value: Tensor, term: WeightedDivergence, top_ratio: Tensor, factor: Tensor
+    ) -> Tensor:
+        """``[N]`` a value whose summands had the top ratio, fp64 ``[N]``, rounded to the dtype.
+
+        The factor ``[N]`` makes this shard's mass that of the student's probabilities on it.
+        """
+        if term.divergence.of_top_ratio == 0:
+            return value
+        lost = (top_ratio - top_ratio.to(self.dtype)).nan_to_num_(0.0, 0.0, 0.0)
+        mass = self.rows[f"student_mass@{term.temperature}"] * factor
+        return value + lost.mul_(mass).mul_(term.divergence.of_top_ratio)
+
+    def near_tokens(self) -> Tensor | slice | None:
+        """Numbers of the tokens whose models are so alike on this shard, at one temperature of the
+        terms at least, that fp32 has too few digits; None where none is.
+
+        A GPU is not asked, which would be waited for: there it is all of them.
+        """
+        if self.dtype == torch.float64 or not self.sweep.ratio_temperatures:
+            return None
+        if self.values.device.type != "cpu":
+            return slice(None)
+        rows, near = self.rows, []
+        peaks = rows["teacher_peak"] - rows["student_peak"]
+        for temperature in self.sweep.ratio_temperatures:
+            teacher, student = (
+                rows[f"{model}_mass@{temperature}"] for model in ("teacher", "student")
+            )
+            # Between what both models make of the columns of this shard alone.
+            gap = (rows[f"ratio@{temperature}"] / teacher).sub_(peaks).div_(temperature)
+            near.append(gap.sub_((teacher / student).log_()) < NEAR_KL)
+        any_near = near[0] if len(near) == 1 else torch.stack(near).any(0)
+        if bool(any_near.all()):
+            return slice(None)
+        return any_near.nonzero().squeeze(1) if bool(any_near.any()) else None
+
+    def in_double(self, tokens: Tensor | slice) -> Packet:
+        """A copy for some tokens, whose logits and exponentials are to be fp64."""
+        top = None if self.top is None else self.top[tokens]
+        return Packet(self.sweep, self.values[:, tokens].clone(), torch.float64, top)
 
     def part(self, rows: slice) -> Packet:
         """The packet of some tokens, as views."""

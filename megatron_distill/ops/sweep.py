@@ -49,10 +49,8 @@ class Sweep:
 
     @cached_property
     def ratio_temperatures(self) -> tuple[float, ...]:
-        """Temperatures at which the average of the log ratio is measured: those of forward KL."""
-        return tuple(
-            dict.fromkeys(term.temperature for term in self.terms if term.divergence.has_forward_kl)
-        )
+        """Temperatures at which the average of the log ratio is measured: those of the terms."""
+        return tuple(dict.fromkeys(term.temperature for term in self.terms))
 
     @cached_property
     def curved(self) -> tuple[WeightedDivergence, ...]:

@@ -13,7 +13,28 @@ from types import FrameType
 
 import psutil
 
-__all__ = ["ChildOutcome", "run_child", "threads_per_process", "torchrun_command"]
+__all__ = [
+    "ChildOutcome",
+    "protect_script_options",
+    "run_child",
+    "threads_per_process",
+    "torchrun_command",
+]
+
+# torchrun's options that take no value; all others take one, as the next word or behind `=`.
+_FLAGS = (
+    "-h",
+    "-m",
+    "--help",
+    "--module",
+    "--no-python",
+    "--no_python",
+    "--run-path",
+    "--run_path",
+    "--standalone",
+    "--virtual-local-rank",
+    "--virtual_local_rank",
+)
 
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 120.0
@@ -32,6 +53,32 @@ def torchrun_command(script: str, arguments: Sequence[str], *, processes: int) -
     """Return the command that runs `script` in `processes` ranks on this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc-per-node={processes}", script, *arguments]
+
+
+def protect_script_options(arguments: Sequence[str]) -> list[str]:
+    """Return torchrun's arguments with `--` before the script's name, where there is a script.
+
+    torchrun takes abbreviations of its options even after the name: a script's `--run` is an error,
+    since it could mean `--run-path`. `--` ends torchrun's own options.
+    """
+    takes_value = False
+    for place, word in enumerate(arguments):
+        if takes_value:
+            takes_value = False
+        elif word == "--":
+            break
+        elif not word.startswith("-") or word == "-":
+            return [*arguments[:place], "--", *arguments[place:]]
+        else:
+            takes_value = "=" not in word and not _is_flag(word)
+    return list(arguments)
+
+
+def _is_flag(word: str) -> bool:
+    """Return whether an option, which may be shortened, takes no value."""
+    if not word.startswith("--"):
+        return word in _FLAGS or len(word) > 2  # `-t3` brings its value along
+    return any(flag.startswith(word) for flag in _FLAGS)
 
 
 def threads_per_process(processes: int) -> int:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill import log
-from megatron_distill.config import RunConfig, to_yaml
-from megatron_distill.errors import ConfigError
+from megatron_distill.config import RunConfig
+from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.runtime.collectives import together
@@ -21,13 +21,17 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble_assets import keep_assets
 from megatron_distill.train.assemble_balancing import build_balancing
+from megatron_distill.train.assemble_checks import check_start, newest_checkpoint
 from megatron_distill.train.assemble_data import open_training_loader
-from megatron_distill.train.assemble_distillation import assemble_distillation
+from megatron_distill.train.assemble_distillation import assemble_distillation, assemble_held_out
 from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import build_student
 from megatron_distill.train.assemble_origin import Origin, find_origin
+from megatron_distill.train.assemble_start import note_start, plain_settings
+from megatron_distill.train.assemble_store import Stored
 from megatron_distill.train.assemble_tokenizer import Vocabulary, open_tokenizer
-from megatron_distill.train.checkpoint import CheckpointFolder
+from megatron_distill.train.checkpoint import CheckpointFolder, Description
+from megatron_distill.train.failed_start import FolderAsFound
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.flops import GptShape, step_flops_per_token
 from megatron_distill.train.lookahead import Lookahead, StepSource
@@ -74,11 +78,9 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
 
 
 def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:
-    resources.enter_context(run_folder(config.output, to_yaml(config)))
+    """Check, build the models, then read the data; a failure leaves the run folder as it was."""
+    found = _checked_folder(config, resources)
     tokenizer, vocabulary = open_tokenizer(config)
-    with together():
-        if tokenizer is not None:
-            keep_assets(config, tokenizer)
     origin = find_origin(config.student, "student", config, vocabulary)
     architecture = origin.architecture
     execution = execution_on(
@@ -86,7 +88,6 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     )
     distillation = assemble_distillation(
         config,
-        tokenizer,
         vocabulary,
         architecture,
         execution=execution,
@@ -94,43 +95,79 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         device=device.torch_device,
         resources=resources,
     )
-    stored, online = distillation.stored, distillation.online
-    loader = open_training_loader(
-        config, tokenizer, stored, groups=groups, device=device.torch_device
-    )
-    resources.callback(loader.close)
+    with together():
+        if tokenizer is not None:
+            keep_assets(config, tokenizer)
     state = _build_state(
         config, origin, execution, groups, vocabulary, distillation.objective.features
     )
     resources.callback(state.checkpoints.close)
-    source: StepSource = loader
-    if stored is not None:
-        source = Lookahead(
-            loader,
-            last_step=config.train.steps,
-            expect=stored.teacher.expect,
-            stores=stored.identities,
-        )
     balancing = build_balancing(config.objective, distillation.objective)
-    newest = _checkpoint_to_resume(config, state.checkpoints)
+    newest = _checkpoint_to_resume(config, state)
+    held_out = assemble_held_out(
+        config, tokenizer, distillation, groups=groups, device=device.torch_device
+    )
+    source = _open_source(config, tokenizer, distillation.stored, groups, device, resources)
     if newest is not None:
         state.restore(newest, source)
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
+    note_start(config, resumed=newest)
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
+    found.has_started()
+    online = distillation.online
     return Parts(
         state=state,
         teacher=distillation.teacher,
         objective=distillation.objective,
         balancing=balancing,
         loader=source,
-        held_out=distillation.held_out,
+        held_out=held_out,
         metrics=metrics,
         throughput=_throughput(
             config, architecture, online.architecture if online else None, groups, device
         ),
         device=device.torch_device,
+    )
+
+
+def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
+    """Check what needs no data, then make and hold the run folder."""
+    found = FolderAsFound(
+        Path(config.output),
+        kept_file="config.yaml",
+        prepared="cache",
+        work=("checkpoints", "metrics.jsonl"),
+    )
+    with together():
+        if dist.get_rank() == 0:
+            check_start(config)
+    resources.enter_context(run_folder(config.output))
+    resources.enter_context(found.put_back_on_failure())
+    return found
+
+
+def _open_source(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    groups: Groups,
+    device: Device,
+    resources: ExitStack,
+) -> StepSource:
+    """Open the training stream, read ahead where the teacher is a store."""
+    loader = open_training_loader(
+        config, tokenizer, stored, groups=groups, device=device.torch_device
+    )
+    resources.callback(loader.close)
+    if stored is None:
+        return loader
+    return Lookahead(
+        loader,
+        last_step=config.train.steps,
+        expect=stored.teacher.expect,
+        stores=stored.identities,
     )
 
 
@@ -159,6 +196,7 @@ def _build_state(
         architecture=origin.architecture,
         tokenizer_hash=vocabulary.identity,
         features=features,
+        configuration=plain_settings(config),
         checkpoints=CheckpointFolder(
             Path(config.output) / "checkpoints",
             keep=config.checkpoint.keep,
@@ -167,17 +205,21 @@ def _build_state(
     )
 
 
-def _checkpoint_to_resume(config: RunConfig, checkpoints: CheckpointFolder) -> Path | None:
-    """Return the newest complete checkpoint of an earlier start; raises ConfigError."""
+def _checkpoint_to_resume(config: RunConfig, state: RunState) -> Path | None:
+    """Return the newest complete checkpoint of an earlier start, which is of this model.
+
+    Raises ConfigError or CheckpointError on all ranks.
+    """
     if config.checkpoint.save:
-        checkpoints.prepare()
-    newest = checkpoints.newest()
-    if newest is not None and config.checkpoint.save and not config.checkpoint.resume:
-        raise ConfigError(
-            f"checkpoint.resume=false, but an earlier run left {newest}; the two would mix: remove "
-            "it, change `output`, or set checkpoint.resume=true"
-        )
-    return newest if config.checkpoint.resume else None
+        state.checkpoints.prepare()
+    said: list[Path | None] = [None]
+    with together():
+        if dist.get_rank() == 0:
+            said = [newest_checkpoint(config)]
+            if said[0] is not None:
+                state.require_same(Description.read(said[0]), said[0])
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
 
 
 def _plan(config: RunConfig) -> LoopPlan:

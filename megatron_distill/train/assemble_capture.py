@@ -22,7 +22,9 @@ from megatron_distill.runtime.device import Device
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
+from megatron_distill.signals.store.plan import MANIFEST
 from megatron_distill.signals.store.record_bytes import usual_samples_per_shard
+from megatron_distill.train.assemble_checks import check_start
 from megatron_distill.train.assemble_data import open_loader
 from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
 from megatron_distill.train.assemble_groups import execution_on, job_groups
@@ -45,6 +47,7 @@ from megatron_distill.train.capture_places import StreamPlaces, working_folder
 from megatron_distill.train.capture_positions import PositionCapture
 from megatron_distill.train.capture_progress import CaptureProgress, Work, summary
 from megatron_distill.train.capture_writer import ShardFiller
+from megatron_distill.train.failed_start import FolderAsFound
 from megatron_distill.train.teacher_identity import teacher_digest
 
 _LOGGER = get_logger(__name__)
@@ -77,14 +80,25 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
     """
     folder = Path(config.store.path)
     with job_groups(config, trains=False) as groups, ExitStack() as resources:
+        found = FolderAsFound(
+            folder,
+            kept_file=None,
+            prepared=str(working_folder(folder).relative_to(folder) / "cache"),
+            work=("shards", MANIFEST),
+        )
+        with together():
+            if dist.get_rank() == 0:
+                check_start(config)
         tokenizer, vocabulary = open_tokenizer(config)
         assert config.teacher is not None, "the rules of a capture ask for one"
         origin = find_origin(config.teacher, "teacher", config, vocabulary)
         plan = _plan(config, origin, vocabulary, groups)
         if _begin(folder, plan):
             return True
-        store = _open_where_written(folder, plan, groups)
         resources.enter_context(held_for_job(folder, config.store.job))
+        if config.store.jobs == 1:  # else another job may have begun to write there
+            resources.enter_context(found.put_back_on_failure())
+        store = _open_where_written(folder, plan, groups)
         with together():
             if tokenizer is not None:
                 keep_tokenizer(folder, tokenizer)
@@ -92,11 +106,13 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         order = _order(job)
         if order.holes:
             parts = _assemble(job, order, resources)
+            found.has_started()
             if not fill_holes(parts, termination):
                 _LOGGER.info(
                     "stopped by a signal; start the same command again to write what is missing"
                 )
                 return False
+        found.has_started()
         _finish(job)
         return True
 
@@ -106,12 +122,13 @@ def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups:
 
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
+    with together():  # before the teacher's weights are read
+        settings = _settings(config, origin)
+        dataset = dataset_settings(config) if dist.get_rank() == 0 else {}
     teacher = teacher_digest(origin, seed=teacher_seed(config), group=groups.world)
     said: list[Plan | None] = [None]
     with together():
-        settings = _settings(config, origin)
         if dist.get_rank() == 0:
-            dataset = dataset_settings(config)
             identity = Identity(
                 teacher=teacher,
                 tokenizer=vocabulary.identity,

@@ -49,6 +49,15 @@ def dataset_settings(config: JobConfig) -> dict[str, Any]:
     return found
 
 
+def require_files(config: JobConfig) -> None:
+    """Raise DataError unless every file that the sources name is there; none is read."""
+    for spec in source_specs((*config.data.sources, *config.data.validation_sources)):
+        if spec.format != "python_stdlib":
+            _files(spec)
+        if spec.conversation is not None:
+            _conversation(spec.conversation)
+
+
 def dataset_digest(settings: dict[str, Any], tokenizer_identity: str) -> str:
     """Return the digest of a stream's settings and of the tokenizer that makes tokens of it."""
     text = json.dumps([settings, tokenizer_identity], sort_keys=True, allow_nan=False)
@@ -76,6 +85,8 @@ def _conversation(spec: ConversationSpec) -> dict[str, Any]:
     What the tokenizer's template writes, every record's tokens are compared with.
     """
     found = asdict(spec)
+    if spec.leading_assistant == ConversationSpec.leading_assistant:
+        del found["leading_assistant"]  # stores that are older than this key name none
     if spec.chat_template not in (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE):
         path = Path(spec.chat_template).expanduser()
         try:

@@ -10,12 +10,18 @@ import torch
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble_balancing import final_objective
 from megatron_distill.train.assemble_data import read_validation
 from megatron_distill.train.assemble_features import Features, build_features
-from megatron_distill.train.assemble_models import build_objective, build_teacher, build_terms
+from megatron_distill.train.assemble_models import (
+    build_objective,
+    build_online_teacher,
+    build_terms,
+    find_teacher,
+)
 from megatron_distill.train.assemble_sources import source_names
 from megatron_distill.train.assemble_store import Stored, open_stored
 from megatron_distill.train.assemble_tokenizer import Vocabulary
@@ -32,7 +38,6 @@ class Distillation:
     online: OnlineTeacher | None
     features: Features | None
     objective: TokenObjective
-    held_out: HeldOut
 
     @property
     def teacher(self) -> Teacher | None:
@@ -44,7 +49,6 @@ class Distillation:
 
 def assemble_distillation(
     config: RunConfig,
-    tokenizer: Tokenizer | None,
     vocabulary: Vocabulary,
     student: Architecture,
     *,
@@ -53,35 +57,48 @@ def assemble_distillation(
     device: torch.device,
     resources: ExitStack,
 ) -> Distillation:
-    """Open or build the teacher and read what is held out.
+    """Open or build the teacher; all checks first, so that they come before its weights are read.
 
     Raises a MegatronDistillError on all ranks.
     """
     terms = build_terms(config, student)
+    origin = find_teacher(config, student, vocabulary)
     stored = open_stored(
         config, student=student, terms=terms, vocabulary=vocabulary, groups=groups, device=device
     )
     if stored is not None:
         resources.callback(stored.close)
-    steps = read_validation(config, tokenizer, stored, groups=groups, device=device)
-    online = build_teacher(
-        config, student=student, groups=groups, execution=execution, vocabulary=vocabulary
-    )
+    online = None
+    if origin is not None:
+        online = build_online_teacher(
+            config, origin, groups=groups, execution=execution, shard=vocab_shard(student, groups)
+        )
     settings = stored.settings if stored else None
     objective = build_objective(config, student, terms, settings=settings, groups=groups)
     features = build_features(config, student, online, groups=groups, device=device)
     if features is not None:
         objective = replace(objective, features=features.losses, feature_weights=features.weights)
-    measured = replace(objective, source_names=_blended(source_names(config, held_out=True)))
     objective = replace(objective, source_names=_blended(source_names(config, held_out=False)))
-    listener: Teacher | None = online
-    if features is not None:
-        listener = features.teacher
-    if stored is not None:
-        # A store knows its own samples and none of a corpus's held-out ones.
-        listener = None if config.data.sources else stored.teacher
-    held_out = HeldOut.of(steps, listener, final_objective(measured, config.objective))
-    return Distillation(stored, online, features, objective, held_out)
+    return Distillation(stored, online, features, objective)
+
+
+def assemble_held_out(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    distillation: Distillation,
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> HeldOut:
+    """Read what is held out. Raises DataError or StoreError on all ranks."""
+    stored = distillation.stored
+    steps = read_validation(config, tokenizer, stored, groups=groups, device=device)
+    names = _blended(source_names(config, held_out=True))
+    listener = distillation.teacher
+    if stored is not None and config.data.sources:
+        listener = None  # a store knows its own samples and none of a corpus's held-out ones
+    measured = replace(distillation.objective, source_names=names)
+    return HeldOut.of(steps, listener, final_objective(measured, config.objective))
 
 
 def _blended(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from megatron_distill.data.tokenizer import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Execution
 from megatron_distill.runtime.device import Device
-from megatron_distill.train.assemble_distillation import assemble_distillation
+from megatron_distill.train.assemble_distillation import assemble_distillation, assemble_held_out
 from megatron_distill.train.assemble_groups import execution_on, job_groups
 from megatron_distill.train.assemble_models import build_student
 from megatron_distill.train.assemble_origin import find_origin
@@ -38,7 +38,6 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
         execution = _execution(config, device)
         distillation = assemble_distillation(
             config,
-            tokenizer,
             vocabulary,
             architecture,
             execution=execution,
@@ -51,7 +50,10 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
             chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
-        means, sources = validate(student, distillation.held_out)
+        held_out = assemble_held_out(
+            config, tokenizer, distillation, groups=groups, device=device.torch_device
+        )
+        means, sources = validate(student, held_out)
         found = {PUBLIC_NAMES.get(name, name): value for name, value in means.items()}
         return {**found, "sources": sources} if sources else {**found}
 

@@ -28,30 +28,38 @@ def build_student(
     return _build(origin, groups=groups, execution=execution, seed=config.seed)
 
 
-def build_teacher(
-    config: RunConfig,
-    *,
-    student: Architecture,
-    groups: Groups,
-    execution: Execution,
-    vocabulary: Vocabulary,
-) -> OnlineTeacher | None:
-    """Build the frozen teacher, or return None when there is none or it is read from a store.
+def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabulary) -> Origin | None:
+    """Return where the live teacher comes from; None without one, or where a store takes its place.
 
-    Raises ConfigError on all ranks when the vocabularies differ.
+    Raises ConfigError or CheckpointError on all ranks, as `find_origin`, and where the vocabularies
+    differ.
+
+    Collective: world, short objects.
     """
     if config.teacher is None or config.teacher.store is not None:
         return None
     origin = find_origin(config.teacher, "teacher", config, vocabulary)
-    architecture = origin.architecture
-    if architecture.vocab_size != student.vocab_size:
-        raise ConfigError(
-            f"the teacher's vocabulary has {architecture.vocab_size} tokens and the student's "
-            f"{student.vocab_size}; distillation on logits needs one vocabulary: set "
-            "student.architecture.vocab_size to the teacher's and use its tokenizer"
+    check_vocabularies(config, student, origin.architecture)
+    return origin
+
+
+def check_vocabularies(config: RunConfig, student: Architecture, teacher: Architecture) -> None:
+    """Raise ConfigError unless student and teacher have vocabularies of one size."""
+    if student.vocab_size == teacher.vocab_size:
+        return
+    change = (
+        f"set student.architecture.vocab_size to {teacher.vocab_size} and use the teacher's "
+        "tokenizer"
+    )
+    if config.student.architecture is None:
+        source = "hf" if config.student.hf is not None else "checkpoint"
+        change = (
+            f"choose a student.{source} with {teacher.vocab_size} tokens, or another teacher; a "
+            "student that starts from random weights has student.architecture.vocab_size"
         )
-    return build_online_teacher(
-        config, origin, groups=groups, execution=execution, shard=vocab_shard(student, groups)
+    raise ConfigError(
+        f"the teacher's vocabulary has {teacher.vocab_size} tokens and the student's "
+        f"{student.vocab_size}; distillation on logits needs one vocabulary: {change}"
     )
 
 

@@ -50,50 +50,86 @@ def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
 
     Collective: world, short objects.
     """
-    origin = _whole(model, role, config, vocabulary)
+    if model.hf is None:
+        with together():
+            return read_origin(model, role, config, vocabulary)
+    described = _described_on_first_rank(Path(model.hf).expanduser())
     with together():
-        if model.keep_layers is not None or model.num_layers is not None:
-            origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
-        architecture = origin.architecture
-        if architecture.vocab_size < vocabulary.size:
-            raise ConfigError(
-                f"{role}.architecture.vocab_size is {architecture.vocab_size}, but the tokenizer "
-                f"has {vocabulary.size} tokens; set it to {vocabulary.size} or more"
-            )
-        shape = ArchitectureConfig.model_validate(architecture.as_dict())
-        problems = check_architecture(shape, role, config.parallel, config.data.sequence_length)
-        if problems:
-            raise ConfigError("\n".join(problems))
-    return origin
+        return _fitted(_from_hugging_face(model.hf, described), model, role, config, vocabulary)
 
 
-def _whole(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+    """Return what `find_origin` does, in a process that needs no world.
+
+    Raises ConfigError or CheckpointError. Of a vocabulary that is not known nothing is compared.
+    """
     if model.hf is not None:
-        return _from_hugging_face(Path(model.hf).expanduser())
-    with together():
-        if model.checkpoint is not None:
-            return _from_checkpoint(model, config, vocabulary)
-        if model.architecture is not None:
-            return Origin(_described(model.architecture, config, vocabulary))
+        folder = Path(model.hf).expanduser()
+        origin = _from_hugging_face(model.hf, _described_and_checked(folder))
+    elif model.checkpoint is not None:
+        origin = _from_checkpoint(model, config, vocabulary)
+    elif model.architecture is not None:
+        origin = Origin(_described(model.architecture, config, vocabulary.size))
+    else:
         raise ConfigError(
             f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
         )
+    return _fitted(origin, model, role, config, vocabulary)
 
 
-def _from_hugging_face(folder: Path) -> Origin:
-    """Read config.json and every file's header on one rank; all others take its word."""
+def _fitted(
+    origin: Origin, model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary
+) -> Origin:
+    """Return the origin with the layers that are kept; raises ConfigError if it does not fit."""
+    if model.keep_layers is not None or model.num_layers is not None:
+        origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
+    architecture = origin.architecture
+    if vocabulary.is_known and architecture.vocab_size < vocabulary.size:
+        raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
+    shape = ArchitectureConfig.model_validate(architecture.as_dict())
+    problems = check_architecture(shape, role, config.parallel, config.data.sequence_length)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return origin
+
+
+def _too_small(model: ModelConfig, role: str, size: int, wanted: int) -> str:
+    """Say of a vocabulary smaller than the tokenizer's which key there is to change."""
+    source = "hf" if model.hf is not None else "checkpoint"
+    if model.architecture is not None:
+        return (
+            f"{role}.architecture.vocab_size is {size}, but the tokenizer has {wanted} tokens; set "
+            f"it to {wanted} or more"
+        )
+    return (
+        f"{role}.{source} = {getattr(model, source)!r}: its vocabulary has {size} tokens, but the "
+        f"tokenizer has {wanted}; set data.tokenizer.path to the tokenizer of that model"
+    )
+
+
+def _described_and_checked(folder: Path) -> ModelDescription:
+    """Read config.json and every file's header."""
+    described = describe(folder)
+    HuggingFaceWeights(folder, described).check()
+    return described
+
+
+def _described_on_first_rank(folder: Path) -> ModelDescription:
+    """Read a folder's description on one rank; all others take its word."""
     said: list[tuple[str, dict[str, object]] | None] = [None]
     with together():
         if dist.get_rank() == 0:
-            described = describe(folder)
-            HuggingFaceWeights(folder, described).check()
+            described = _described_and_checked(folder)
             said = [(described.family.model_type, described.architecture.as_dict())]
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
     model_type, fields = said[0]
-    described = ModelDescription(
-        family_named(model_type, where=str(folder)), Architecture.from_dict(fields)
-    )
+    family = family_named(model_type, where=str(folder))
+    return ModelDescription(family, Architecture.from_dict(fields))
+
+
+def _from_hugging_face(source: str, described: ModelDescription) -> Origin:
+    folder = Path(source).expanduser()
     return Origin(described.architecture, lambda: HuggingFaceWeights(folder, described))
 
 
@@ -102,16 +138,18 @@ def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabula
     folder = resolve_checkpoint(model.checkpoint)
     description = Description.read(folder)
     saved = saved_architecture(description, folder)
-    wanted = saved
+    wanted, identity = saved, vocabulary.identity
     if model.architecture is not None:
-        wanted = _described(model.architecture, config, vocabulary)
-    check_same_model(description, wanted, vocabulary.identity, folder)
+        size = vocabulary.size if vocabulary.is_known else saved.vocab_size
+        wanted = _described(model.architecture, config, size)
+    if not vocabulary.is_known:
+        identity = description.tokenizer
+    check_same_model(description, wanted, identity, folder)
     return Origin(wanted, lambda: CheckpointWeights(folder, saved))
 
 
-def _described(
-    described: ArchitectureConfig, config: JobConfig, vocabulary: Vocabulary
-) -> Architecture:
+def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int) -> Architecture:
+    """Return the architecture of a section, `vocab_size` where it names none."""
     fields = described.model_dump()
     moe = fields["moe"]
     if moe is not None:
@@ -120,7 +158,7 @@ def _described(
     defaults = {
         "num_kv_heads": heads,
         "head_size": described.hidden_size // heads,
-        "vocab_size": vocabulary.size,
+        "vocab_size": vocab_size,
         "max_position_embeddings": config.data.sequence_length,
     }
     for name, value in defaults.items():

@@ -58,6 +58,7 @@ def _conversation_spec(conversation: ConversationConfig | None) -> ConversationS
         system_key=conversation.system_key,
         tools_key=conversation.tools_key,
         weight_key=conversation.weight_key,
+        leading_assistant=conversation.leading_assistant,
         chat_template=conversation.chat_template,
         separator=conversation.separator,
         template_options=conversation.template_options,

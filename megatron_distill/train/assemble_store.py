@@ -29,9 +29,11 @@ from megatron_distill.signals.store import (
     StoreSet,
     find_stores,
 )
+from megatron_distill.signals.store.plan import plan_differences
 from megatron_distill.train.assemble_dataset_identity import dataset_settings
 from megatron_distill.train.assemble_models import teacher_seed
 from megatron_distill.train.assemble_origin import find_origin
+from megatron_distill.train.assemble_store_keys import configured
 from megatron_distill.train.assemble_tokenizer import Vocabulary
 from megatron_distill.train.stored_teacher import StoredTeacher
 from megatron_distill.train.teacher_identity import teacher_digest
@@ -185,11 +187,7 @@ def _check_corpus(config: RunConfig, store: StoreReader) -> None:
     if there is None:
         return  # not captured by this library; every sample's tokens are compared all the same
     here = dataset_settings(config)
-    differences = [
-        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
+    differences = plan_differences(there, here, configured, "identity.settings.dataset.")
     if differences:
         raise StoreError(
             f"{store.folder}: captured on another stream of samples ({'; '.join(differences)}); "

@@ -25,14 +25,25 @@ from megatron_distill.signals.store import find_stores, tokenizer_folder
 from megatron_distill.train.assemble_sources import data_options, source_specs
 
 _LOGGER = get_logger(__name__)
+_ANY_SIZE = 1 << 15
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What every rank must know of the tokenizer, which only the first rank holds."""
+    """What every rank must know of the tokenizer, which only the first rank holds.
+
+    `is_known` False: the tokenizer is still to be trained or loaded; its size is then made up, and
+    nothing is compared with it.
+    """
 
     size: int
     identity: str
+    is_known: bool = True
+
+    @classmethod
+    def unknown(cls) -> Vocabulary:
+        """Return what stands for the tokenizer before there is one."""
+        return cls(_ANY_SIZE, "", is_known=False)
 
 
 def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:

@@ -31,6 +31,7 @@ from megatron_distill.train.loss_sizes import (
     raw_names,
 )
 from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.source_figures import PUBLIC_NAMES, SourceFigures
 from megatron_distill.train.step import Pair, StepReport, Student
 
 _LOGGER = get_logger(__name__)
@@ -164,13 +165,17 @@ class Balancing:
     ) -> tuple[BalanceState, StepReport]:
         """Return the state and the report of a step; what was not applied leaves the state alone.
 
-        `kd` and the sum of the features become those with their own weights, comparable from step
-        to step.
+        `kd`, that of each source too, and the sum of the features become those with their own
+        weights, comparable from step to step.
 
         Collective: with `from_last_step`, that of `agreed`.
         """
         if balanced.logged and "kd" in report.values:
-            report = replace(report, values=_with_own_weights(balanced, report.values))
+            report = replace(
+                report,
+                values=_with_own_weights(balanced, report.values),
+                sources=_sources_with_own_weights(balanced, report.sources),
+            )
         before, after = balanced.states
         if not report.applied:
             return before, report
@@ -230,6 +235,20 @@ def _with_own_weights(balanced: BalancedStep, values: Mapping[str, float]) -> di
     if objective.features is not None:
         found[FEATURES_LOSS] = weighted_sum(raw.features, own.features)
     return found
+
+
+def _sources_with_own_weights(balanced: BalancedStep, sources: SourceFigures) -> SourceFigures:
+    names = [term.name for term in balanced.objectives[0].terms]
+    kd = PUBLIC_NAMES["kd"]
+    return {
+        source: {
+            **figures,
+            kd: weighted_sum([figures[name] for name in names], balanced.own_weights.terms),
+        }
+        if kd in figures
+        else figures
+        for source, figures in sources.items()
+    }
 
 
 def _mean(

@@ -19,6 +19,7 @@ from megatron_distill.runtime.new_folder import flush_folder
 from megatron_distill.signals.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.signals.store.durable import said_for
 from megatron_distill.signals.store.plan import MANIFEST, PLAN
+from megatron_distill.train.assemble_store_keys import configured
 from megatron_distill.train.capture_places import working_folder
 from megatron_distill.train.run_folder import take_lock
 from megatron_distill.train.tokenizer_files import write_tokenizer
@@ -36,6 +37,7 @@ def open_store(folder: Path, plan: Plan) -> StoreWriter:
         identity=plan.identity,
         samples=plan.samples,
         samples_per_shard=plan.samples_per_shard,
+        named=configured,
     )
 
 

@@ -59,6 +59,8 @@ class Description:
     balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
     # What feature losses there were and what they passed through; None: none.
     features: dict[str, Any] | None = None
+    # The settings of the run that wrote it; empty in imports and those of older versions.
+    configuration: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""
@@ -153,7 +155,7 @@ class _Attempt:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: saves, prunes, finds.
+    """The checkpoints of one run: saves and prunes.
 
     Every method is called by all ranks together. `close` must be called at the end.
     """
@@ -168,18 +170,6 @@ class CheckpointFolder:
             # The thread talks to the other ranks' threads while these train.
             self._writer_group = dist.new_group(backend="gloo")
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
-
-    def newest(self) -> Path | None:
-        """Return the newest complete checkpoint, as rank 0 sees it.
-
-        Collective: world, one broadcast of a path.
-        """
-        found: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            complete = complete_checkpoints(self._root)
-            found[0] = str(complete[-1]) if complete else None
-        dist.broadcast_object_list(found, src=0)
-        return Path(found[0]) if found[0] else None
 
     def prepare(self) -> None:
         """Make the folder and remove what a killed run left behind; raises CheckpointError.

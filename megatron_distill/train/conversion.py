@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from megatron_distill.train.checkpoint import Description, assets_of, resolve_ch
 from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
 from megatron_distill.train.checkpoint_writer import write_common
+from megatron_distill.train.quantities import size
 from megatron_distill.train.run_state import saved_architecture
 from megatron_distill.train.tokenizer_files import copy_model_tokenizer, tokenizer_bytes
 
@@ -45,7 +47,28 @@ _SMALL_FILES_BYTES = 2**20  # configuration, index, description; the tokenizer i
 _HEADER_BYTES = 2048  # what stands around one stored tensor, at most
 
 
-def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrite: bool) -> None:
+@dataclass(frozen=True)
+class Written:
+    """What a conversion has written, for its user."""
+
+    folder: Path
+    family: str
+    dtypes: tuple[str, ...]
+    parameters: int
+    nbytes: int
+    files: int | None  # of weights; None where it is not for the user to know
+
+    @property
+    def line(self) -> str:
+        """The sentence that says so."""
+        where = f" in {self.files} files" if self.files and self.files > 1 else ""
+        return (
+            f"wrote {self.folder}: {self.family}, {' and '.join(self.dtypes)}, "
+            f"{self.parameters:,} parameters, {size(self.nbytes)}{where}"
+        )
+
+
+def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrite: bool) -> Written:
     """Write a checkpoint with the weights of a Hugging Face folder, bit for bit.
 
     `dtype` converts them; None keeps each tensor's own. Raises CheckpointError on all ranks.
@@ -73,6 +96,14 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
             if dist.get_rank() == 0:
                 with said_for(output):
                     _describe_import(folder, source, described.architecture, identity)
+    return Written(
+        folder=output,
+        family=described.family.model_type,
+        dtypes=_names(block.dtype for block in blocks),
+        parameters=sum(torch.Size(block.shape).numel() for block in blocks),
+        nbytes=total,
+        files=None,
+    )
 
 
 def _describe_import(folder: Path, source: Path, architecture: Architecture, identity: str) -> None:
@@ -99,7 +130,7 @@ def export_checkpoint(
     family: str | None,
     tokenizer: Path | None,
     overwrite: bool,
-) -> None:
+) -> Written:
     """Write a Hugging Face folder from a checkpoint of any layout, bit for bit.
 
     `dtype` converts; None keeps each tensor's own. `family` is chosen by the architecture where it
@@ -142,6 +173,19 @@ def export_checkpoint(
                         dtype=_SPELLED[wanted or weights.dtype("embedding.word_embeddings.weight")],
                     )
                 _say_where_it_lacks_a_tokenizer(partial, output)
+    units = [unit for file in files for unit in file.units]
+    return Written(
+        folder=output,
+        family=chosen.model_type,
+        dtypes=_names(unit.dtype for unit in units),
+        parameters=sum(torch.Size(unit.parameter.shape).numel() for unit in units),
+        nbytes=total,
+        files=len(files),
+    )
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    return tuple(sorted({_SPELLED[dtype] for dtype in dtypes}))
 
 
 def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
@@ -179,12 +223,12 @@ def _bytes(text: str) -> int:
     units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
     unit = next(unit for unit in units if text.upper().endswith(unit))
     try:
-        size = float(text[: len(text) - len(unit)]) * units[unit]
+        count = float(text[: len(text) - len(unit)]) * units[unit]
     except ValueError:
-        size = 0
-    if not 1 <= size < 2**63:
+        count = 0
+    if not 1 <= count < 2**63:
         raise CheckpointError(f"--max-shard-size {text}: not a size; write 5GB, 500MB or bytes")
-    return int(size)
+    return int(count)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
 from megatron_distill.train.balancing import Balancing
+from megatron_distill.train.clamp_watch import ClampWatch
 from megatron_distill.train.lookahead import StepSource
 from megatron_distill.train.memory import peak_memory_bytes
 from megatron_distill.train.metrics import MetricsLog
@@ -90,6 +91,7 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
 def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _Log) -> bool:
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state = parts.state
+    watch = ClampWatch(parts.balancing.ratios.clamp)
     stopping = False
     while state.step < plan.steps and not stopping:
         step = state.step + 1
@@ -98,6 +100,9 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
         report, balance, teacher_seconds = _distil(parts, batches, plan)
         state.advance(batches, applied=report.applied)
         _judge(report, batches, state, plan)
+        if report.applied and torch.distributed.get_rank() == 0:
+            for warning in watch.observe(balance):
+                _LOGGER.warning("%s", warning)
         stopping, peak_bytes = _vote(termination, log, parts.device)
         seconds = time.perf_counter() - started
         last = step == plan.steps
@@ -216,7 +221,7 @@ def _record(
         "kd_loss": values.pop("kd", 0.0),
         "total_loss": values.pop("total"),
         "grad_norm": report.grad_norm,
-        "learning_rate": state.learning_rate,
+        "learning_rate": report.learning_rate,
         **parts.throughput.figures(seconds),
         "step_seconds": seconds,
         "teacher_seconds": teacher_seconds,

@@ -86,11 +86,15 @@ def build_schedule(
     *,
     steps: int,
 ) -> OptimizerParamScheduler:
-    """Return Megatron's schedule: linear warm-up, then the configured decay; weight decay fixed."""
+    """Return Megatron's schedule: linear warm-up, then the configured decay; weight decay fixed.
+
+    The optimizer's groups have the rate of the first update already. The schedule counts updates
+    and is stepped after each that was applied.
+    """
     decay_steps = schedule.decay_steps or steps
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=schedule.initial_learning_rate,
         max_lr=optimizer_config.learning_rate,
         min_lr=schedule.min_learning_rate,
         lr_warmup_steps=schedule.warmup_steps,
@@ -101,7 +105,7 @@ def build_schedule(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
         wsd_decay_steps=schedule.wsd_decay_steps,
-        lr_wsd_decay_style="linear",
+        lr_wsd_decay_style=schedule.wsd_decay_form,
     )
 
 

@@ -116,10 +116,9 @@ class Projectors:
         optimization = self._optimization
         if optimization.clip_grad_norm > 0.0:
             self._gradient *= min(1.0, optimization.clip_grad_norm / (norm + 1e-6))
-        rate = optimization.learning_rate
-        floor = rate * schedule.min_lr / schedule.max_lr
+        rate = schedule.get_lr({}) * (optimization.learning_rate / schedule.max_lr)
         for group in self._adam.param_groups:
-            group["lr"] = schedule.get_lr({"max_lr": rate, "min_lr": floor})
+            group["lr"] = rate
         self._adam.step()
 
     def sharded_state(self) -> dict[str, Any]:
@@ -145,12 +144,13 @@ def _adam(
     parameters: list[torch.nn.Parameter], optimization: ProjectorOptimization
 ) -> torch.optim.Adam:
     kind = torch.optim.AdamW if optimization.is_decoupled else torch.optim.Adam
-    decays = {
-        optimization.weight_decay: [p for p in parameters if p.dim() > 1],
-        0.0: [p for p in parameters if p.dim() == 1],
-    }
+    # Two groups, also where both have the same decay.
+    groups = (
+        (optimization.weight_decay, [p for p in parameters if p.dim() > 1]),
+        (0.0, [p for p in parameters if p.dim() == 1]),
+    )
     return kind(
-        [{"params": some, "weight_decay": decay} for decay, some in decays.items()],
+        [{"params": some, "weight_decay": decay} for decay, some in groups],
         lr=optimization.learning_rate,
         betas=optimization.betas,
         eps=optimization.epsilon,

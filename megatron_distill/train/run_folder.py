@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.2
 
 
 @contextmanager
-def run_folder(output: str, configuration: str) -> Iterator[Path]:
-    """Make the folder, keep the resolved configuration in it, and hold it against other runs.
+def run_folder(output: str) -> Iterator[Path]:
+    """Make the folder, and hold it against other runs.
 
     What holds it is a lock of the operating system, which ends with the process however that ends.
     Raises ConfigError on all ranks: the folder cannot be written, or another run keeps it.
@@ -40,7 +40,6 @@ def run_folder(output: str, configuration: str) -> Iterator[Path]:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     lock = take_lock(folder / _LOCK_FILE, named=f"output={output}")
-                    (folder / "config.yaml").write_text(configuration)
                 except OSError as error:
                     raise ConfigError(
                         f"output={output}: cannot write there ({error.strerror}); name a folder "

@@ -51,14 +51,13 @@ class RunState:
     tokens: int = 0
     bad_steps: int = 0
     balance: BalanceState = BalanceState()
-    learning_rate: float = field(default=0.0, init=False)
+    configuration: dict[str, Any] = field(default_factory=dict)  # plain, for the description
 
     def advance(self, batches: StepBatches, *, applied: bool) -> None:
         """Count one step."""
         self.step += 1
         self.tokens += batches.positions
         self.bad_steps += not applied
-        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
     def save(self, loader: StepSource) -> None:
         """Write a checkpoint of this step; see `CheckpointFolder.save`."""
@@ -76,6 +75,7 @@ class RunState:
                     data=loader.state_dict(),
                     balance=self.balance.as_dict(),
                     features=self._features(),
+                    configuration=self.configuration,
                 ),
             )
 
@@ -87,8 +87,7 @@ class RunState:
         feature losses.
         """
         description = Description.read(folder)
-        check_same_model(description, self.architecture, self.tokenizer_hash, folder)
-        check_same_features(description, self._features(), folder)
+        self.require_same(description, folder)
         same_layout = description.layout == _layout_name(self.student.groups)
         state = self._sharded(is_loading=True, with_rng=same_layout)
         loaded = load_state({**state, "optimizer": shards_of(state["optimizer"])}, folder)
@@ -96,19 +95,22 @@ class RunState:
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
         self.balance = saved_balance(description, folder)
+        applied = self.step - self.bad_steps
         load_optimizer(
-            self.optimizer,
-            state["optimizer"],
-            loaded["optimizer"],
-            applied_steps=self.step - self.bad_steps,
+            self.optimizer, state["optimizer"], loaded["optimizer"], applied_steps=applied
         )
         if self._projectors is not None:
-            applied = self.step - self.bad_steps
             self._projectors.load(loaded["projectors"], applied_steps=applied)
         if same_layout:
             _restore_rng(loaded["rng"])
-        self.schedule.step(self.step)
+        # Also of a checkpoint by an older release, whose schedule was a step ahead.
+        self.schedule.step(applied)
         loader.load_state_dict(description.data)
+
+    def require_same(self, description: Description, folder: Path) -> None:
+        """Raise CheckpointError where a checkpoint is not of this run's model and features."""
+        check_same_model(description, self.architecture, self.tokenizer_hash, folder)
+        check_same_features(description, self._features(), folder)
 
     @property
     def _projectors(self) -> Projectors | None:

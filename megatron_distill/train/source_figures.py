@@ -28,7 +28,7 @@ BY_SOURCE: Final = "by_source"
 PUBLIC_NAMES: Final = {"ce": "ce_loss", "kd": "kd_loss", "teacher_ce": "teacher_ce_loss"}
 _AT: Final = "@"
 _BY_LABEL: Final = frozenset({"ce", "teacher_ce"})  # means over labels, not distilled positions
-_OF_A_STEP: Final = ("ce", "kd")  # what the record of a training step says of a source
+_COUNTED: Final = ("ce", "kd")  # beside these stands how many labels they are means over
 
 SourceFigures = dict[str, dict[str, float]]
 
@@ -54,18 +54,24 @@ def name_of(key: str) -> str:
 
 
 def step_figures(
-    values: dict[str, float], step: StepBatches, sources: Sequence[str]
+    values: dict[str, float],
+    step: StepBatches,
+    sources: Sequence[str],
+    *,
+    terms: Sequence[str] = (),
 ) -> SourceFigures:
     """Take the figures of the sources out of a step's values: losses and how many labels they had.
 
-    A loss is the mean over the source's trained labels in the global batch.
+    A loss is the mean over the source's trained labels in the global batch: cross-entropy, all
+    distillation, and each of these terms. Values of other names are dropped.
     """
+    losses = {*_COUNTED, *terms}
     whole, mine = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
     shares = {key: values.pop(key) for key in list(values) if _AT in key}
     means = {
         key: share * part_of(whole.behind(name_of(key)), mine.behind(key))
         for key, share in shares.items()
-        if name_of(key) in _OF_A_STEP
+        if name_of(key) in losses
     }
     return mine.nested(means)[1]
 
@@ -106,7 +112,7 @@ class LabelTotals:
                 overall[name] = mean
                 continue
             figures = sources.setdefault(source, {})
-            if name in _OF_A_STEP:
+            if name in _COUNTED:
                 figures[f"{name}_tokens"] = self.behind(key)
             if self.behind(key):
                 figures[PUBLIC_NAMES.get(name, name)] = mean

@@ -58,6 +58,7 @@ class StepReport:
 
     values: dict[str, float]
     grad_norm: float
+    learning_rate: float  # of the update, whether it was applied or not
     applied: bool
     sources: SourceFigures
 
@@ -186,12 +187,11 @@ def train_step(
     """Take one optimizer step, each micro-batch with its objective.
 
     A loss or gradient that is not finite leaves weights and optimizer state as they were, those of
-    the features' projectors among them.
+    the features' projectors and the learning-rate schedule among them.
     """
     for chunk in student.wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    schedule.step(1)
     projectors = objectives[0].features.projectors if objectives[0].features else None
     if projectors is not None:
         projectors.zero_gradients()
@@ -200,12 +200,17 @@ def train_step(
         means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
     projector_norm = values.get(PROJECTOR_NORM, 0.0)
-    sources = step_figures(values, step, objectives[0].source_names)
+    terms = [term.name for term in objectives[0].terms]
+    sources = step_figures(values, step, objectives[0].source_names, terms=terms)
+    learning_rate = float(optimizer.param_groups[0]["lr"])
     update = apply_gradients(
         optimizer,
         clip_grad_norm=clip_grad_norm,
         loss_is_finite=math.isfinite(values["total"]) and math.isfinite(projector_norm),
     )
-    if projectors is not None and update.applied:
-        projectors.apply_gradients(schedule, norm=projector_norm)
-    return StepReport(values, update.grad_norm, update.applied, sources)
+    if update.applied:
+        if projectors is not None:
+            projectors.apply_gradients(schedule, norm=projector_norm)
+        # As in Megatron's loop, the rate of an update is that of the updates before it.
+        schedule.step(1)
+    return StepReport(values, update.grad_norm, learning_rate, update.applied, sources)

@@ -6,6 +6,7 @@ Both are optional dependencies and are imported when the sink is made.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +14,28 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.train.metrics import Record, flat_scalars
 
-__all__ = ["TensorBoardSink", "WandbSink"]
+__all__ = ["TensorBoardSink", "WandbSink", "require_installed"]
 
 logger = get_logger(__name__)
+
+_NO_TENSORBOARD = (
+    "logging.tensorboard=true: the package tensorboard is not installed; run `pip install"
+    " tensorboard` or set logging.tensorboard=false"
+)
+_NO_WANDB = (
+    "logging.wandb: the package wandb is not installed; run `pip install wandb` or remove"
+    " logging.wandb"
+)
+
+
+def require_installed(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise ConfigError unless the packages of the trackers that are asked for are there."""
+    for is_wanted, package, message in (
+        (tensorboard, "tensorboard", _NO_TENSORBOARD),
+        (wandb, "wandb", _NO_WANDB),
+    ):
+        if is_wanted and find_spec(package) is None:
+            raise ConfigError(message)
 
 
 class TensorBoardSink:
@@ -30,10 +50,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "logging.tensorboard=true: the package tensorboard is not installed; run"
-                " `pip install tensorboard` or set logging.tensorboard=false"
-            ) from error
+            raise ConfigError(_NO_TENSORBOARD) from error
         purge_step = resume_step + 1 if resume_step > 0 else None
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
@@ -70,10 +87,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                "logging.wandb: the package wandb is not installed; run `pip install wandb` or"
-                " remove logging.wandb"
-            ) from error
+            raise ConfigError(_NO_WANDB) from error
         output.mkdir(parents=True, exist_ok=True)
         id_file = output / "wandb_run_id"
         resumed = resume_step > 0 and id_file.exists()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_distill.config import RunConfig, check_layout, load_config
+from megatron_distill.errors import ConfigError
 
-__all__ = ["load_trained_run"]
+__all__ = ["NO_RUN", "add_run_arguments", "load_trained_run", "run_and_overrides"]
+
+NO_RUN = "give the output folder of a run, e.g. runs/first"
 
 # A checkpoint is read in any layout; one process is what a call without torchrun has.
 _ONE_PROCESS = (
@@ -22,6 +26,28 @@ _ONE_PROCESS = (
 _NO_OTHER_SOURCE = ("student.hf=null", "student.keep_layers=null", "student.num_layers=null")
 
 
+def add_run_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
+    """Add the arguments that name a run and changes to its configuration.
+
+    The run is a positional argument because torchrun reads `--run` as one of its own options,
+    shortened, wherever it stands. `--run` stays for a script that is started without torchrun.
+    """
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN key=value",
+        help=f"output folder of the student's run, then changes to its configuration, {example}",
+    )
+    parser.add_argument("--run", metavar="RUN", help="the same folder; not under torchrun")
+
+
+def run_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the run that `add_run_arguments` parsed, None where there is none, and its changes."""
+    if arguments.run is not None:
+        return arguments.run, list(arguments.words)
+    return (arguments.words[0], arguments.words[1:]) if arguments.words else (None, [])
+
+
 def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) -> RunConfig:
     """Read `folder/config.yaml` with the run's own checkpoint as the student's weights.
 
@@ -32,6 +58,8 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     """
     own = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
     file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: not a run, it has no config.yaml; {NO_RUN}")
     tokenizer = load_config(file, _ONE_PROCESS).data.tokenizer
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")

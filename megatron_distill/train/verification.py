@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_distill.models.differences import architecture_differences
 from megatron_distill.models.gpt import build_gpt
 from megatron_distill.models.hugging_face.folder import SafetensorsFolder
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-from megatron_distill.models.parameters import placed
+from megatron_distill.models.parameters import Place, placed
 from megatron_distill.models.weights import WeightSource, fill
 from megatron_distill.runtime.groups import Layout, create_groups, destroy_groups
 from megatron_distill.runtime.seed import seed_everything
@@ -43,6 +43,7 @@ class Comparison:
     scale: float  # the largest logit
     positions: int
     agreeing: int  # positions where both choose the same next token
+    dtypes: str  # in which dtypes the two are, and in which they were compared
 
     @property
     def is_same(self) -> bool:
@@ -83,7 +84,10 @@ class Probe:
 
 
 def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comparison:
-    """Compare a Hugging Face folder, as `transformers` runs it, with a checkpoint of ours, in fp32.
+    """Compare a Hugging Face folder, as `transformers` runs it, with a checkpoint of ours.
+
+    The checkpoint's tensors are rounded to the dtypes that the files have, as an export does it;
+    then bits are compared, and logits that are computed from them in fp32.
 
     Raises ConfigError in a world of more than one rank or for a probe that the model cannot
     compute, CheckpointError where a side cannot be read or the architectures differ.
@@ -97,13 +101,13 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
     differences = architecture_differences(described.architecture, architecture)
     if differences:
         raise CheckpointError(f"{path} is of another model than {folder}: {'; '.join(differences)}")
-    ours = CheckpointWeights(path, architecture)
+    ours = _Rounded(CheckpointWeights(path, architecture), theirs)
     tensors, different = 0, {}
     for parameter, place in placed(architecture):
         start = (0,) * len(parameter.shape)
         pair = []
         for source in (theirs, ours):
-            pair.append(torch.empty(parameter.shape, dtype=source.dtype(parameter.key)))
+            pair.append(torch.empty(parameter.shape, dtype=theirs.dtype_at(parameter.key, place)))
             source.read_into(pair[-1], parameter.key, place, start)
         tensors += 1
         if not _same_bits(*pair):
@@ -111,7 +115,41 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
             different[names] = _distance(*pair)
     tokens_bs = probe.tokens(architecture.vocab_size)
     logits_bsG = _our_logits(ours, architecture, tokens_bs)
-    return _compared(tensors, different, _reference_logits(folder, tokens_bs), logits_bsG)
+    files, saved = _spelled(ours.of_files), _spelled(ours.of_checkpoint)
+    dtypes = f"{files} on both sides"
+    if files != saved:
+        dtypes = f"files {files}, checkpoint {saved}; compared in the files' dtype"
+    return _compared(tensors, different, _reference_logits(folder, tokens_bs), logits_bsG, dtypes)
+
+
+class _Rounded:
+    """A checkpoint's weights in the dtypes of a folder's; a `WeightSource`.
+
+    Attributes:
+        of_files, of_checkpoint: the dtypes that were met on either side.
+    """
+
+    def __init__(self, weights: CheckpointWeights, files: HuggingFaceWeights) -> None:
+        self._weights, self._files = weights, files
+        self.of_files: set[torch.dtype] = set()
+        self.of_checkpoint: set[torch.dtype] = set()
+
+    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+        """Copy a window into `destination`, rounded to the files' dtype on its way."""
+        window = torch.empty(destination.shape, dtype=self._weights.dtype(key))
+        self._weights.read_into(window, key, place, start)
+        wanted = self._files.dtype_at(key, place)
+        self.of_files.add(wanted)
+        self.of_checkpoint.add(window.dtype)
+        destination.copy_(window.to(wanted))
+
+    def read(self, *_: object) -> Tensor | None:
+        """Return nothing: what is rounded lies in no file."""
+        return None
+
+
+def _spelled(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _our_logits(source: WeightSource, architecture: Architecture, tokens_bs: Tensor) -> Tensor:
@@ -144,12 +182,14 @@ def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
     for side in sides:
         side.check_index()
     names = sides[0].names | sides[1].names
-    different = {}
+    different, found = {}, (set[torch.dtype](), set[torch.dtype]())
     for name in sorted(names):
         if not all(name in side.names for side in sides):
             different[name] = math.nan
             continue
         pair = [side.read(name, slice(None)) for side in sides]
+        for kinds, tensor in zip(found, pair, strict=True):
+            kinds.add(tensor.dtype)
         if not _same_bits(*pair):
             different[name] = _distance(*pair)
     vocabularies = [description.architecture.vocab_size for description in described]
@@ -158,13 +198,18 @@ def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
             f"{first} has a vocabulary of {vocabularies[0]} tokens, {second} of {vocabularies[1]}"
         )
     tokens_bs = probe.tokens(vocabularies[0])
-    logits = (_reference_logits(path, tokens_bs) for path in (first, second))
-    return _compared(len(names), different, *logits)
+    logits = (_reference_logits(first, tokens_bs), _reference_logits(second, tokens_bs))
+    one, other = map(_spelled, found)
+    dtypes = f"{one} on both sides"
+    if one != other:
+        dtypes = f"{first} {one}, {second} {other}: not rounded; compare with a checkpoint instead"
+    return _compared(len(names), different, *logits, dtypes=dtypes)
 
 
 def said_lines(comparison: Comparison) -> Iterator[str]:
     """Yield what a reader wants to know, a line each."""
     equal = comparison.tensors - len(comparison.different)
+    yield f"dtypes    {comparison.dtypes}"
     yield f"tensors   {equal} of {comparison.tensors} are equal bit for bit"
     for name, distance in list(comparison.different.items())[:10]:
         far = (
@@ -185,7 +230,11 @@ def said_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _compared(
-    tensors: int, different: dict[str, float], first_bsG: Tensor, second_bsG: Tensor
+    tensors: int,
+    different: dict[str, float],
+    first_bsG: Tensor,
+    second_bsG: Tensor,
+    dtypes: str,
 ) -> Comparison:
     distance = (first_bsG - second_bsG).abs()
     agreeing = first_bsG.argmax(-1) == second_bsG.argmax(-1)
@@ -197,6 +246,7 @@ def _compared(
         scale=float(first_bsG.abs().max()),
         positions=agreeing.numel(),
         agreeing=int(agreeing.sum()),
+        dtypes=dtypes,
     )
 
 

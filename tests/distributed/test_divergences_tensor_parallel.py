@@ -17,7 +17,7 @@ from megatron_distill.signals import DenseLogits, Sampled, TopK
 from tests.distributed.pool import Pool
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
-from tests.reference.logits import logit_pair
+from tests.reference.logits import logit_pair, neighbours
 from tests.reference.tracing import Trace
 
 WORLDS = [1, 2, 4]
@@ -90,7 +90,7 @@ def expected_of(case: Case, student: Tensor, teacher: Tensor) -> tuple[Tensor, T
         value = oracles.kept(
             name, leaf, signal.ids, signal.log_probs, signal.log_tail, support, temperature
         )
-    (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, 6).double())
+    (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
     return value.detach(), gradient
 
 
@@ -135,6 +135,38 @@ def test_defect_17_tensor_parallel_1_2_4_equals_dense_for_each_divergence_and_su
         assert float(error.max()) < VALUE_TOLERANCE[dtype], (case, float(error.max()))
         error_of_gradient = row_error(found[:, : sizes[0]], gradient)
         assert error_of_gradient < GRADIENT_TOLERANCE[dtype], (case, error_of_gradient)
+
+
+def near_cases(rank: int, world: int, noise: float) -> list[tuple[Tensor, Tensor]]:
+    shard = VocabShard.for_rank(203, 224, rank, world)
+    columns = slice(shard.start, shard.stop)
+    student, teacher = neighbours(9, 203, noise)
+    student[::3] = student[::3].flip(1)
+    answers = []
+    for name in oracles.ORACLES:
+        leaf = padded(student, columns).requires_grad_()
+        signal = DenseLogits(padded(teacher, columns))
+        group = dist.group.WORLD
+        value = token_divergence(leaf, signal, divergence=name, shard=shard, group=group)
+        value.backward(torch.linspace(0.1, 1.0, 9))
+        assert leaf.grad is not None
+        answers.append((value.detach(), leaf.grad))
+    return answers
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.001])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_student_near_its_teacher_in_some_tokens(pool: Pool, world: int, noise: float) -> None:
+    ranks = pool.run(world, near_cases, noise)
+    student, teacher = neighbours(9, 203, noise)
+    student[::3] = student[::3].flip(1)
+    for number, name in enumerate(oracles.ORACLES):
+        answers = [rank[number] for rank in ranks]
+        value, gradient = expected_of((name, "dense", 1.0), student, teacher)
+        assert all(torch.equal(answer[0], answers[0][0]) for answer in answers), name
+        found = torch.cat([answer[1] for answer in answers], 1)[:, :203]
+        assert float(((answers[0][0] - value).abs() / value).max()) < 1e-6, name
+        assert row_error(found, gradient) < 1e-6, name
 
 
 def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -249,7 +281,7 @@ def assert_shards_of_few_columns_equal_the_whole(pool: Pool, ids: str) -> None:
     for number, (name, support) in enumerate(ON_IDS):
         leaf = student.double().requires_grad_()
         value = oracles.kept(name, leaf, kept.ids, kept.log_probs, kept.log_tail, support, 1.0)
-        (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, 6).double())
+        (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
         answers = [rank[number] for rank in ranks]
         error = (answers[0][0] - value.detach()).abs() / value.detach().abs().clamp(
             min=LEAST[support]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
+from tests.e2e.failing import call
 from tests.e2e.runs import Inputs, course, failure, quick_and_slow, records, run
 
 FIRST, LAST = 1e-6, 1e-4
@@ -160,6 +161,34 @@ def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: Runner) -> Non
     for ours, theirs in zip(halved, weighted, strict=True):
         assert ours["grad_norm"] == theirs["grad_norm"]
         assert ours["kd_loss"] == pytest.approx(2 * theirs["kd_loss"], rel=1e-6)
+
+
+CLAMPED: dict[str, tuple[Sequence[str], bool]] = {
+    "magnitude, TP2": (("objective.balance={mode: magnitude, clamp: 1.01}", TENSOR), True),
+    "per micro-batch, DP2": (
+        ("objective.balance={mode: magnitude, per_microbatch: true, clamp: 1.01}",), True,
+    ),
+    "gradient norms, PP2": (
+        ("objective.balance={mode: gradient_norm, clamp: 1.01}", PIPELINE), True,
+    ),
+    "a clamp out of reach, DP2": (("objective.balance={mode: magnitude, clamp: 1e6}",), False),
+}  # fmt: skip
+QUICK_CLAMPED = ("per micro-batch, DP2", "a clamp out of reach, DP2")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CLAMPED, QUICK_CLAMPED))
+def test_a_balance_that_sits_at_its_clamp_is_warned_of_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    overrides, expected = CLAMPED[case]
+    few = ("train.steps=24", "train.global_batch_size=4", "objective.terms.0.weight=0.1")
+    endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *few, *overrides)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    scales = [one["balance"]["kd_scale"] for one in records(tmp_path)]
+    assert all(scale == pytest.approx(1.01, rel=1e-6) for scale in scales) == expected
+    said = [ending.said.count("objective.balance.clamp = 1.01: kd_scale was") for ending in endings]
+    assert said == [expected, 0]
+    assert "in each of the last 20 steps" in endings[0].said or not expected
 
 
 AVERAGED = "objective.balance.ema=0.7"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from tests.distributed.pool import Pool
@@ -126,13 +127,64 @@ def test_a_sources_figures_are_those_of_its_labels_alone(
         assert merged == pytest.approx(overall[name], rel=2e-6), name
 
 
-def assert_whole(sources: dict[str, dict[str, float]], overall: dict[str, float]) -> None:
+def assert_whole(
+    sources: dict[str, dict[str, float]], overall: dict[str, float], *terms: str
+) -> None:
     """Check that the mean of the sources' losses over their labels is the overall loss."""
-    for kind in ("ce", "kd"):
+    kinds = {"ce_loss": "ce", "kd_loss": "kd"} | dict.fromkeys(terms, "kd")
+    for name, kind in kinds.items():
         known = [one for one in sources.values() if one[f"{kind}_tokens"]]
         total = sum(one[f"{kind}_tokens"] for one in known)
-        merged = sum(one[f"{kind}_tokens"] * one[f"{kind}_loss"] for one in known) / total
-        assert merged == pytest.approx(overall[f"{kind}_loss"], rel=2e-6)
+        merged = sum(one[f"{kind}_tokens"] * one[name] for one in known) / total
+        assert merged == pytest.approx(overall[name], rel=2e-6), name
+
+
+BALANCED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alpha alone": (1, ("objective.balance.alpha=0.5",)),
+    "schedule": (
+        1, (
+            "objective.balance={mode: schedule, alpha_schedule: {to: 0.2, steps: 3}}",
+            "objective.terms.0.weight_schedule={to: 0.25, steps: 2}",
+        ),
+    ),
+    "magnitude, DP2": (2, ("objective.balance={mode: magnitude, alpha: 0.9, clamp: 1000}",)),
+    "magnitude of the step before": (
+        1, ("objective.balance={mode: magnitude, raw_losses: previous, ema: 0.9}",)
+    ),
+    "magnitude per micro-batch, DP2": (
+        2, ("objective.balance={mode: magnitude, per_microbatch: true}",)
+    ),
+    "gradient norms, TP2": (2, ("objective.balance.mode=gradient_norm", "parallel.tensor=2")),
+}  # fmt: skip
+QUICK_BALANCED = ("schedule", "magnitude, DP2", "gradient norms, TP2")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(BALANCED, QUICK_BALANCED))
+def test_a_balanced_loss_is_the_mean_of_its_sources(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path, case: str
+) -> None:
+    world, balance = BALANCED[case]
+    tracked = "logging.tensorboard=true"
+    found = run(pool, world, inputs.folder / "dense.yaml", tmp_path, *blend, *balance, tracked)
+    names = ("forward_kl", "reverse_kl")
+    for record in found:
+        assert_whole(record["sources"], record, *names)
+        # What multiplies the gradient is not what multiplies the figures.
+        scale = record["balance"]["alpha"] * record["balance"].get("kd_scale", 1.0)
+        assert scale != 1 or record["step"] == 1
+        first = 1.0
+        if case == "schedule":
+            first = max(0.25, 1 - 0.375 * (record["step"] - 1))
+        for figures in (record, *record["sources"].values()):
+            own = first * figures["forward_kl"] + 0.5 * figures["reverse_kl"]
+            assert figures["kd_loss"] == pytest.approx(own, rel=2e-6)
+    losses = [one["kd_loss"] for one in found[0]["sources"].values()]
+    assert max(losses) > 1.01 * min(losses), "the sources are too alike to be told apart"
+    scalars = EventAccumulator(str(tmp_path / "tensorboard"))
+    scalars.Reload()
+    for source, figures in found[-1]["sources"].items():
+        tracked_kd = scalars.Scalars(f"train/sources/{source}/kd_loss")[-1]
+        assert tracked_kd.value == pytest.approx(figures["kd_loss"], rel=1e-6)
 
 
 def flat(output: Path) -> list[dict[str, float]]:
@@ -177,7 +229,7 @@ def test_the_log_has_every_source_and_their_mean_is_the_whole(alone: Path) -> No
     for record in found:
         overall = record.get("validation", record)
         assert tuple(overall["sources"]) == NAMES
-        assert_whole(overall["sources"], overall)
+        assert_whole(overall["sources"], overall, "forward_kl", "reverse_kl")
     shares = [0.0, 0.0, 0.0]
     for record in step_records(alone):
         assert all(one.keys() <= STEP_KEYS for one in record["sources"].values())
@@ -209,7 +261,7 @@ def test_an_evaluation_says_the_same_of_each_source(pool: Pool, alone: Path) -> 
             assert found["sources"][source] == pytest.approx(figures, rel=1e-5, abs=1e-7)
 
 
-STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens"}
+STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens", "forward_kl", "reverse_kl"}
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ["DP2"]))
@@ -272,3 +324,15 @@ def test_counts_of_no_source_are_no_figures() -> None:
         "b": {"ce_tokens": 0, "kd_tokens": 0},
     }
     assert values == {"ce": 3.0, "kd": 0.0}
+
+
+def test_a_step_says_of_a_source_its_losses_and_terms_alone() -> None:
+    from megatron_distill.train.source_figures import step_figures
+
+    step = StepBatches((), 6, 4, 8, by_source=(LabelCounts(6, 1), LabelCounts(0, 3)))
+    shares = {"kd@a": 0.5, "kd@b": 1.5, "forward_kl@a": 0.25, "forward_kl@b": 0.75}
+    values = {"kd": 2.0, "forward_kl": 1.0, **shares, "top1_agreement@a": 0.25}
+    assert step_figures(values, step, ("a", "b"), terms=["forward_kl"]) == {
+        "a": {"kd_tokens": 1, "kd_loss": 2.0, "forward_kl": 1.0},
+        "b": {"kd_tokens": 3, "kd_loss": 2.0, "forward_kl": 1.0},
+    }

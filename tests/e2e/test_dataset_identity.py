@@ -137,6 +137,10 @@ def test_conversations_are_named_with_their_masks_and_the_content_of_their_templ
         "data.packing_buffer=7": "packing_buffer",
     }.items():
         assert changed(before, ask(pool, config, chat, override)) == {key, "digest"}
+    kept = chat.replace("chat_template:", "leading_assistant: keep, chat_template:")
+    assert changed(before, ask(pool, config, kept)) == {"sources", "digest"}
+    # Stores older than the key name none, and go on with its default.
+    assert "leading_assistant" not in str(before)
     moved = template.rename(inputs.folder / "moved.jinja")
     renamed = chat.replace(str(template), str(moved))
     assert ask(pool, config, renamed) == before

@@ -162,6 +162,22 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
             assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
 
 
+@pytest.mark.parametrize(
+    "undecayed", ["objective.projector.weight_decay=0.0", "optimizer.weight_decay=0"]
+)
+def test_projectors_train_and_are_saved_without_weight_decay(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undecayed: str
+) -> None:
+    # Matrices and biases then have the same decay, and must stay two groups.
+    config = inputs.folder / "dense.yaml"
+    both = (LOSSES, undecayed, "train.steps=2", "schedule.warmup_steps=0", "checkpoint.save=true")
+    (before,) = pool.run(1, projector_parts, config, [f"output={tmp_path / 'none'}", *both])
+    run(pool, 1, config, tmp_path / "run", *both)
+    (after,) = pool.run(1, projector_parts, config, [f"output={tmp_path / 'run'}", *both])
+    assert len(before) == len(after) == 6 * 3 * 2  # a matrix and a bias of each pair of layers
+    assert all(ours != theirs for ours, theirs in zip(after, before, strict=True))
+
+
 @pytest.fixture(scope="module")
 def saved(pool: Pool, inputs: Inputs) -> Path:
     """A run with projectors and one checkpoint, not to be changed."""
@@ -223,10 +239,10 @@ def schedule_of(rank: int, world: int, config: Path, overrides: list[str]) -> li
         assert features.projectors is not None
         rates = []
         for _ in range(found.train.steps):
-            schedule.step(1)
             features.projectors.apply_gradients(schedule, norm=0.0)
             groups = features.projectors._adam.param_groups
             rates.append((parts.state.optimizer.param_groups[0]["lr"], *(g["lr"] for g in groups)))
+            schedule.step(1)
         return rates
 
 
@@ -235,7 +251,7 @@ def test_projectors_follow_the_schedule_in_shape(
 ) -> None:
     overrides = [f"output={tmp_path}", LOSSES, MLP, *SHORT, "schedule.min_learning_rate=0.0006"]
     (rates,) = pool.run(1, schedule_of, inputs.folder / "dense.yaml", overrides)
-    assert [own for own, *_ in rates][:3] == pytest.approx([0.0015, 0.003, 0.00264853], rel=1e-5)
-    assert rates[-1][0] == pytest.approx(0.0006)
+    expected = [0, 0.0015, 0.003, 0.00264853, 0.0018, 0.00095147]
+    assert [own for own, *_ in rates] == pytest.approx(expected, rel=1e-5)
     for own, *others in rates:
         assert others == pytest.approx([own * 0.01 / 0.003] * 2)

@@ -44,11 +44,11 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "another order": (
         ("teacher.architecture=null", "data.shuffle_samples=41"),
-        ("captured on another stream", "shuffle_samples is 40 there and 41 here"),
+        ("captured on another stream", "data.shuffle_samples is 40 there and 41 here"),
     ),
     "another seed": (
         ("teacher.architecture=null", "seed=8"),
-        ("captured on another stream", "seed is 7 there and 8 here"),
+        ("captured on another stream", "(seed is 7 there and 8 here"),
     ),
     "documents mixed": (
         ("data.isolate_documents=false",),
@@ -137,6 +137,11 @@ def _flipped(store: Path) -> None:
     path.write_bytes(content)
 
 
+def _sidecar(store: Path) -> None:
+    path = store / "shards" / "logits-000003.json"
+    path.write_text(path.read_text().replace('"count": ', '"count": 1', 1))
+
+
 def _foreign(store: Path) -> None:
     """A shard of another store, which is sound by itself."""
     other = store.with_name("other")
@@ -144,12 +149,14 @@ def _foreign(store: Path) -> None:
     shutil.copy(path, store / "shards" / path.name)
 
 
+REPAIR = "run `python tools/teacher_store.py repair "
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "unfinished": (_unfinished, ("incomplete, 13 of 13 shards are there and no manifest.json",)),
     "missing": (_missing, ("logits-000003.array_record", "sample")),
-    "cut": (_cut, ("logits-000003.array_record", "bytes instead of")),
+    "cut": (_cut, ("logits-000003.array_record", "bytes instead of", REPAIR)),
     "exchanged": (_exchanged, ("logits-00000", "sample 2", "swapped or duplicated")),
-    "flipped": (_flipped, ("logits-000003.array_record", "damaged", "sample")),
+    "flipped": (_flipped, ("logits-000003.array_record: sample", "damaged", REPAIR)),
+    "sidecar": (_sidecar, ("logits-000003.json: damaged", REPAIR)),
     "foreign": (_foreign, ("logits-000003.array_record", "belongs to another store")),
 }
 

@@ -6,19 +6,27 @@ text that depends on the layout; a sample that ends in an error after a long tra
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError, DataError
 from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
-from megatron_distill.train.trained_run import load_trained_run
+from megatron_distill.train.trained_run import (
+    add_run_arguments,
+    load_trained_run,
+    run_and_overrides,
+)
 from tests.distributed.pool import Pool
+from tests.e2e.processes import SIGNALLING_TORCHRUN, TORCHRUN
 from tests.e2e.runs import CPU, Inputs, environment, records, run
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +112,7 @@ def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
     student = str(trained / "student")
     figures = tmp_path / "figures.json"
-    evaluated = call("evaluate.py", "--run", student, "--json", str(figures))
+    evaluated = call("evaluate.py", student, "--json", str(figures))
     assert evaluated.returncode == 0, evaluated.stderr
     validation: Any = records(trained / "student")[-1]["validation"]
     found = json.loads(figures.read_text())
@@ -118,9 +126,75 @@ def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> No
     assert call("generate.py", *options).stdout == text.read_text() + "\n", "the seed fixes it"
 
 
+def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
+    """What a script prints under torchrun with two processes, the words as a user types them."""
+    done = subprocess.run(
+        [*launcher, "--standalone", "--nproc-per-node", "2", f"launch/{script}", *arguments],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_documented_evaluation_runs_under_torchrun(trained: Path) -> None:
+    student = str(trained / "student")
+    found = json.loads(under(TORCHRUN, "evaluate.py", student, "parallel.tensor=2"))
+    validation: Any = records(trained / "student")[-1]["validation"]
+    assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [(TORCHRUN, []), (SIGNALLING_TORCHRUN, []), (SIGNALLING_TORCHRUN, ["--run"])],
+    ids=["torchrun", "wrapper", "wrapper-run"],
+)
+def test_the_scripts_run_under_torchrun_and_its_wrapper(
+    trained: Path, launcher: Sequence[str], options: list[str]
+) -> None:
+    run_words = [*options, str(trained / "student"), "parallel.tensor=2"]
+    words = ("--prompt", PROMPT, "--tokens", "5", "--temperature", "0")
+    text = under(launcher, "generate.py", *run_words, *words)
+    assert text.startswith(PROMPT)
+    assert text == call("generate.py", str(trained / "student"), *words).stdout
+    found = json.loads(under(launcher, "evaluate.py", *run_words))
+    assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
+
+
+def test_the_run_is_the_first_word_or_an_option(tmp_path: Path) -> None:
+    for words in (["runs/lr=1", "a=1", "b=2"], ["--run", "runs/lr=1", "a=1", "b=2"]):
+        parser = argparse.ArgumentParser()
+        add_run_arguments(parser, example="")
+        parsed = parser.parse_intermixed_args(words)
+        assert run_and_overrides(parsed) == ("runs/lr=1", ["a=1", "b=2"])
+    for script, said in (("evaluate.py", "first"), ("generate.py", "first, or --hf DIR")):
+        ended = call(script)
+        assert ended.returncode == 2
+        assert ended.stderr.endswith(f"give the output folder of a run, e.g. runs/{said}\n")
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing/config\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"nothing: not a run, it has no config\.yaml; give"):
         load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
+
+
+def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
+    from megatron_distill.data.tokenizer import load_tokenizer
+    from megatron_distill.evaluation.generate import Sampling
+    from megatron_distill.evaluation.hugging_face_text import write_text
+
+    said = re.escape(
+        f"--hf {tmp_path / 'none'}: no config.json is there; give a Hugging Face folder"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        write_text(tmp_path / "none", "a", Sampling(max_new_tokens=1))
+    with pytest.raises(DataError, match=r"set --hf to a folder with a tokenizer\.json.*file$"):
+        load_tokenizer(tmp_path / "none", named="--hf")
 
 
 def test_the_layout_of_the_training_is_not_taken_over(trained: Path) -> None:

@@ -97,6 +97,19 @@ def _last_name(called: ast.expr) -> str:
     return ast.unparse(called).rpartition(".")[2]
 
 
+def repeated_exports(sources: Sequence[Source]) -> Iterator[str]:
+    """Find names that a module's ``__all__`` lists twice."""
+    for source in sources:
+        for node in source.tree.body:
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.List)):
+                continue
+            if not any(isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets):
+                continue
+            names = [one.value for one in node.value.elts if isinstance(one, ast.Constant)]
+            for name in sorted({str(name) for name in names if names.count(name) > 1}):
+                yield f"{source.place}:{node.lineno}: __all__ lists {name} twice"
+
+
 def prints(sources: Sequence[Source]) -> Iterator[str]:
     """Find calls of print."""
     for source in sources:

@@ -20,9 +20,11 @@ EVERYWHERE: list[Guard] = [
     habits.global_state,
     habits.not_ascii,
     habits.drawer_names,
+    habits.repeated_exports,
 ]
 
 REFUSED = [
+    (habits.repeated_exports, '__all__ = ["a", "b", "a"]\n'),
     (habits.prints, "def f():\n    print(1)\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept:\n    pass\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept Exception as error:\n    raise\n"),

@@ -32,7 +32,11 @@ _ROWS = {name: row for row, name in enumerate(_PACKET)}
 _ALL_FORMS = sum((form << 8 * place) for place, form in enumerate(FORMS.values()))
 
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("measure_rows", measure_rows, {**_RULES, **_ROWS, "HAS_TOP": True, "BLOCK": 4096}),
+    (
+        "measure_rows",
+        measure_rows,
+        {**_RULES, **_ROWS, "HAS_TOP": True, "BLOCK": 4096, "NEAR_KL": 0.0625},
+    ),
     *(
         (f"sum_slopes {name}", sum_slopes, {**_RULES, "FORM": form, "BLOCK": 2048})
         for name, form in FORMS.items()

@@ -20,7 +20,7 @@ from megatron_distill.ops.kernels.executor import RowKernels
 from megatron_distill.ops.partition import Partition
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
-from tests.reference.logits import logit_pair
+from tests.reference.logits import logit_pair, neighbours
 from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
 from tests.unit.test_losses_objective_terms import (
     BETWEEN,
@@ -79,6 +79,21 @@ def test_every_divergence_on_every_support(
     scale = oracle_value.abs().clamp(min=1.0 if support == "raw" else 0.0)
     assert float(((value - oracle_value).abs() / scale).max()) < 1e-6
     assert row_error(gradient, oracle_gradient) < CUT_OFF[dtype]
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_student_near_its_teacher_in_some_tokens(
+    name: str, noise: float, device: torch.device
+) -> None:
+    student, teacher = on(device, *neighbours(6, 5000, noise))
+    student[::3] = student[::3].flip(1)
+    upstream = torch.ones(6, device=device)
+    given = {"divergence": name, "support": "dense", "temperature": 0.5}
+    value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
+    oracle = expected(student, DenseLogits(teacher), upstream, **given)
+    assert float(((value.double() - oracle[0]).abs() / oracle[0]).max()) < 1e-6
+    assert row_error(gradient, oracle[1]) < 1e-6
 
 
 @pytest.mark.parametrize("width", [1, 15, 4096, 4097, 9001])

@@ -20,7 +20,7 @@ CASES = "tests/kernels/row_kernel_cases.py"
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q")
 # Of the interpreter's bf16 too little is left for them, or they draw too many samples for it.
 NOT_INTERPRETED = "not dtype1 and not bf16 and not bfloat16 and not samples_estimate"
-SECONDS = 900
+SECONDS = 1500
 
 
 def child(

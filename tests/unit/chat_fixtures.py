@@ -103,7 +103,7 @@ TOOLS = [
 ]
 
 
-def tool_dialogue(*, says: str = "", also: Sequence[str] = ()) -> list[dict[str, Any]]:
+def tool_dialogue(*, says: str | None = "", also: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A question, a call of a tool, its result and the answer; then perhaps more turns."""
     call = {"name": "weather", "arguments": {"city": "Paris"}}
     return [

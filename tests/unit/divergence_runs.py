@@ -13,6 +13,7 @@ from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.ops.kept_divergence import Support
 from megatron_distill.signals import DenseLogits, TopK
 from tests.reference import divergences as oracles
+from tests.reference.distillation import row_error
 
 NAMES = list(oracles.ORACLES)
 KEPT_SUPPORTS: list[str] = list(get_args(Support))
@@ -58,6 +59,21 @@ def differentiated(student: Tensor, oracle: Any, upstream: Tensor) -> tuple[Tens
     value = oracle(leaf)
     (gradient,) = torch.autograd.grad(value, leaf, upstream.double())
     return value.detach(), gradient
+
+
+def assert_six_digits(
+    name: str, student: Tensor, teacher: Tensor, temperature: float, given: dict[str, float]
+) -> None:
+    """Value and gradient of each row against float64, dense, with an upstream gradient of ones."""
+    ones = torch.ones(len(student))
+    found = solved(
+        student, DenseLogits(teacher), ones, divergence=name, temperature=temperature, **given
+    )
+    oracle = differentiated(
+        student, lambda leaf: oracles.dense(name, leaf, teacher, temperature, **given), ones
+    )
+    assert float(((found[0] - oracle[0]).abs() / oracle[0]).max()) < 1e-6
+    assert row_error(found[1], oracle[1]) < 1e-6
 
 
 def expected(

@@ -140,6 +140,18 @@ BROKEN = {
         ["schedule.min_learning_rate=1e-3"],
         "schedule.min_learning_rate = 0.001 is above optimizer.learning_rate = 0.0003",
     ),
+    "a warm-up from above the peak": (
+        ["schedule.warmup_steps=2", "schedule.initial_learning_rate=0.001"],
+        "schedule.initial_learning_rate = 0.001 is above optimizer.learning_rate = 0.0003",
+    ),
+    "the first rate of no warm-up": (
+        ["schedule.warmup_steps=0", "schedule.initial_learning_rate=0.0001"],
+        "schedule.initial_learning_rate = 0.0001 begins a warm-up, and schedule.warmup_steps = 0",
+    ),
+    "the form of no final decay": (
+        ["schedule.wsd_decay_form=cosine"],
+        "schedule.wsd_decay_form = 'cosine' belongs only to schedule.decay = 'wsd', here",
+    ),
     "gather without reduce": (
         ["optimizer={overlap_param_gather: true, overlap_grad_reduce: false}"],
         "optimizer.overlap_param_gather = true: needs optimizer.distributed = true",

@@ -74,11 +74,17 @@ def test_arguments_of_tool_calls_become_objects_without_nulls() -> None:
     found = conversation_of(row, PLAIN)
     assert found.messages[1] == {
         "role": "assistant",
-        "content": "",
+        "content": None,
         "tool_calls": [
             {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "1"}
         ],
     }
+    # A conversation is the same by its content, however a row spells that there is no text.
+    spelled = {"messages": [EXPECTED[0], {**row["messages"][1], "content": ""}]} | {
+        "tools": row["tools"]
+    }
+    assert conversation_of(spelled, PLAIN).messages[1]["content"] == ""
+    assert conversation_of(spelled, PLAIN).digest() == found.digest()
     assert found.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -86,6 +92,34 @@ def test_a_message_keeps_its_weight_out_of_the_template() -> None:
     row = {"messages": [EXPECTED[0], {**EXPECTED[1], "weight": 0.25}]}
     found = conversation_of(row, PLAIN)
     assert (found.messages, found.weights) == (EXPECTED, [1.0, 0.25])
+
+
+SYSTEM = {"role": "system", "content": "s"}
+GREETED = [{**EXPECTED[1], "weight": 0.5}, EXPECTED[1], *EXPECTED]
+
+
+@pytest.mark.parametrize("before", [[], [SYSTEM], [SYSTEM, {**SYSTEM, "role": "developer"}]])
+def test_responses_before_the_first_prompt_are_dropped_kept_or_refused(before: Any) -> None:
+    row = {"messages": [*before, *GREETED]}
+    found = conversation_of(row, PLAIN)
+    assert found.messages == [*before, *EXPECTED]
+    assert (found.dropped, found.weights) == (2, [1.0] * (len(before) + 2))
+    kept = conversation_of(row, ConversationSpec(leading_assistant="keep"))
+    assert [message["role"] for message in kept.messages[len(before) :]] == [
+        *["assistant"] * 2,
+        "user",
+        "assistant",
+    ]
+    assert (kept.dropped, kept.weights[len(before)]) == (0, 0.5)
+    said = f"message {len(before)} is a response, and no prompt comes before it"
+    with pytest.raises(BadConversationError, match=said):
+        conversation_of(row, ConversationSpec(leading_assistant="refuse"))
+
+
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
+def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
+    with pytest.raises(BadConversationError, match="leading_assistant: keep trains them"):
+        conversation_of({"messages": [*before, EXPECTED[1]]}, PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.preparation import prepared_conversations
 from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.errors import DataError
-from tests.unit.chat_fixtures import FOLDER, chat_tokenizer, turns, write_rows
+from tests.unit.chat_fixtures import FOLDER, chat_tokenizer, tool_dialogue, turns, write_rows
 from tests.unit.worker_functions import dying, refusing, slow
 
 ROWS = [{"messages": turns(f"ask {index}", f"say {index}")} for index in range(30)]
@@ -123,6 +123,75 @@ def test_bad_rows_stop_or_are_counted_from_the_cache_too(
     said.clear()
     prepare(path, skip_bad=True)
     assert message in said.text
+
+
+OPEN_ENDED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_turns_without_an_end_are_warned_of_once_per_source(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"messages": turns("a", "b", "c")}])
+    template = tmp_path / "open.jinja"
+    template.write_text(OPEN_ENDED)
+    spec = ConversationSpec(chat_template=str(template))
+    first = prepare(path, style="phi3", spec=spec)
+    again = prepare(path, style="phi3", spec=spec)
+    assert first.manifest.unclosed == again.manifest.unclosed == len(ROWS)
+    warnings = [one.getMessage() for one in said.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"jsonl {path}: the chat template writes no token that ends the")
+    assert "after the last response of 30 of 31 conversations" in warnings[0]
+    assert "data.sources.conversation.chat_template" in warnings[0]
+    said.clear()
+    assert prepare(path).manifest.unclosed == 0
+    assert not [one for one in said.records if one.levelname == "WARNING"]
+
+
+def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    greeting = {"role": "assistant", "content": "Welcome."}
+    greeted = {"messages": [greeting, greeting, *turns("ask", "say")]}
+    path = write_rows(tmp_path / "a.jsonl", [greeted, *ROWS])
+    for _ in range(2):
+        said.clear()
+        assert prepare(path).manifest.dropped == 2
+        assert "2 responses before the first prompt dropped" in said.text
+    with pytest.raises(DataError, match=f"{path}:1: message 0 is a response, and no prompt"):
+        prepare(path, spec=ConversationSpec(leading_assistant="refuse"))
+    kept = prepare(path, spec=ConversationSpec(leading_assistant="keep"))
+    assert kept.manifest.dropped == 0
+    assert kept.manifest.ce_labels > prepare(path).manifest.ce_labels
+    # Messages are counted as the template gets them.
+    call = {**greeting, "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    write_rows(path, [{"messages": [greeting, *turns("a"), call]}])
+    reason = "message 1: .* not write its tool calls.* .messages are counted without the 1 before"
+    with pytest.raises(DataError, match=reason):
+        prepare(path, style="llama3")
+
+
+def test_workers_give_arguments_as_text_as_one_process_does(tmp_path: Path) -> None:
+    template = tmp_path / "text.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ '{' + c.function.arguments + '}' }}{% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    rows = [{"messages": tool_dialogue(says=None, also=["why " * 900, "so"])} for _ in range(400)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert path.stat().st_size > 1 << 20  # several blocks
+    spec = ConversationSpec(chat_template=str(template))
+    alone = prepare(path, style="phi3", spec=spec)
+    together = prepare(path, style="phi3", spec=spec, cache=tmp_path / "other", workers=2)
+    assert alone.manifest == together.manifest
+    assert alone.manifest.conversations == len(rows)
+    start, stop = alone.bounds(0)
+    text = chat_tokenizer("phi3").decode(alone.tokens_n[start:stop].tolist())
+    assert '<|assistant|>{{"city": "Paris"}}<|end|>' in text
 
 
 def data_workers() -> list[str]:

@@ -277,5 +277,5 @@ def test_combinations_that_are_not_defined() -> None:
         token_divergence(student, at_one, divergence="forward_kl", support="ghost")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="forward_kl takes no parameter, not 'beta'"):
         token_divergence(student, at_one, divergence="forward_kl", beta=0.5)
-    with pytest.raises(ValueError, match="beta is 1.0; it must be between 0 and 1"):
-        token_divergence(student, at_one, divergence="js_divergence", beta=1.0)
+    with pytest.raises(ValueError, match="beta is 1.5; it must be between 0 and 1"):
+        token_divergence(student, at_one, divergence="js_divergence", beta=1.5)

@@ -155,3 +155,20 @@ def test_projectors_depend_on_seed_and_name_alone_and_keep_the_scale() -> None:
 
 def test_pairs_are_named_by_loss_and_layers() -> None:
     assert FeaturePair(4, 10, "cosine", 0.5).name == "feature_cosine_4_10"
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
+def test_states_of_nearly_one_direction_have_six_digits(noise: float) -> None:
+    teacher = states(40, 256, 1)
+    student = 0.7 * (teacher + noise * states(40, 256, 2))
+    for row in range(40):
+        mine, theirs = student[row : row + 1], teacher[row : row + 1]
+        found = FeatureLoss("cosine", theirs, torch.ones(1), None)
+        leaf = mine.double().requires_grad_()
+        expected = distance(leaf[0], theirs[0].double(), "cosine")
+        (gradient,) = torch.autograd.grad(expected, leaf)
+        expected = expected.detach()
+        value = float(found.value(mine))
+        assert value == pytest.approx(float(expected), rel=1e-6)
+        error = (found.gradient(mine, coefficient=1.0) - gradient).abs().amax()
+        assert float(error) < 1e-6 * float(gradient.abs().amax())

@@ -10,7 +10,7 @@ from megatron_distill.signals import DenseLogits
 from tests.reference import divergences as oracles
 from tests.reference.distillation import row_error
 from tests.reference.logits import logit_pair
-from tests.unit.divergence_runs import NAMES, differentiated, solved
+from tests.unit.divergence_runs import NAMES, assert_six_digits, differentiated, solved
 from tests.unit.row_executors import row_executor
 
 __all__ = ["row_executor"]
@@ -36,15 +36,7 @@ def test_values_and_gradients_of_many_rows(
     name: str, given: dict[str, float], spread: float, temperature: float
 ) -> None:
     student, teacher = logit_pair(ROWS, COLUMNS, seed=11, spread=spread)
-    ones = torch.ones(ROWS)
-    found = solved(
-        student, DenseLogits(teacher), ones, divergence=name, temperature=temperature, **given
-    )
-    expected = differentiated(
-        student, lambda leaf: oracles.dense(name, leaf, teacher, temperature, **given), ones
-    )
-    assert float(((found[0] - expected[0]).abs() / expected[0]).max()) < 1e-6
-    assert row_error(found[1], expected[1]) < 1e-6
+    assert_six_digits(name, student, teacher, temperature, given)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])

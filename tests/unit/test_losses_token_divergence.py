@@ -145,6 +145,10 @@ def test_misuse_is_named() -> None:
     student, teacher = logit_pair(4, 10)
     with pytest.raises(ValueError, match="unknown divergence 'kl'"):
         token_divergence(student, DenseLogits(teacher), divergence="kl")
+    with pytest.raises(
+        TypeError, match=r"not Tensor; wrap the teacher's logits: DenseLogits\(logi"
+    ):
+        token_divergence(student, teacher, divergence="forward_kl")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes DenseLogits, TopK or Sampled, not HiddenState"):
         token_divergence(
             student,

@@ -135,5 +135,6 @@ def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
     assert len(Sweep(("student", "teacher"), (one, term), full=True).names) == 13
     assert len(Sweep(("student",), (), full=True).names) == 4
     curved = WeightedDivergence(divergence_named("js_divergence"), 2.0, 1.0)
-    assert len(Sweep(("student", "teacher"), (curved,), full=False).names) == 5
+    # Forward KL of any term says which tokens are near their teacher.
+    assert len(Sweep(("student", "teacher"), (curved,), full=False).names) == 6
     assert len(Sweep(("student",), (), full=False, student_temperatures=(2.0,)).names) == 2

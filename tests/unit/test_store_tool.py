@@ -123,7 +123,7 @@ def test_convert_makes_a_store_for_the_renormalised_support(tmp_path: Path, call
     assert out.count("unknown") == 2
     status, _, err = call(*words)
     assert status == 1
-    assert "capture.codec is 'f16' there and 'u8' here" in err
+    assert "(codec is 'f16' there and 'u8' here" in err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "stats", "repair"])

@@ -69,6 +69,11 @@ class ConversationConfig(Section):
         description="Field of a message: how much it is trained, from 0 (as a prompt) to 1; "
         "rounded to a multiple of 1/64.",
     )
+    leading_assistant: Literal["drop", "keep", "refuse"] = Field(
+        default="drop",
+        description="Responses before the first prompt, as ShareGPT has them: leave them out and "
+        "count them, give them to the template, which may refuse them, or take the row for bad.",
+    )
     chat_template: str = Field(
         default="tokenizer",
         min_length=1,

@@ -87,9 +87,10 @@ class TermConfig(Section):
     )
     beta: float | None = Field(
         default=None,
-        gt=0,
-        lt=1,
-        description="Of `js_divergence`: the teacher's share of the mixture; null: 0.5.",
+        ge=0,
+        le=1,
+        description="Of `js_divergence`: the teacher's share of the mixture (DistiLLM's lambda is "
+        "one minus it); 0 is forward KL and 1 reverse KL, as in TRL and Liger; null: 0.5.",
     )
     skew_lambda: float | None = Field(
         default=None,
@@ -102,7 +103,8 @@ class TermConfig(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Of `adaptive_kl`: the most mass of the teacher's tail; null: 0.5.",
+        description="Of `adaptive_kl`: the most mass of the teacher's tail, one minus the paper's "
+        "mu; the token that crosses the boundary belongs to the head; null: 0.5.",
     )
 
     @property
@@ -139,7 +141,10 @@ class BalanceConfig(Section):
         description="Decay of the running mean of the sizes that ratios are of; 0: no mean.",
     )
     clamp: float | None = Field(
-        default=None, ge=1, description="c: ratios are kept in [1/c, c]; null: they are not."
+        default=None,
+        ge=1,
+        description="c: ratios are kept in [1/c, c]; null: they are not. One that is at an end for "
+        "20 steps is warned of.",
     )
     epsilon: float = Field(default=1e-8, gt=0, description="Least denominator of a ratio.")
     per_microbatch: bool = Field(

@@ -16,9 +16,18 @@ class OptimizerConfig(Section):
         default="adamw", description="`adam` adds the weight decay to the gradient instead."
     )
     learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Weight decay of matrices.")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="Weight decay of matrices; Megatron's own default is 0.01.",
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
+    beta2: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Decay of the second moment; Megatron's own default is 0.999.",
+    )
     epsilon: float = Field(default=1e-8, gt=0, description="Epsilon of the denominator.")
     clip_grad_norm: float = Field(
         default=1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off."
@@ -37,25 +46,44 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the steps."""
+    """The learning rate over the updates: that of a step follows from the updates before it.
+
+    docs/learning_rate.md has the formulas. A step that was skipped is no update.
+    """
 
     decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
         description="Shape after the warm-up; `wsd` stays at the peak, then decays at the end.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Steps of linear growth from 0 to the peak."
+        default=0,
+        ge=0,
+        description="Updates of linear growth from `initial_learning_rate` to the peak, which the "
+        "next one has.",
+    )
+    initial_learning_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="Learning rate of the first update of a warm-up; 0, as in Megatron: that one "
+        "fills the moments alone.",
     )
     min_learning_rate: float = Field(
-        default=0.0, ge=0, description="Learning rate at the end of the decay."
+        default=0.0,
+        ge=0,
+        description="Learning rate at the end of the decay, one update after the last.",
     )
     decay_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Step at which the decay ends, warm-up included; null: `train.steps`.",
+        description="Updates after which the decay ends, warm-up included; null: `train.steps`.",
     )
     wsd_decay_steps: int | None = Field(
-        default=None, ge=1, description="Steps of the final decay; required by `wsd` alone."
+        default=None, ge=1, description="Updates of the final decay; required by `wsd` alone."
+    )
+    wsd_decay_form: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="linear",
+        description="Of `wsd`: the form of the final decay, from 1 at d = 0 to 0 at d = 1: 1 - d, "
+        "half a period of a cosine, 2 * 0.5^d - 1 (Megatron's own default), or 1 - sqrt(d).",
     )
 
 

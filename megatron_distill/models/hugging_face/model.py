@@ -121,13 +121,15 @@ class HuggingFaceWeights:
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one of our tensors: the widest that makes it, in any layer."""
         if key not in self._dtypes:
-            spelled = {
-                self._files.dtype(self._stored(named.name))
-                for place in places(self._parameters[key], self.architecture)
-                for named in self.pieces(key, place)
-            }
-            self._dtypes[key] = reduce(torch.promote_types, (_DTYPES[name] for name in spelled))
+            every = places(self._parameters[key], self.architecture)
+            spelled = {self.dtype_at(key, place) for place in every}
+            self._dtypes[key] = reduce(torch.promote_types, spelled)
         return self._dtypes[key]
+
+    def dtype_at(self, key: str, place: Place) -> torch.dtype:
+        """Return the dtype of one of our tensors at one place: the widest that makes it there."""
+        spelled = {self._files.dtype(self._stored(named.name)) for named in self.pieces(key, place)}
+        return reduce(torch.promote_types, (_DTYPES[name] for name in spelled))
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
         """Copy a window of one of our tensors into `destination`, whose shape is the window's.

@@ -7,7 +7,17 @@ options): equal models leave exactly nothing.
 import triton
 import triton.language as tl
 
-__all__ = ["FORMS", "LOWEST", "load_logits", "scaled", "slope_and_value", "through_cap"]
+__all__ = [
+    "FORMS",
+    "LOWEST",
+    "compared",
+    "exp_excess",
+    "load_logits",
+    "log_ratio",
+    "scaled",
+    "slope_and_value",
+    "through_cap",
+]
 
 # What stands for -inf; differences of two are finite, at temperatures down to 1/2.
 LOWEST: tl.constexpr = tl.constexpr(-8.507059e37)
@@ -15,6 +25,8 @@ _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # See `gap_beyond_top`.
 _FAR: tl.constexpr = tl.constexpr(1e20)
 _LOG_HALF: tl.constexpr = tl.constexpr(-0.6931471805599453)
+# Log ratios up to which what is beyond their first order comes from a series, good to 1e-7.
+_NEAR: tl.constexpr = tl.constexpr(0.5)
 # Where tanh is a polynomial: there, 1 - e^-2x would have lost digits.
 _SMALL: tl.constexpr = tl.constexpr(0.25)
 
@@ -88,12 +100,51 @@ def _mixture(p, q, share, rest):
 
 
 @triton.jit
-def _surprise(p, q, share, rest):
-    """See `_surprise` of the mixtures: log(m/q) in m = share p + rest q."""
-    gap = p - q
+def exp_excess(x):
+    """e^x - 1 - x, of an x no further from zero than the series is good for."""
+    x = tl.minimum(tl.maximum(x, -_NEAR), _NEAR)
+    series = 0.0001984126984126984 + x * 2.48015873015873e-05
+    series = 0.008333333333333333 + x * (0.001388888888888889 + x * series)
+    return x * x * (0.5 + x * (0.16666666666666666 + x * (0.041666666666666664 + x * series)))
+
+
+@triton.jit
+def log_ratio(z_t, z_s, shift, rounded_off, inverse):
+    """(z_t - z_s - shift) / T to all digits: the difference with what rounding takes from it
+    (Knuth's two-sum), the shift with what fp32 rounds off."""
+    gap = z_t - z_s
+    of_student = gap - z_t
+    lost = (z_t - (gap - of_student)) - (z_s + of_student)
+    return ((gap - shift) + (lost - rounded_off)) * inverse
+
+
+@triton.jit
+def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near):
+    """Log ratio d, e^d - 1 - d where the series is good, and p - q: of tokens near their teacher
+    from d, elsewhere as it is."""
+    d = log_ratio(z_t, z_s, shift, rounded_off, inverse)
+    excess = exp_excess(d)
+    exact = tl.where(is_near > 0.0, tl.abs(d), 1.0) <= _NEAR
+    return d, excess, tl.where(exact, q * (d + excess), p - q)
+
+
+@triton.jit
+def _surprise(p, q, gap, share, rest):
+    """See `_surprise` of the mixtures: log(m/q) in m = share p + rest q; the gap is p - q."""
     mixture = _mixture(p, q, share, rest)
     size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
     return tl.where(gap < 0, -size, size)
+
+
+@triton.jit
+def _log_excess(x, log1p):
+    """x - log(1 + x), given the logarithm: with s = x/(2 + x) it is x s - 2 s^3 (1/3 + ...)."""
+    near = tl.minimum(tl.maximum(x, -_NEAR), _NEAR)
+    ratio = tl.div_rn(near, 2.0 + near)
+    square = ratio * ratio
+    series = 0.28236619805320796 + square * 0.2685149802278186
+    series = 0.6666664033669923 + square * (0.4000756064491075 + square * series)
+    return tl.where(near != x, x - log1p, ratio * (near - square * series))
 
 
 @triton.jit
@@ -117,17 +168,26 @@ def _log1p_beyond(log1p, share):
 
 
 @triton.jit
-def _share(p, q, mixture, rest, anchor):
+def _share(p, gap, mixture, rest, anchor):
     """See `_share` of the mixtures."""
     of_teacher = tl.div_rn(p, mixture)
-    return tl.where(anchor > 0.0, rest * tl.div_rn(p - q, mixture), of_teacher)
+    return tl.where(anchor > 0.0, rest * tl.div_rn(gap, mixture), of_teacher)
 
 
+# fmt: off
 @triton.jit
-def slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM: tl.constexpr):
+def slope_and_value(
+    p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest, FORM: tl.constexpr
+):  # fmt: on
     """Slope (a constant apart) and summand of the value, as in the table of divergences; ``rest``
-    is one minus the parameter, and log ratios are those of `Classes`."""
+    is one minus the parameter, log ratios are those of `Classes`, the others those `compared`.
+
+    Tokens near their teacher have values of second order: what summands have of ``p - q``, which is
+    nothing in sum, is left out.
+    """
     anchor = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
+    near = is_near > 0.0
+    has_series = tl.where(near, tl.abs(d), 1.0) <= _NEAR
     # As above, not by a maximum.
     p = tl.where(p < _TINY, _TINY, p)
     q = tl.where(q < _TINY, _TINY, q)
@@ -135,30 +195,44 @@ def slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM: tl.conste
         bounded = tl.where(log_ratio > _FAR, _FAR, log_ratio)
         slope = -tl.where(bounded < -_FAR, -_FAR, bounded)
         value = (slope - top_ratio) * q
+        value = tl.where(near, tl.where(has_series, excess * q, gap - d * q), value)
+        # Log ratios of these are exact, and so is their difference from a small one.
+        is_small = tl.where(near, tl.abs(top_ratio), 1.0) <= _NEAR
+        slope = tl.where(is_small, top_ratio - d, slope)
     elif FORM == 2:
-        surprise = _surprise(p, q, parameter, rest)
-        value = -(parameter * (_surprise(q, p, rest, parameter) * p) + rest * (surprise * q))
-        of_teacher = tl.div_rn(p, _mixture(p, q, parameter, rest))
-        slope = -rest * _anchored(surprise, of_teacher, parameter, rest, anchor)
+        surprise = _surprise(p, q, gap, parameter, rest)
+        of_teacher = _surprise(q, p, -gap, rest, parameter)
+        value = -(parameter * (of_teacher * p) + rest * (surprise * q))
+        beyond = parameter * (_log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p)
+        beyond += rest * (_log_excess(parameter * tl.div_rn(gap, q), surprise) * q)
+        value = tl.where(has_series, beyond, value)
+        share = tl.div_rn(p, _mixture(p, q, parameter, rest))
+        slope = -rest * _anchored(surprise, share, parameter, rest, anchor)
     elif FORM == 3:
         mixture = _mixture(p, q, parameter, rest)
-        value = -(_surprise(q, p, rest, parameter) * p) - rest * (p - q)
-        slope = -rest * _share(p, q, mixture, rest, anchor)
+        of_teacher = _surprise(q, p, -gap, rest, parameter)
+        beyond = _log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p
+        value = tl.where(near, beyond, -(of_teacher * p) - rest * gap)
+        slope = -rest * _share(p, gap, mixture, rest, anchor)
     elif FORM == 4:
         mixture = _mixture(p, q, rest, parameter)
-        surprise = _surprise(p, q, rest, parameter)
-        value = rest * (p - q) - surprise * q
-        share = rest * tl.div_rn(tl.where(anchor > 0.0, p - q, p), mixture)
+        surprise = _surprise(p, q, gap, rest, parameter)
+        beyond = _log_excess(rest * tl.div_rn(gap, q), surprise) * q
+        value = tl.where(near, beyond, rest * gap - surprise * q)
+        share = rest * tl.div_rn(tl.where(anchor > 0.0, gap, p), mixture)
         surprise -= tl.where(anchor > 0.0, 0.0, tl.log(parameter))
         slope = -_log1p_beyond(surprise, share) - anchor * (rest * share)
     elif FORM == 5:
-        gap = q - p
         value = 0.5 * tl.abs(gap)
-        slope = tl.where(gap > 0, 0.5, tl.where(gap < 0, -0.5, 0.0))
+        slope = tl.where(gap < 0, 0.5, tl.where(gap > 0, -0.5, 0.0))
     else:
         tl.static_assert(FORM == 6, "no such divergence")
         root = tl.sqrt_rn(q)
         of_teacher = tl.sqrt_rn(p)
+        half = 0.5 * d
+        rise = half + exp_excess(half)
         value = 0.5 * (of_teacher - root) * (of_teacher - root)
-        slope = -0.5 * (tl.div_rn(of_teacher, root) - anchor)
+        value = tl.where(has_series, 0.5 * (rise * rise * q), value)
+        rise = tl.where(has_series, rise + (1.0 - anchor), tl.div_rn(of_teacher, root) - anchor)
+        slope = -0.5 * rise
     return slope, value

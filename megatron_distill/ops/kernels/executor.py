@@ -17,7 +17,7 @@ from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.pushforward import SoftmaxWeights
-from megatron_distill.ops.statistics import Packet
+from megatron_distill.ops.statistics import NEAR_KL, Packet
 
 __all__ = ["RowKernels", "TemperatureRow"]
 
@@ -75,6 +75,7 @@ class RowKernels:
                 **at,
                 HAS_TOP=number == 0 and top.numel() > 0,
                 BLOCK=self._block(_BLOCK),
+                NEAR_KL=NEAR_KL,
             )
 
     def sum_slopes(self, packet: Packet, term: WeightedDivergence, known: TemperatureRow) -> Tensor:
@@ -194,11 +195,18 @@ class TemperatureRow(NamedTuple):
     student_top: Tensor
     teacher_top: Tensor
     top_ratio: Tensor
+    shift: Tensor
+    shift_rounded_off: Tensor
+    is_near: Tensor
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N]`` each: of the student's probabilities, of the teacher's, of those of other ids."""
+    """``[N]`` each: of the student's probabilities beyond the next, of the student's less the
+    teacher's, of those of other ids."""
     student = softmax.student
+    if softmax.teacher is not None:
+        # Before averages are taken away, which may be so small that they would be rounded.
+        student = student - softmax.teacher
     for one in softmax.curved:
         assert one.average is not None
         student = student - torch.where(one.weight == 0, 0.0, one.weight * one.average)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from megatron_distill.ops.kernels.elementwise import (
+    compared,
     load_logits,
     scaled,
     slope_and_value,
@@ -13,7 +14,7 @@ from megatron_distill.ops.kernels.elementwise import (
 __all__ = ["KNOWN", "push_rows"]
 
 # Numbers per token and temperature: those of a `TemperatureRow`, and three weights.
-KNOWN = 8
+KNOWN = 11
 _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 
 
@@ -30,12 +31,15 @@ def _gradient(
         at = known + t * _KNOWN * rows + row
         inverse = tl.load(constants + t)
         q = tl.exp((z_s - peak_s) * inverse) * tl.load(at)
-        weight_s = tl.load(at + 5 * rows)
+        rest_s = tl.load(at + 8 * rows)
         if HAS_TEACHER:
             p = tl.exp((z_t - peak_t) * inverse) * tl.load(at + rows)
-            weight_t = tl.load(at + 6 * rows)
-            # Of equal models the bracket is zero, whatever the weight is.
-            total += scaled(weight_t, q - p) + scaled(weight_s - weight_t, q)
+            weight_t = tl.load(at + 9 * rows)
+            shift, rounded_off = tl.load(at + 5 * rows), tl.load(at + 6 * rows)
+            is_near = tl.load(at + 7 * rows)
+            d, excess, gap = compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near)
+            # Of equal models the gap is zero, whatever the weight is.
+            total += scaled(rest_s, q) - scaled(weight_t, gap)
             for c in tl.static_range(CURVED):
                 # Of four bits each: the temperature of the term, and its form.
                 if (FORMS >> (8 * c + 4)) % 16 == t:
@@ -45,15 +49,16 @@ def _gradient(
                     parameter = tl.load(constants + TEMPERATURES + 2 * c)
                     rest = tl.load(constants + TEMPERATURES + 2 * c + 1)
                     slope, _ = slope_and_value(
-                        p, q, log_ratio, top_ratio, parameter, rest, (FORMS >> (8 * c)) % 16
-                    )
+                        p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest,
+                        (FORMS >> (8 * c)) % 16,
+                    )  # fmt: skip
                     weight = tl.load(slopes + 2 * c * rows + row)
                     reference = tl.load(slopes + (2 * c + 1) * rows + row)
                     total += scaled(weight, (slope - reference) * q)
         else:
-            total += scaled(weight_s, q)
+            total += scaled(rest_s, q)
         if HAS_OTHERS:
-            total += tl.where(without_others, 0.0, scaled(tl.load(at + 7 * rows), q))
+            total += tl.where(without_others, 0.0, scaled(tl.load(at + 10 * rows), q))
     return total
 
 

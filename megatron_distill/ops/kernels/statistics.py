@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from megatron_distill.ops.kernels.elementwise import LOWEST, load_logits, slope_and_value
+from megatron_distill.ops.kernels.elementwise import (
+    LOWEST,
+    compared,
+    exp_excess,
+    load_logits,
+    log_ratio,
+    slope_and_value,
+)
 
 __all__ = ["measure_rows", "sum_slopes"]
 
@@ -26,6 +33,32 @@ def _add_tile(z, mask, peak, mass, log, inverse_temperature):
     return raised, mass * decay + tl.sum(e, 0), log, e, decay
 
 
+@triton.jit
+def _near_tile(z_t, z_s, e, decay, shift, peak_t, gap, second, inverse_temperature):
+    """Sums of e' - e and of e (h + e'/e - 1) with one more tile: e are exponentials of the teacher,
+    h log ratios relative to the shift, and e' = e e^-h those of the student."""
+    h = log_ratio(z_t, z_s, shift, 0.0, inverse_temperature)
+    has_series = tl.abs(h) <= 0.5
+    excess = exp_excess(-h)
+    far = tl.exp((z_s - peak_t + shift) * inverse_temperature) - e
+    gap = gap * decay + tl.sum(tl.where(has_series, e * (excess - h), far), 0)
+    return gap, second * decay + tl.sum(tl.where(has_series, e * excess, e * h + far), 0)
+
+
+@triton.jit
+def _settled(
+    mass_s, mass_t, gaps, apart, shift, near_gap, second, inverse_temperature, NEAR_KL: tl.constexpr
+):
+    """The student's mass and the sum of log ratios, of alike models from the teacher's mass and
+    sums of second order, whose digits are those of the value."""
+    inverse = tl.full([], 1.0, tl.float64) * inverse_temperature
+    apart = apart.to(tl.float64)
+    is_near = (gaps / mass_t - apart) * inverse - tl.log(mass_t / mass_s) < NEAR_KL
+    mass = (mass_t + near_gap) * tl.exp((apart - shift) * inverse)
+    total = (second - near_gap) / inverse + shift * mass_t
+    return tl.where(is_near, mass, mass_s), tl.where(is_near, total, gaps)
+
+
 # fmt: off
 @triton.jit
 def measure_rows(
@@ -36,6 +69,7 @@ def measure_rows(
     STUDENT_PEAK: tl.constexpr, STUDENT_MASS: tl.constexpr, STUDENT_LOG: tl.constexpr,
     TEACHER_PEAK: tl.constexpr, TEACHER_MASS: tl.constexpr, TEACHER_LOG: tl.constexpr,
     RATIO: tl.constexpr, AT_TOP: tl.constexpr, HAS_TOP: tl.constexpr, BLOCK: tl.constexpr,
+    NEAR_KL: tl.constexpr,
 ):  # fmt: on
     """One program per row. Constants name rows of the packet, -1 what it has not."""
     row = tl.program_id(0)
@@ -45,12 +79,11 @@ def measure_rows(
     peak_t = tl.full([], LOWEST, tl.float32)
     best = tl.full([], -float("inf"), tl.float32)
     column = tl.full([], 0, tl.int32)
+    shift = tl.full([], 0.0, tl.float32)
     # One number of a row each: in fp64 a tile more is added as it is.
-    mass_s = tl.full([], 0.0, tl.float64)
-    mass_t = tl.full([], 0.0, tl.float64)
-    log_s = tl.full([], 0.0, tl.float64)
-    log_t = tl.full([], 0.0, tl.float64)
-    gaps = tl.full([], 0.0, tl.float64)
+    zero = tl.full([], 0.0, tl.float64)
+    mass_s, mass_t, log_s, log_t = zero, zero, zero, zero
+    gaps, near_gap, second = zero, zero, zero
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
@@ -69,6 +102,14 @@ def measure_rows(
             )
             if RATIO >= 0:
                 gaps = gaps * decay + tl.sum(e * (z_t - z_s), 0)
+                # About the log normalisers' difference, of the first tile: any would do.
+                odds = tl.log((mass_t / mass_s).to(tl.float32)) / inverse_temperature
+                shift = tl.where(first == 0, odds + (peak_t - peak_s), shift)
+                near_gap, second = _near_tile(z_t, z_s, e, decay, shift, peak_t, near_gap, second,
+                                              inverse_temperature)  # fmt: skip
+    if RATIO >= 0:
+        mass_s, gaps = _settled(mass_s, mass_t, gaps, peak_t - peak_s, shift, near_gap, second,
+                                inverse_temperature, NEAR_KL)  # fmt: skip
     _store(packet + row, packet_stride, STUDENT_PEAK, peak_s)
     _store(packet + row, packet_stride, STUDENT_MASS, mass_s)
     _store(packet + row, packet_stride, STUDENT_LOG, log_s)
@@ -95,7 +136,7 @@ def sum_slopes(
     """One program per row: into ``sums [3, N]`` a divergence's value, ``sum q (s - reference)``,
     and the reference, which is the slope at this shard's top column.
 
-    ``known [5, N]`` is one `TemperatureRow`.
+    ``known [8, N]`` is one `TemperatureRow`.
     """
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride
@@ -104,13 +145,21 @@ def sum_slopes(
     factor_s, factor_t = tl.load(known + row), tl.load(known + rows + row)
     top_s, top_t = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
     top_ratio = tl.load(known + 4 * rows + row)
+    shift, rounded_off = tl.load(known + 5 * rows + row), tl.load(known + 6 * rows + row)
+    is_near = tl.load(known + 7 * rows + row)
     column = tl.load(top + row)
     own_s = load_logits(student_row + column, width > 0, STUDENT_SCALE, STUDENT_CAP)
     own_t = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
     own_q = tl.exp((own_s - peak_s) * inverse_temperature) * factor_s
     own_p = tl.exp((own_t - peak_t) * inverse_temperature) * factor_t
     own_ratio = ((own_t - top_t) - (own_s - top_s)) * inverse_temperature
-    reference, _ = slope_and_value(own_p, own_q, own_ratio, top_ratio, parameter, rest, FORM)
+    own_d, own_excess, own_gap = compared(
+        own_p, own_q, own_t, own_s, shift, rounded_off, inverse_temperature, is_near
+    )
+    reference, _ = slope_and_value(
+        own_p, own_q, own_d, own_excess, own_gap, is_near, own_ratio, top_ratio, parameter, rest,
+        FORM,
+    )  # fmt: skip
     value = tl.full([], 0.0, tl.float64)
     average = tl.full([], 0.0, tl.float64)
     for first in range(0, width, BLOCK):
@@ -120,8 +169,13 @@ def sum_slopes(
         z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
         q = tl.exp((z_s - peak_s) * inverse_temperature) * factor_s
         p = tl.exp((z_t - peak_t) * inverse_temperature) * factor_t
-        log_ratio = ((z_t - top_t) - (z_s - top_s)) * inverse_temperature
-        slope, summand = slope_and_value(p, q, log_ratio, top_ratio, parameter, rest, FORM)
+        relative = ((z_t - top_t) - (z_s - top_s)) * inverse_temperature
+        d, excess, gap = compared(
+            p, q, z_t, z_s, shift, rounded_off, inverse_temperature, is_near
+        )
+        slope, summand = slope_and_value(
+            p, q, d, excess, gap, is_near, relative, top_ratio, parameter, rest, FORM
+        )
         value += tl.sum(tl.where(mask, summand, 0.0), 0)
         average += tl.sum(tl.where(mask, (slope - reference) * q, 0.0), 0)
     tl.store(sums + row, value)

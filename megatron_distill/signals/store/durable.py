@@ -27,6 +27,7 @@ __all__ = [
     "publish_first",
     "read_bytes",
     "remove_stale",
+    "repair_advice",
     "said_for",
     "sealed",
     "unsealed",
@@ -35,7 +36,6 @@ __all__ = [
 _PARTIAL: Final = ".partial-"
 # Where locks do not reach other machines, a file of theirs is left alone for this long.
 _IDLE_SECONDS: Final = 3600.0
-REPAIR: Final = "restore the file from a copy, or run `tools/teacher_store.py repair`"
 
 
 def canonical(value: dict[str, Any]) -> bytes:
@@ -48,13 +48,19 @@ def sealed(value: dict[str, Any]) -> bytes:
     return canonical(value | {"seal": hashlib.sha256(canonical(value)).hexdigest()})
 
 
-def unsealed(path: Path, *, advice: str = REPAIR) -> dict[str, Any]:
+def repair_advice(store: Path, *, file: bool = False) -> str:
+    """What a message about a damaged store ends with; `file`: about one that a copy can replace."""
+    first = "restore the file from a copy, or " if file else ""
+    return f"{first}run `python tools/teacher_store.py repair {store}`, then the capture again"
+
+
+def unsealed(path: Path, *, advice: str) -> dict[str, Any]:
     """What a sealed file holds. Raises StoreError: it cannot be read, or was changed."""
-    text = read_bytes(path)
+    text = read_bytes(path, advice=advice)
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise StoreError(f"{path}: damaged, it is no JSON; {advice}") from error
+        raise StoreError(f"{path}: damaged, not valid JSON; {advice}") from error
     if not isinstance(value, dict) or not _is_sealed(value, text):
         raise StoreError(f"{path}: damaged, its content does not match its seal; {advice}")
     return value
@@ -67,12 +73,13 @@ def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
         return False  # NaN, which the reader of JSON takes and its writer does not
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises StoreError naming it."""
+def read_bytes(path: Path, *, advice: str = "") -> bytes:
+    """The content of a file. Raises StoreError naming it, and what to do."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        end = f"; {advice}" if advice else ""
+        raise StoreError(f"{path}: cannot be read ({error.strerror}){end}") from error
 
 
 @contextmanager

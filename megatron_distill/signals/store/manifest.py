@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store.durable import sealed, unsealed
+from megatron_distill.signals.store.durable import read_bytes, repair_advice, sealed, unsealed
 from megatron_distill.signals.store.plan import (
     FORMAT,
     MANIFEST,
@@ -66,18 +66,20 @@ class ShardProof:
     def load(cls, folder: Path, plan: Plan, shard: int) -> ShardProof:
         """A shard's sidecar. Raises StoreError: damaged, of another store or of another shard."""
         path = shard_folder(folder) / sidecar_name(shard)
-        value = unsealed(path)
+        value = unsealed(path, advice=repair_advice(folder, file=True))
         require_version(path, value)
         _require_plan(path, value, plan)
         try:
             proof = cls.from_json({name: value[name] for name in cls.__dataclass_fields__})
         except (KeyError, TypeError) as error:
-            raise StoreError(f"{path}: not what this release writes ({error})") from error
+            raise StoreError(
+                f"{path}: not what this release writes ({error}); {repair_advice(folder)}"
+            ) from error
         expected = (shard, plan.first(shard), plan.count(shard))
         if (proof.shard, proof.first_sample, proof.count) != expected:
             raise StoreError(
                 f"{path}: describes shard {proof.shard}; its name is that of shard {shard}: shards "
-                "are swapped or duplicated; repair the store and capture the shard again"
+                f"are swapped or duplicated; {repair_advice(folder)}"
             )
         return proof
 
@@ -138,7 +140,7 @@ class Manifest:
                 f"{folder}: incomplete, {there} of {plan.shards} shards are there and no {MANIFEST}"
                 "; run the capture again, which fills the holes and finishes the store"
             )
-        value = unsealed(path)
+        value = unsealed(path, advice=repair_advice(folder, file=True))
         require_version(path, value)
         _require_plan(path, value, plan)
         try:
@@ -148,8 +150,20 @@ class Manifest:
         if len(manifest.shards) != plan.shards or manifest.content != sealed(
             {k: v for k, v in value.items() if k != "seal"}
         ):
-            raise StoreError(f"{path}: damaged, its shards do not add up to what it says")
+            raise StoreError(
+                f"{path}: damaged, its totals are not the sums over its shards; "
+                f"{repair_advice(folder)}"
+            )
         return manifest
+
+    def require_sidecars(self, folder: Path) -> None:
+        """Raise StoreError unless every shard's sidecar is there and is what the manifest says."""
+        for shard, proof in enumerate(self.shards):
+            path = shard_folder(folder) / sidecar_name(shard)
+            advice = repair_advice(folder, file=True)
+            if read_bytes(path, advice=advice) != proof.content(self.plan):
+                ShardProof.load(folder, self.plan, shard)  # says what is wrong with it by itself
+                raise StoreError(f"{path}: does not agree with {MANIFEST}; {advice}")
 
 
 def _require_plan(path: Path, value: dict[str, Any], plan: Plan) -> None:

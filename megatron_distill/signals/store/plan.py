@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -214,10 +214,14 @@ class Plan:
             raise StoreError(f"{path}: holds more than this release knows; use a later one")
         return plan
 
-    def require_same(self, found: Plan, path: Path) -> None:
-        """Raise StoreError naming what differs, unless the plans are equal."""
-        wanted, there = self.as_json(), found.as_json()
-        differences = list(_differences(there, wanted))
+    def require_same(
+        self, found: Plan, path: Path, *, named: Callable[[str], str] | None = None
+    ) -> None:
+        """Raise StoreError naming what differs, unless the plans are equal.
+
+        `named` has words for what differs, such as `capture.k`; None: the last of these.
+        """
+        differences = plan_differences(found.as_json(), self.as_json(), named or _own_name)
         if differences:
             raise StoreError(
                 f"{path}: the store was begun with another plan ({'; '.join(differences)}); restore"
@@ -236,15 +240,25 @@ def require_version(path: Path, value: Any) -> None:
         )
 
 
-def _differences(
-    there: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
+def plan_differences(
+    there: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    named: Callable[[str], str],
+    prefix: str = "",
+) -> list[str]:
+    """Say of two plans, or of parts of them below `prefix`, each value that differs."""
+    found = []
     for key in sorted(there.keys() | wanted.keys()):
         one, other = there.get(key), wanted.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differences(one, other, f"{prefix}{key}.")
+            found += plan_differences(one, other, named, f"{prefix}{key}.")
         elif one != other:
-            yield f"{prefix}{key} is {one!r} there and {other!r} here"
+            found.append(f"{named(f'{prefix}{key}')} is {one!r} there and {other!r} here")
+    return found
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("capture.").removeprefix("identity.").removeprefix("settings.")
 
 
 def shard_folder(folder: Path) -> Path:

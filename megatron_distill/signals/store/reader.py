@@ -11,6 +11,7 @@ from typing import Final
 
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.container import RecordFile
+from megatron_distill.signals.store.durable import repair_advice
 from megatron_distill.signals.store.header import Header, require_record
 from megatron_distill.signals.store.layout import decode, decode_tokens
 from megatron_distill.signals.store.manifest import Manifest
@@ -79,7 +80,9 @@ class StoreReader:
                     f"{folder}: its {name} is {found}, this run's {expected}; {change}, or capture "
                     "a store for this run"
                 )
-        return cls(folder, plan, Manifest.load(folder, plan))
+        manifest = Manifest.load(folder, plan)
+        manifest.require_sidecars(folder)
+        return cls(folder, plan, manifest)
 
     @property
     def settings(self) -> CaptureSettings:
@@ -165,18 +168,21 @@ class StoreReader:
             for place, content, sample_id in zip(
                 places, self._from_shard(shard, wanted), wanted, strict=True
             ):
-                found[place] = content, self._header(content, shard, sample_id)
+                found[place] = content, self._header(content, sample_id)
         return [found[place] for place in range(len(sample_ids))]
 
     def _from_shard(self, shard: int, sample_ids: Sequence[int]) -> list[bytes]:
-        first = self.plan.first(shard)
+        file, first = self._file(shard, wanted_by=sample_ids[0]), self.plan.first(shard)
         try:
-            return self._file(shard).read([sample_id - first for sample_id in sample_ids])
+            return file.read([sample_id - first for sample_id in sample_ids])
         except StoreError as error:
-            said = ", ".join(map(str, sample_ids))
-            raise StoreError(f"{error} (sample {said})") from error
+            if len(sample_ids) == 1:
+                text = "damaged: its bytes do not match their checksums"
+                raise self._damaged(self.place(sample_ids[0]), text) from error
+        # Together they could not be read: one by one the damaged sample is found.
+        return [content for one in sample_ids for content in self._from_shard(shard, [one])]
 
-    def _header(self, content: bytes, shard: int, sample_id: int) -> Header:
+    def _header(self, content: bytes, sample_id: int) -> Header:
         try:
             return require_record(
                 content,
@@ -185,10 +191,11 @@ class StoreReader:
                 settings=self.settings,
             )
         except StoreError as error:
-            raise StoreError(
-                f"{self._path(shard)}: sample {sample_id}: {error}; repair the store and capture "
-                "the shard again"
-            ) from error
+            raise self._damaged(self.place(sample_id), str(error)) from error
+
+    def _damaged(self, where: str | Path, text: str) -> StoreError:
+        """The error that says where what is wrong, and what to do."""
+        return StoreError(f"{where}: {text}; {repair_advice(self.folder)}")
 
     def place(self, sample_id: int) -> str:
         """Where a sample is, for messages: its shard's file and its id."""
@@ -197,7 +204,7 @@ class StoreReader:
     def _path(self, shard: int) -> Path:
         return shard_folder(self.folder) / data_name(shard)
 
-    def _file(self, shard: int) -> RecordFile:
+    def _file(self, shard: int, *, wanted_by: int) -> RecordFile:
         if os.getpid() != self._process:
             self._files.clear()
             self._process = os.getpid()
@@ -206,11 +213,13 @@ class StoreReader:
             return self._files[shard]
         path, proof = self._path(shard), self.manifest.shards[shard]
         if path.is_file() and path.stat().st_size != proof.file_bytes:
-            raise StoreError(
-                f"{path}: {path.stat().st_size} bytes instead of {proof.file_bytes}; repair the "
-                "store and capture the shard again"
-            )
-        file = self._files[shard] = RecordFile(path, count=proof.count)
+            text = f"{path.stat().st_size} bytes instead of {proof.file_bytes}"
+            raise self._damaged(path, f"{text} (sample {wanted_by})")
+        try:
+            file = self._files[shard] = RecordFile(path, count=proof.count)
+        except StoreError as error:
+            text = str(error).removeprefix(f"{path}: ")
+            raise self._damaged(path, f"{text} (sample {wanted_by})") from error
         if len(self._files) > _OPEN_FILES:
             self._files.popitem(last=False)[1].close()
         return file

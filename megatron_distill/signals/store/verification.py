@@ -12,7 +12,7 @@ from megatron_distill.errors import StoreError
 from megatron_distill.runtime.new_folder import flush_folder
 from megatron_distill.signals.store.checks import repeated_ids, value_problems
 from megatron_distill.signals.store.container import RecordFile
-from megatron_distill.signals.store.durable import said_for
+from megatron_distill.signals.store.durable import repair_advice, said_for
 from megatron_distill.signals.store.header import require_record
 from megatron_distill.signals.store.layout import decode
 from megatron_distill.signals.store.manifest import Manifest, ShardProof, file_sha256
@@ -86,7 +86,7 @@ def verify(
     try:
         manifest = Manifest.load(folder, plan)
     except StoreError as error:
-        problems.append(Problem(MANIFEST, None, None, _without_path(error, folder / MANIFEST)))
+        problems.append(Problem(MANIFEST, None, None, _plain(error, folder / MANIFEST, folder)))
     for shard in range(plan.shards):
         there = shard_folder(folder) / sidecar_name(shard)
         if manifest is None and not there.exists():
@@ -112,14 +112,14 @@ def _shard_problems(
         proof = ShardProof.load(folder, plan, shard)
     except StoreError as error:
         sidecar = path.with_name(sidecar_name(shard))
-        text = _without_path(error, sidecar)
+        text = _plain(error, sidecar, folder)
         yield Problem(str(sidecar.relative_to(folder)), shard, None, text)
     if proof is not None and expected is not None and proof != expected:
         yield Problem(name, shard, None, f"{MANIFEST} and {sidecar_name(shard)} do not agree")
     try:
         file = RecordFile(path, count=plan.count(shard))
     except StoreError as error:
-        yield Problem(name, shard, None, _without_path(error, path))
+        yield Problem(name, shard, None, _plain(error, path, folder))
         return
     try:
         if proof is not None and file_sha256(path) != proof.sha256:
@@ -168,7 +168,7 @@ def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None,
                 try:
                     yield position, file.read([position])[0], None
                 except StoreError as error:
-                    yield position, None, _without_path(error, file.path)
+                    yield position, None, _plain(error, file.path, file.path.parent.parent)
             continue
         for position, content in zip(positions, together, strict=True):
             yield position, content, None
@@ -215,5 +215,9 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _without_path(error: StoreError, path: Path) -> str:
-    return str(error).removeprefix(f"{path}: ").removeprefix(f"{path.parent}: ")
+def _plain(error: StoreError, path: Path, folder: Path) -> str:
+    """An error without the path and the advice, which a report has no need of."""
+    text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.parent}: ")
+    for is_file in (True, False):
+        text = text.removesuffix(f"; {repair_advice(folder, file=is_file)}")
+    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +17,7 @@ from megatron_distill.signals.store.durable import (
     publish,
     publish_first,
     remove_stale,
+    repair_advice,
     said_for,
 )
 from megatron_distill.signals.store.header import token_digest
@@ -41,8 +43,9 @@ class StoreWriter:
     """Begins a store, or goes on with one that was begun with the same plan.
 
     Every process that writes shards of the store opens a writer of its own; which process writes
-    which shard is theirs to divide. Raises StoreError: the plan differs from the one that the store
-    was begun with (named is what differs), or the folder cannot be written.
+    which shard is theirs to divide. `named` has words for what differs between plans, see
+    `Plan.require_same`. Raises StoreError: the plan differs from the one that the store was begun
+    with (named is what differs), or the folder cannot be written.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class StoreWriter:
         identity: Identity,
         samples: int,
         samples_per_shard: int,
+        named: Callable[[str], str] | None = None,
     ) -> None:
         self.folder = folder
         self.plan = Plan(settings, identity, samples, samples_per_shard)
@@ -60,7 +64,7 @@ class StoreWriter:
             shard_folder(folder).mkdir(parents=True, exist_ok=True)
             flush_folder(folder)
         if not publish_first(folder / PLAN, self.plan.content):
-            self.plan.require_same(Plan.load(folder), folder)
+            self.plan.require_same(Plan.load(folder), folder, named=named)
 
     def holes(self) -> list[int]:
         """Planned shards that are not there. Removes temporary files that nobody writes any more.
@@ -106,8 +110,8 @@ class StoreWriter:
             path, size = shard_folder(self.folder) / data_name(shard), self.shard_bytes(shard)
             if size != proof.file_bytes:
                 raise StoreError(
-                    f"{path}: {size} bytes instead of {proof.file_bytes}; repair the store and "
-                    "capture the shard again"
+                    f"{path}: {size} bytes instead of {proof.file_bytes}; "
+                    f"{repair_advice(self.folder)}"
                 )
             proofs.append(proof)
         manifest = Manifest(self.plan, tuple(proofs))

@@ -1,0 +1,51 @@
+"""The keys of a configuration that decide what a store's plan says, for messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["KEYS", "configured"]
+
+# Of the plan, by its own names; what is not listed has none of its own.
+KEYS: Final = {
+    "samples": "store.samples",
+    "samples_per_shard": "store.samples_per_shard",
+    "capture.codec": "store.codec",
+    "capture.k": "store.k",
+    "capture.mode": "store.mode",
+    "capture.sampling_seed": "seed",
+    "capture.sequence_length": "data.sequence_length",
+    "capture.temperatures": "store.temperatures",
+    "capture.top_p": "store.top_p",
+    "identity.settings.precision": "capture.precision",
+}
+# Of the dataset's settings: all others are keys of `data`.
+_DATASET: Final = "identity.settings.dataset."
+_DATASET_KEYS: Final = {"seed": "seed"}
+_SOURCE_KEYS: Final = {
+    "share": "weight",
+    "files": "paths",
+    "conversation.prompt_keys": "conversation.prompt_key",
+}
+# Digests and names of what no single key holds.
+WORDS: Final = {
+    "capture.vocab_size": "the vocabulary of the teacher",
+    "identity.teacher": "the digest of the teacher's weights",
+    "identity.tokenizer": "the digest of the tokenizer",
+    "identity.dataset": "the digest of data and tokenizer",
+    "identity.settings.teacher": "the name of the teacher's folder",
+    "identity.settings.version": "the release of megatron-distill",
+}
+
+
+def configured(name: str) -> str:
+    """Return the key of the configuration behind a name of a store's plan, or words for it."""
+    if name.startswith(_DATASET):
+        setting = name.removeprefix(_DATASET)
+        source = re.fullmatch(r"sources\.(\d+)\.(.+)", setting)
+        if source is None:
+            return _DATASET_KEYS.get(setting, f"data.{setting}")
+        number, part = source.groups()
+        return f"data.sources.{number}.{_SOURCE_KEYS.get(part, part)}"
+    return KEYS.get(name) or WORDS.get(name, name)

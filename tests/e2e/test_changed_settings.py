@@ -1,0 +1,114 @@
+"""A resumed run says which settings are others, and keeps those of each start.
+
+Regimes: a change that goes unsaid, or that every rank says; a comparison with another start than
+the one that wrote the checkpoint; a start that fails and takes its settings for the run's; a
+checkpoint of an older version.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.pool import Pool
+from tests.e2e.failing import Ending, call, message
+from tests.e2e.runs import Inputs, checkpoints
+
+FIRST = (
+    "train.steps=2", "schedule.decay_steps=9", "checkpoint.save=true", "optimizer.epsilon=1e-7",
+)  # fmt: skip
+SECOND = (
+    "train.steps=3", "schedule.decay_steps=9", "checkpoint.save=true",
+    "optimizer.learning_rate=0.001", "objective.terms.0.weight=0.5", "parallel.tensor=2",
+)  # fmt: skip
+SAID = [
+    "parallel.tensor: 1 -> 2",
+    "objective.terms.0.weight: 1.0 -> 0.5",
+    "optimizer.learning_rate: 0.003 -> 0.001",
+    "optimizer.epsilon: 1e-07 -> 1e-08",
+    "train.steps: 2 -> 3",
+]
+MARK = "changed since step_0000002: "
+
+
+def changes(ending: Ending) -> list[str]:
+    """The changes that a rank named."""
+    return [line.split(MARK)[1] for line in ending.said.splitlines() if MARK in line]
+
+
+def kept(output: Path) -> list[str]:
+    """The names of all configurations of a run."""
+    return sorted(path.name for path in output.glob("config*"))
+
+
+@pytest.fixture
+def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
+    """A run of two steps with a checkpoint."""
+    endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *FIRST)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert checkpoints(tmp_path) == ["step_0000002"]
+    return tmp_path
+
+
+def test_changes_are_said_once_and_each_start_is_kept(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    first = (begun / "config.yaml").read_bytes()
+    # What cannot go on is refused as before, and is no start of this run.
+    wrong = (*SECOND, "student.architecture.hidden_size=48")
+    assert "hidden_size is 32 there and 48 here" in message(call(pool, config, begun, *wrong))
+    assert kept(begun) == ["config.yaml"]
+    assert (begun / "config.yaml").read_bytes() == first
+
+    endings = call(pool, config, begun, *SECOND)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert sorted(changes(endings[0])) == sorted(SAID)
+    assert changes(endings[1]) == []
+    assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
+    assert (begun / "config.step_0000002.yaml").read_bytes() == first
+    newest = yaml.safe_load((begun / "config.yaml").read_text())
+    assert newest["optimizer"]["learning_rate"] == 0.001
+
+    again = call(pool, config, begun, *SECOND)
+    assert [ending.status for ending in again] == [0, 0]
+    assert "changed since" not in again[0].said
+    assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
+
+
+def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    # A start that got as far as its first step, and left no checkpoint.
+    bad = (*SECOND, "objective.ce_weight=1e30")
+    assert "step 3: the loss is" in message(call(pool, config, begun, *bad))
+    endings = call(pool, config, begun, *SECOND)
+    assert sorted(changes(endings[0])) == sorted(SAID)
+    assert kept(begun) == [
+        "config.step_0000002.2.yaml",
+        "config.step_0000002.yaml",
+        "config.yaml",
+    ]
+    second = yaml.safe_load((begun / "config.step_0000002.2.yaml").read_text())
+    assert second["objective"]["ce_weight"] == 1e30
+
+
+def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
+    path = begun / "checkpoints" / "step_0000002" / "description.json"
+    description = json.loads(path.read_text())
+    assert description["configuration"]["optimizer"]["epsilon"] == 1e-7
+    del description["configuration"]
+    path.write_text(json.dumps(description))
+    # Keys that the older version did not have are not said to have changed to their defaults.
+    settings = yaml.safe_load((begun / "config.yaml").read_text())
+    del settings["schedule"]["wsd_decay_form"]
+    (begun / "config.yaml").write_text(yaml.safe_dump(settings))
+    endings = call(pool, inputs.folder / "dense.yaml", begun, *SECOND)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert sorted(changes(endings[0])) == sorted(SAID)

@@ -1,0 +1,122 @@
+"""torchrun leaves the options of our scripts to them.
+
+Its parser takes abbreviations of its own options even behind the script's name, so that an option
+of ours that begins several of torchrun's ends in `ambiguous option`. Regimes: such an option in any
+script; a documented command whose words do not all reach the script; a torchrun whose flags the
+wrapper does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron_distill.runtime.torchrun import protect_script_options
+from tests.guards.source_tree import ROOT
+
+# Taken by evaluate.py and generate.py beside the positional folder, without torchrun only.
+BESIDE_TORCHRUN = {"--run"}
+TORCHRUN_OPTIONS = sorted(
+    option for action in get_args_parser()._actions for option in action.option_strings
+)
+WITHOUT_VALUE = sorted(
+    option
+    for action in get_args_parser()._actions
+    for option in action.option_strings
+    if action.nargs == 0
+)
+
+
+def script_options() -> set[tuple[str, str]]:
+    """File and name of every option that an argument parser of the project adds."""
+    found = set()
+    for folder in ("launch", "tools", "megatron_distill"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    if node.func.attr != "add_argument":
+                        continue
+                    for word in node.args:
+                        if isinstance(word, ast.Constant) and str(word.value).startswith("-"):
+                            found.add((path.name, str(word.value)))
+    return found
+
+
+def documented_commands() -> Iterator[str]:
+    """Every torchrun command of the README, the pages, the scripts and the configurations."""
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    files += [*(ROOT / "launch").glob("*"), *(ROOT / "tools").glob("*.py")]
+    for path in sorted(files):
+        if path.is_dir():
+            continue
+        text = path.read_text(encoding="utf-8").replace("\\\\\n", "\\\n").replace("\\\n", " ")
+        yield from re.findall(r"^[#\s]*(torchrun .*\.py.*)$", text, re.MULTILINE)
+
+
+def test_no_option_of_a_script_begins_one_of_torchruns() -> None:
+    options = script_options()
+    assert {"--config", "--print-config", "--json", "--prompt", "--hf"} <= {o for _, o in options}
+    taken = [
+        (file, option, longer)
+        for file, option in sorted(options)
+        for longer in TORCHRUN_OPTIONS
+        if option not in BESIDE_TORCHRUN and longer != option and longer.startswith(option)
+    ]
+    assert not taken, "torchrun reads these as abbreviations of its own options"
+
+
+def test_the_option_beside_torchrun_is_in_no_documented_command() -> None:
+    for command in documented_commands():
+        assert not BESIDE_TORCHRUN & set(shlex.split(command)), command
+
+
+def test_every_word_of_a_documented_command_reaches_its_script() -> None:
+    commands = list(documented_commands())
+    assert any("launch/evaluate.py" in command for command in commands)
+    assert any("launch/generate.py" in command for command in commands)
+    for command in commands:
+        words = shlex.split(command)[1:]
+        script = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        parsed = get_args_parser().parse_args(words)
+        assert parsed.training_script == words[script], command
+        assert parsed.training_script_args == words[script + 1 :], command
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "--nproc-per-node 2",
+        "--nproc-per-node=2 --standalone",
+        "--stand --nnod 2",
+        "-t 3 --redirects 1 --standalone",
+        "-t3 --no-python",
+        "--nnodes=1 --rdzv-id=a --rdzv-backend c10d --rdzv-endpoint=h:1 -m",
+        "",
+    ],
+)
+def test_the_wrapper_gives_a_script_every_word_behind_its_name(before: str) -> None:
+    words = [*before.split(), "launch/x.py", "--run", "runs/a", "parallel.tensor=2", "--re", "--"]
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(words)
+    plain = get_args_parser().parse_args([*before.split(), "launch/x.py"])
+    expected = argparse.Namespace(**{**vars(plain), "training_script_args": words[-5:]})
+    assert get_args_parser().parse_args(protect_script_options(words)) == expected
+
+
+def test_the_wrapper_knows_which_options_of_torchrun_take_a_value() -> None:
+    for option in TORCHRUN_OPTIONS:
+        value = [] if option in WITHOUT_VALUE else ["1"]
+        words = [option, *value, "x.py", "--run", "a"]
+        expected = [option, *value, "--", "x.py", "--run", "a"]
+        assert protect_script_options(words) == expected, option
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--", "x.py", "--run"], ["--nnodes"]])
+def test_the_wrapper_leaves_what_names_no_script_alone(words: list[str]) -> None:
+    assert protect_script_options(words) == words

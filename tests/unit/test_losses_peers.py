@@ -1,0 +1,168 @@
+"""Our losses against the functions that TRL, Liger and ModelOpt ship: values and gradients of the
+definitions that are the same, with our parameter for each of theirs.
+
+`make peers` installs them; a peer that is missing is skipped. Differences are named in
+docs/losses.md, "Conventions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import (
+    LossWeights,
+    RatioBalance,
+    RawLosses,
+    feature_loss,
+    scaled_weights,
+    token_divergence,
+)
+from megatron_distill.signals import DenseLogits
+from tests.reference.distillation import row_error
+from tests.reference.logits import logit_pair
+
+pytestmark = pytest.mark.slow
+
+TOKENS, VOCAB = 24, 1009
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def ours(divergence: str, **given: Any) -> Loss:
+    return lambda student, teacher: token_divergence(
+        student, DenseLogits(teacher), divergence=divergence, **given
+    )
+
+
+def answers(loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values per token or their sum, and the gradient of the sum, of fp32 logits in a dtype."""
+    student, teacher = (logits.to(dtype) for logits in logit_pair(TOKENS, VOCAB, seed=4))
+    leaf = student.requires_grad_()
+    value = loss(leaf, teacher)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    return value.detach().double(), gradient.double()
+
+
+def assert_same(mine: Loss, theirs: Loss, dtype: torch.dtype = torch.float64) -> None:
+    """Ours in fp32 and fp64 is theirs in a dtype; most peers lose digits in fp32."""
+    their_value, their_gradient = answers(theirs, dtype)
+    for own in (torch.float32, torch.float64):
+        value, gradient = answers(mine, own)
+        if their_value.dim() == 0:
+            value = value.sum()
+        assert float(((value - their_value) / their_value).abs().max()) < 1e-6
+        assert row_error(gradient, their_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_trl_generalized_jsd(beta: float, temperature: float) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
+
+    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+        return gkd.GKDTrainer.generalized_jsd_loss(
+            student, teacher, beta=beta, temperature=temperature, reduction="none"
+        ).sum(-1)
+
+    assert_same(ours("js_divergence", beta=beta, temperature=temperature), theirs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_liger_jsd(beta: float) -> None:
+    losses = pytest.importorskip(
+        "liger_kernel.chunked_loss.jsd_loss", reason="Liger is not installed: make peers"
+    )
+
+    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+        return losses.LigerFusedLinearJSDFunction.distillation_loss_fn(student, teacher, beta=beta)
+
+    assert_same(ours("js_divergence", beta=beta), theirs)
+
+
+def test_liger_cosine() -> None:
+    losses = pytest.importorskip(
+        "liger_kernel.chunked_loss.cosine_similarity_loss",
+        reason="Liger is not installed: make peers",
+    )
+
+    def mine(student: Tensor, teacher: Tensor) -> Tensor:
+        return feature_loss(student, teacher, student.new_ones(TOKENS), loss="cosine")
+
+    theirs = losses.LigerFusedLinearCosineSimilarityFunction.distillation_loss_fn
+    assert_same(mine, lambda student, teacher: theirs(student, teacher))
+
+
+def modelopt_loss(name: str, **given: Any) -> Loss:
+    plugin = pytest.importorskip(
+        "modelopt.torch.distill.plugins.megatron", reason="ModelOpt is not installed: make peers"
+    )
+    config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False)
+    module = getattr(plugin, name)(config, **given)
+
+    def loss(student: Tensor, teacher: Tensor) -> Tensor:
+        found = module(student.unsqueeze(1), teacher.unsqueeze(1))
+        return (found[0] if isinstance(found, tuple) else found).squeeze(0)
+
+    return loss
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
+def test_modelopt_kl(divergence: str, reverse: bool, temperature: float) -> None:
+    theirs = modelopt_loss("LogitsKLLoss", temperature=temperature, reverse=reverse)
+    assert_same(ours(divergence, temperature=temperature), theirs, torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
+def test_modelopt_top_k(divergence: str, reverse: bool, temperature: float) -> None:
+    theirs = modelopt_loss("TopKLogitsKLLoss", temperature=temperature, reverse=reverse, top_k=32)
+    mine = ours(divergence, temperature=temperature, top_k=32, support="renormalized")
+    assert_same(mine, theirs, torch.float32)
+
+
+def test_modelopt_applies_temperature_squared_outside_of_megatron() -> None:
+    losses = pytest.importorskip(
+        "modelopt.torch.distill.losses", reason="ModelOpt is not installed: make peers"
+    )
+    theirs = losses.LogitsDistillationLoss(temperature=2.0, reduction="none")
+    mine = ours("forward_kl", temperature=2.0, scale_by_temperature_squared=True)
+    assert_same(mine, theirs)
+
+
+def test_liger_and_trl_apply_no_temperature_squared() -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
+
+    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+        return gkd.GKDTrainer.generalized_jsd_loss(
+            student, teacher, beta=0.0, temperature=2.0, reduction="none"
+        ).sum(-1)
+
+    assert_same(ours("forward_kl", temperature=2.0), theirs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_modelopt_balancer(scale: float) -> None:
+    plugin = pytest.importorskip(
+        "modelopt.torch.distill.plugins.megatron", reason="ModelOpt is not installed: make peers"
+    )
+    balancer = plugin.LogitsAndIntermediatesLossBalancer(kd_loss_scale=scale)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        draws = torch.rand(4, generator=generator, dtype=torch.float64) * 10
+        ce, kd, *features = (draw.clone().requires_grad_() for draw in draws)
+        named = {"student_loss": ce, "LogitsKLLoss_0": kd, "a_1": features[0], "b_2": features[1]}
+        gradients = torch.autograd.grad(
+            balancer.forward(dict(named))["kd_loss"], [ce, kd, *features]
+        )
+        raw = RawLosses(ce.item(), (kd.item(),), tuple(one.item() for one in features))
+        weights = LossWeights(1.0, (1.0,), (0.5, 0.5))
+        scales = RatioBalance().scales(raw, weights)
+        mine = scaled_weights(weights, alpha=scale, scales=scales)
+        theirs = [float(gradient) for gradient in gradients]
+        assert [mine.ce, *mine.terms, *mine.features] == pytest.approx(theirs, rel=1e-12)
