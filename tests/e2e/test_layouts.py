@@ -156,7 +156,7 @@ def test_combinations_are_those_of_one_rank(train: Runner, combination: str) -> 
     assert_same_course(train(name, world, SHORT, *common, *layout), expected)
 
 
-AUXILIARY = "student.architecture.moe.aux_loss_coefficient=0.1"
+AUXILIARY = "student.architecture.moe.aux_loss_coefficient=0.2"
 
 
 BALANCED: dict[str, tuple[int, Sequence[str]]] = {
