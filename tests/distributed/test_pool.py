@@ -72,6 +72,11 @@ def test_workers_persist_between_calls(pool: Pool) -> None:
     assert pool.run(2, process_id) == first[:2]
 
 
+def test_a_rank_without_a_collective_waits_until_all_have_connected(pool: Pool) -> None:
+    for _ in range(10):
+        assert len(pool.run(4, process_id)) == 4
+
+
 def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="rank 1: Traceback(.|\n)*value seven is odd"):
         pair.run(2, fail_on_last_rank)
