@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron_distill.ops.native import native_rows
 from megatron_distill.runtime.torchrun import available_cores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +36,6 @@ def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "CPU": f"{_cpu_model()}, {available_cores()} cores used of {os.cpu_count()}",
-        "row functions": "compiled" if native_rows(torch.zeros(1, 1)) else "those of torch",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load average at the start": f"{os.getloadavg()[0]:.1f}",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",

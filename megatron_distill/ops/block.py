@@ -17,7 +17,6 @@ from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.exponentials import exponentiate
 from megatron_distill.ops.head_tail import TeacherBlock, head_share
 from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.pushforward import (
     SoftmaxWeights,
     clear_rows_,
@@ -265,20 +264,12 @@ class Block:
 
 def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
     """Exponentials ``[n, V]`` to probabilities, in place; none is less than a normal number."""
-    least = torch.finfo(exponentials.dtype).tiny
-    native = native_rows(exponentials)
-    if native is None:
-        exponentials.mul_(factor).clamp_(min=least)
-    else:
-        native.bounded_products(exponentials, factor, least, exponentials)
+    exponentials.mul_(factor).clamp_(min=torch.finfo(exponentials.dtype).tiny)
 
 
 def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``, which may be
     the slope; its sums ``[n]`` fp64. Overwrites the slope."""
-    native = native_rows(slope, weight, out)
-    if native is not None:
-        return native.pulls(slope, scale, reference, weight, out)
     relative = torch.add(reference.neg(), slope, alpha=scale, out=slope)
     return row_sums(torch.mul(relative, weight, out=out))
 

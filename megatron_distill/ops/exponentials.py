@@ -10,12 +10,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.native.rows import LOG2_E, UNDERFLOW, native_rows
 from megatron_distill.ops.reductions import row_sums
 
 __all__ = ["Origins", "exponentiate"]
 
 _LOG_2 = math.log(2)
+# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
+_LOG2_E = math.log2(math.e)
+# Two to the power of less is nothing in fp32.
+_UNDERFLOW = 150
 # A row's largest exponential may be a power of two so far from this one: sums with weights stay far
 # from the ends of fp32, and what is nothing beside them would be nothing beside one.
 _MIDDLE, _REACH = 22, 42
@@ -48,7 +51,7 @@ class Origins:
         scale: Tensor | float = 1 / temperatures[0]
         if len(set(temperatures)) > 1:
             scale = torch.tensor(temperatures, dtype=torch.float64).reciprocal_().unsqueeze(1)
-        beside = (peaks * (scale * LOG2_E)).sub_(_MIDDLE).abs_()
+        beside = (peaks * (scale * _LOG2_E)).sub_(_MIDDLE).abs_()
         points = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
         return cls(points, (peaks - points).double().mul_(scale).exp_())
 
@@ -78,36 +81,26 @@ def exponentiate(
     """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``, and its sums
     ``[n]`` in fp64 if they are wanted.
 
-    In torch, without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent
-    only.
+    Without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent only.
     """
-    native = native_rows(logits, out)
-    if native is not None:
-        native.exponentials(logits, point, temperature, out, sums)
-        return out
-    _exponentiate(logits, point, temperature, out, spare)
-    if sums is not None:
-        row_sums(out, out=sums)
-    return out
-
-
-def _exponentiate(
-    logits: Tensor, point: Tensor, temperature: float, out: Tensor, spare: Tensor | None
-) -> Tensor:
-    slope = LOG2_E / temperature
+    slope = _LOG2_E / temperature
     exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     if not exact or bool(point.any()):
         logits = torch.sub(logits, point.unsqueeze(1), out=out)
     if spare is None:
-        return logits.mul_(slope).exp2_()
-    if not exact:
-        return (logits if temperature == 1.0 else logits.mul_(1 / temperature)).exp_()
-    gap = torch.clamp(logits, min=-UNDERFLOW / slope, out=out)
-    product = torch.mul(gap, slope, out=spare)
-    # What rounding added to the product: a fused multiply-add, which the difference is, finds it.
-    added = torch.sub(product, gap, alpha=slope, out=gap)
-    product.exp2_()
-    return torch.addcmul(product, product, added, value=-_LOG_2, out=out)
+        logits.mul_(slope).exp2_()
+    elif not exact:
+        (logits if temperature == 1.0 else logits.mul_(1 / temperature)).exp_()
+    else:
+        gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
+        product = torch.mul(gap, slope, out=spare)
+        # A fused multiply-add, which the difference is, finds what rounding added to the product.
+        added = torch.sub(product, gap, alpha=slope, out=gap)
+        product.exp2_()
+        torch.addcmul(product, product, added, value=-_LOG_2, out=out)
+    if sums is not None:
+        row_sums(out, out=sums)
+    return out
 
 
 @cache

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.blocks import Scratch, accumulation_dtype, row_blocks
-from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.ordering import descending, keys_of, packed, places_of
 
 __all__ = ["largest"]
@@ -31,13 +30,6 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     has_keys = logits.device.type == "cpu" and logits.dtype != torch.float64
     if not has_keys or width < _SEGMENTS_OF_K * k * _SEGMENT:
         return _largest_of_all(logits, k)
-    native = native_rows(logits, dtypes=(torch.float32, torch.bfloat16))
-    if native is not None:
-        columns, found = native.largest(logits, k, most=_MOST_LEFT * k)
-        rows = found.logical_not_().nonzero().squeeze(1)
-        if rows.numel():
-            columns[rows] = _largest_of_all(logits[rows], k)[1]
-        return logits.gather(1, columns), columns
     values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)
     # Of the logits, this reads the segments that matter alone once more: blocks may be large.
     for block in row_blocks(count, _SEGMENT * k, logits.device):

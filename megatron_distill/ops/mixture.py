@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.classes import Classes
-from megatron_distill.ops.native import native_rows
 
 __all__ = ["js_divergence", "skewed_forward_kl", "skewed_reverse_kl"]
 
@@ -34,10 +33,6 @@ def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Te
     ``-log(1 - share gap/m)``. The difference of neighbours is exact, so both have all their digits
     where the two are close. ``out`` may be neither of the two.
     """
-    native = native_rows(of, other, out)
-    if native is not None:
-        native.surprises(of, other, share, out, anchored=True)
-        return out
     gap = torch.sub(other, of, out=out)
     if share <= 0.5:
         return gap.div_(of).mul_(share).log1p_()
@@ -54,10 +49,6 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
         return surprise
     p, q = classes.teacher, classes.student
     exact = classes.spare("exact")
-    native = native_rows(p, q, exact)
-    if native is not None:
-        native.surprises(q, p, teacher_share, exact, anchored=classes.anchor)
-        return exact
     odds = teacher_share / (1 - teacher_share)
     if odds <= 1:
         # m/q is 1 - share times 1 + odds p/q.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient
-from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
 
@@ -244,11 +243,7 @@ def difference_of_rows(
 
     Overwrites both; the products are rounded, see `scale_rows_`.
     """
-    native = native_rows(left, right, out)
-    if native is None:
-        return torch.sub(left.mul_(left_factor), right.mul_(right_factor), out=out)
-    native.differences(left, left_factor, right, right_factor, out)
-    return out
+    return torch.sub(left.mul_(left_factor), right.mul_(right_factor), out=out)
 
 
 def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:

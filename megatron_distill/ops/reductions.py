@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.native import native_rows
-
 __all__ = ["row_sums", "row_top"]
 
 _SEGMENT = 128
@@ -33,9 +31,6 @@ def row_sums(values: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest value and its lowest column per row of ``[N, V]``, V > 0."""
-    native = native_rows(logits)
-    if native is not None:
-        return native.tops(logits)
     segments = logits.shape[1] // _SEGMENT
     if logits.device.type != "cpu" or segments == 0:
         values, columns = logits.max(1)

@@ -22,7 +22,6 @@ from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.classes import Model
 from megatron_distill.ops.divergence import WeightedDivergence
 from megatron_distill.ops.exponentials import Origins, exponentiate
-from megatron_distill.ops.native import native_rows
 from megatron_distill.ops.reductions import row_sums, row_top
 from megatron_distill.ops.sweep import Sweep
 
@@ -284,10 +283,6 @@ def _sum_gaps(
 ) -> None:
     """``[N]`` sums of the teacher's logits less the student's, finite where one of them is -inf."""
     most = -_lowest(weights.dtype)
-    native = native_rows(weights, *logits.values())
-    if native is not None:
-        native.weighted_gaps(weights, logits["teacher"], logits["student"], out, most=most)
-        return
     torch.sub(logits["teacher"], logits["student"], out=spare)
     if infinite:
         spare.nan_to_num_(nan=0.0, posinf=most, neginf=-most)

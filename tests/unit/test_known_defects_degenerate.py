@@ -34,10 +34,6 @@ from tests.unit.divergence_runs import (
     value_of,
 )
 from tests.unit.objective_runs import run
-from tests.unit.row_executors import row_executor
-
-__all__ = ["row_executor"]
-pytestmark = pytest.mark.usefixtures("row_executor")
 
 ON_IDS = [(name, support) for name in NAMES for support in KEPT_SUPPORTS]
 # With a forward KL, which is infinite where the teacher has a probability and the student none.

@@ -16,10 +16,6 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import KEPT_SUPPORTS, NAMES, differentiated, solved
-from tests.unit.row_executors import row_executor
-
-__all__ = ["row_executor"]
-pytestmark = pytest.mark.usefixtures("row_executor")
 
 TEMPERATURES = [0.5, 1.0, 2.0, 4.0]
 DTYPES = [torch.float32, torch.bfloat16]

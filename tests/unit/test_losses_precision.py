@@ -11,10 +11,6 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import row_error
 from tests.reference.logits import logit_pair
 from tests.unit.divergence_runs import NAMES, assert_six_digits, differentiated, solved
-from tests.unit.row_executors import row_executor
-
-__all__ = ["row_executor"]
-pytestmark = pytest.mark.usefixtures("row_executor")
 
 ROWS, COLUMNS = 300, 2003
 CASES: list[tuple[str, dict[str, float]]] = [

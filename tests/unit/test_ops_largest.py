@@ -12,10 +12,6 @@ from torch import Tensor
 from megatron_distill.ops import largest as selection
 from megatron_distill.ops.largest import largest
 from megatron_distill.ops.ordering import descending
-from tests.unit.row_executors import row_executor
-
-__all__ = ["row_executor"]
-pytestmark = pytest.mark.usefixtures("row_executor")
 
 
 def by_value_and_column(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,6 @@ from megatron_distill.ops.reductions import row_sums, row_top
 from megatron_distill.ops.statistics import MergedStatistics, Packet
 from megatron_distill.ops.sweep import Sweep
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
-from tests.unit.row_executors import row_executor
-
-__all__ = ["row_executor"]
-pytestmark = pytest.mark.usefixtures("row_executor")
 
 KL = divergence_named("forward_kl")
 CPU = torch.device("cpu")
