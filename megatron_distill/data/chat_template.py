@@ -14,7 +14,7 @@ from megatron_distill.data.conversations import (
     BadConversationError,
     ConversationSpec,
 )
-from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.data.tokenizer_protocol import Tokenizer
 from megatron_distill.errors import DataError
 
 Span = tuple[int, int]

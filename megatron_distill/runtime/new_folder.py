@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_distill.errors import CheckpointError
+from megatron_distill.errors import CheckpointError, MegatronDistillError, StoreError
 from megatron_distill.runtime.collectives import together
 
-_PARTIAL = ".partial"
+_PARTIAL_FOLDER = ".partial"
 
 
 @contextmanager
@@ -28,11 +28,11 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
     Collective: world, all-gathers of a short object per rank.
     """
     output = output.resolve()  # a link stays, and what it points at is replaced
-    partial = output.with_name(f"{output.name}{_PARTIAL}")
+    partial = output.with_name(f"{output.name}{_PARTIAL_FOLDER}")
     is_first = dist.get_rank() == 0
     with together():
         if is_first:
-            with said_for(output):
+            with write_errors(output, CheckpointError):
                 _prepare(output, partial, bytes_needed=bytes_needed, overwrite=overwrite)
     try:
         with together():
@@ -44,7 +44,7 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
         yield partial
         with together():
             if is_first:
-                with said_for(output):
+                with write_errors(output, CheckpointError):
                     _publish(partial, output)
     finally:
         # Gone after a success; a rank that was interrupted alone must not wait for the others.
@@ -105,18 +105,18 @@ def _clear(partial: Path, output: Path) -> None:
 
 def _aside(output: Path) -> Path:
     """Return where the earlier content waits for the new one to take its name."""
-    return output.with_name(f"{output.name}.old{_PARTIAL}")
+    return output.with_name(f"{output.name}.old{_PARTIAL_FOLDER}")
 
 
 @contextmanager
-def said_for(output: Path) -> Iterator[None]:
-    """Raise what the operating system says about writing a folder as CheckpointError."""
+def write_errors(path: Path, error: type[MegatronDistillError] = StoreError) -> Iterator[None]:
+    """Raise a failure of the operating system to write a path as ``error``, with the remedy."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {output}: {error.strerror}; free disk space or name another folder"
-        ) from error
+    except OSError as failure:
+        raise error(
+            f"cannot write {path}: {failure.strerror}; free disk space or name another folder"
+        ) from failure
 
 
 def flush_folder(folder: Path) -> None:

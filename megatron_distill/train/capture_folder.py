@@ -15,9 +15,8 @@ import torch.distributed as dist
 from megatron_distill.data.tokenizer import Tokenizer, holds_tokenizer
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.new_folder import flush_folder
+from megatron_distill.runtime.new_folder import flush_folder, write_errors
 from megatron_distill.signals.store import Manifest, Plan, StoreWriter, tokenizer_folder
-from megatron_distill.signals.store.durable import said_for
 from megatron_distill.signals.store.plan import MANIFEST, PLAN
 from megatron_distill.train.assemble_store_keys import configured
 from megatron_distill.train.capture_places import working_folder
@@ -70,7 +69,7 @@ def held_for_job(folder: Path, job: int) -> Iterator[None]:
         with together():
             if dist.get_rank() == 0:
                 working = working_folder(folder)
-                with said_for(working):
+                with write_errors(working):
                     working.mkdir(exist_ok=True)
                     named = f"store.path={folder} store.job={job}"
                     lock = take_lock(working / f"job-{job}.lock", named=named)
@@ -89,7 +88,7 @@ def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
     if holds_tokenizer(folder):
         return
     partial = working_folder(store) / f"tokenizer-{socket.gethostname()}-{os.getpid()}"
-    with said_for(folder):
+    with write_errors(folder):
         write_tokenizer(tokenizer, partial)
         flush_folder(partial)
         try:

@@ -13,7 +13,8 @@ from typing import Final
 
 from megatron_distill.data.samples import State
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store.durable import publish_first, remove_stale, sealed, unsealed
+from megatron_distill.signals.store.durable import publish_first, remove_stale
+from megatron_distill.signals.store.sealed import sealed, unsealed
 
 _FORMAT: Final = "megatron-distill place in a training stream"
 _NAME: Final = re.compile(r"stream-(\d{6,})\.json")

@@ -31,7 +31,7 @@ from megatron_distill.models.hugging_face.assets import (
 from megatron_distill.models.hugging_face.export import plan_files, write_files
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.new_folder import new_folder, said_for
+from megatron_distill.runtime.new_folder import new_folder, write_errors
 from megatron_distill.train.checkpoint import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint_import import blocks_of, write_blocks
 from megatron_distill.train.checkpoint_weights import CheckpointWeights
@@ -94,7 +94,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
                     f"writing {output} failed: {failure}; free disk space or name another folder"
                 )
             if dist.get_rank() == 0:
-                with said_for(output):
+                with write_errors(output, CheckpointError):
                     _describe_import(folder, source, described.architecture, identity)
     return Written(
         folder=output,
@@ -162,7 +162,7 @@ def export_checkpoint(
             write_files(files, weights, partial, done=done)
         with together():
             if dist.get_rank() == 0:
-                with said_for(output):
+                with write_errors(output, CheckpointError):
                     copy_assets(assets, partial)
                     copy_model_tokenizer(from_tokenizer, partial)
                     write_config(

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face import llama_like as like
+from megatron_distill.models.hugging_face.llama_like import (
+    DENSE,
+    DIMENSIONS,
+    NO_ATTENTION_BIAS,
+)
 from megatron_distill.models.hugging_face.settings import (
     Always,
     Choice,
@@ -49,9 +53,9 @@ class QueryScalar:
 
 
 GEMMA_SETTINGS = (
-    *like.DIMENSIONS,
-    like.DENSE,
-    like.NO_ATTENTION_BIAS,
+    *DIMENSIONS,
+    DENSE,
+    NO_ATTENTION_BIAS,
     Off("use_bidirectional_attention"),
     HeadSize(),
     Choice("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu"}),

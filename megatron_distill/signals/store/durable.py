@@ -6,80 +6,28 @@ A file is written under a temporary name that a lock holds; what no process hold
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from megatron_distill.errors import StoreError
-from megatron_distill.runtime.new_folder import flush_folder
+from megatron_distill.runtime.new_folder import flush_folder, write_errors
 
 __all__ = [
-    "canonical",
     "partial_file",
     "partial_files",
     "publish",
     "publish_first",
-    "read_bytes",
     "remove_stale",
-    "repair_advice",
-    "said_for",
-    "sealed",
-    "unsealed",
 ]
 
-_PARTIAL: Final = ".partial-"
+_PARTIAL_FILE: Final = ".partial-"
 # Where locks do not reach other machines, a file of theirs is left alone for this long.
 _IDLE_SECONDS: Final = 3600.0
-
-
-def canonical(value: dict[str, Any]) -> bytes:
-    """JSON with one form per value: sorted keys, two spaces, ASCII."""
-    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
-
-
-def sealed(value: dict[str, Any]) -> bytes:
-    """Canonical JSON that holds the SHA-256 of itself without it, under `seal`."""
-    return canonical(value | {"seal": hashlib.sha256(canonical(value)).hexdigest()})
-
-
-def repair_advice(store: Path, *, file: bool = False) -> str:
-    """What a message about a damaged store ends with; `file`: about one that a copy can replace."""
-    first = "restore the file from a copy, or " if file else ""
-    return f"{first}run `python tools/teacher_store.py repair {store}`, then the capture again"
-
-
-def unsealed(path: Path, *, advice: str) -> dict[str, Any]:
-    """What a sealed file holds. Raises StoreError: it cannot be read, or was changed."""
-    text = read_bytes(path, advice=advice)
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StoreError(f"{path}: damaged, not valid JSON; {advice}") from error
-    if not isinstance(value, dict) or not _is_sealed(value, text):
-        raise StoreError(f"{path}: damaged, its content does not match its seal; {advice}")
-    return value
-
-
-def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
-    try:
-        return sealed({name: part for name, part in value.items() if name != "seal"}) == text
-    except ValueError:
-        return False  # NaN, which the reader of JSON takes and its writer does not
-
-
-def read_bytes(path: Path, *, advice: str = "") -> bytes:
-    """The content of a file. Raises StoreError naming it, and what to do."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        end = f"; {advice}" if advice else ""
-        raise StoreError(f"{path}: cannot be read ({error.strerror}){end}") from error
 
 
 @contextmanager
@@ -89,15 +37,15 @@ def partial_file(path: Path, *, waits: bool = False) -> Iterator[tuple[Path, int
     Whatever is left under the temporary name after the block is removed. Raises StoreError: another
     process writes the same file and is not waited for, or the disk does not let it be written.
     """
-    partial = path.with_name(f"{path.name}{_PARTIAL}{socket.gethostname()}")
-    with said_for(path):
+    partial = path.with_name(f"{path.name}{_PARTIAL_FILE}{socket.gethostname()}")
+    with write_errors(path):
         descriptor = _hold(partial, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     if descriptor is None:
         raise StoreError(
             f"{path}: another process is writing it; give every process shards of its own"
         )
     try:
-        with said_for(path):
+        with write_errors(path):
             yield partial, descriptor
     finally:
         # After a rename another process may already write under the name.
@@ -127,17 +75,6 @@ def _hold(partial: Path, lock: int) -> int | None:
             os.close(descriptor)
             return None
         os.close(descriptor)
-
-
-@contextmanager
-def said_for(path: Path) -> Iterator[None]:
-    """Raise what the operating system says about writing as StoreError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {path}: {error.strerror}; free disk space or name another folder"
-        ) from error
 
 
 def publish(path: Path, content: bytes) -> None:
@@ -171,13 +108,13 @@ def _fill(descriptor: int, content: bytes) -> None:
 
 def partial_files(folder: Path) -> list[Path]:
     """Temporary files in a folder, sorted."""
-    return sorted(folder.glob(f"*{_PARTIAL}*"))
+    return sorted(folder.glob(f"*{_PARTIAL_FILE}*"))
 
 
 def remove_stale(folder: Path) -> None:
     """Remove temporary files that no process writes any more. Raises StoreError."""
     for partial in partial_files(folder):
-        with said_for(partial):
+        with write_errors(partial):
             try:
                 descriptor = os.open(partial, os.O_RDWR)
             except FileNotFoundError:
@@ -185,7 +122,10 @@ def remove_stale(folder: Path) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 idle = time.time() - os.fstat(descriptor).st_mtime
-                if partial.name.endswith(_PARTIAL + socket.gethostname()) or idle > _IDLE_SECONDS:
+                if (
+                    partial.name.endswith(_PARTIAL_FILE + socket.gethostname())
+                    or idle > _IDLE_SECONDS
+                ):
                     partial.unlink(missing_ok=True)
             except BlockingIOError:
                 pass

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store.durable import read_bytes, repair_advice, sealed, unsealed
 from megatron_distill.signals.store.plan import (
     FORMAT,
     MANIFEST,
@@ -19,6 +18,7 @@ from megatron_distill.signals.store.plan import (
     shard_folder,
     sidecar_name,
 )
+from megatron_distill.signals.store.sealed import read_bytes, repair_advice, sealed, unsealed
 from megatron_distill.signals.store.totals import Totals
 
 __all__ = ["Manifest", "ShardProof", "file_sha256"]

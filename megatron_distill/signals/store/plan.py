@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.codecs import CODECS
-from megatron_distill.signals.store.durable import sealed, unsealed
+from megatron_distill.signals.store.sealed import sealed, unsealed
 
 __all__ = [
     "CaptureSettings",

@@ -11,7 +11,6 @@ from typing import Final
 
 from megatron_distill.errors import StoreError
 from megatron_distill.signals.store.container import RecordFile
-from megatron_distill.signals.store.durable import repair_advice
 from megatron_distill.signals.store.header import Header, require_record
 from megatron_distill.signals.store.layout import decode, decode_tokens
 from megatron_distill.signals.store.manifest import Manifest
@@ -24,6 +23,7 @@ from megatron_distill.signals.store.plan import (
     shard_folder,
 )
 from megatron_distill.signals.store.records import SampleRecord, SampleTokens
+from megatron_distill.signals.store.sealed import repair_advice
 
 __all__ = ["StoreReader"]
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.errors import StoreError
-from megatron_distill.runtime.new_folder import flush_folder
+from megatron_distill.runtime.new_folder import flush_folder, write_errors
 from megatron_distill.signals.store.checks import repeated_ids, value_problems
 from megatron_distill.signals.store.container import RecordFile
-from megatron_distill.signals.store.durable import repair_advice, said_for
 from megatron_distill.signals.store.header import require_record
 from megatron_distill.signals.store.layout import decode
 from megatron_distill.signals.store.manifest import Manifest, ShardProof, file_sha256
@@ -23,6 +22,7 @@ from megatron_distill.signals.store.plan import (
     shard_folder,
     sidecar_name,
 )
+from megatron_distill.signals.store.sealed import repair_advice
 
 __all__ = ["Problem", "VerificationReport", "repair", "verify"]
 
@@ -190,7 +190,7 @@ def repair(folder: Path, report: VerificationReport) -> list[Path]:
     if report.bad_shards or any(problem.file == MANIFEST for problem in report.problems):
         # First what vouches for a file, then the file.
         wanted.insert(0, folder / MANIFEST)
-    with said_for(folder / QUARANTINE):
+    with write_errors(folder / QUARANTINE):
         for path in wanted:
             if path.exists():
                 (folder / QUARANTINE).mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_distill.errors import StoreError
-from megatron_distill.runtime.new_folder import flush_folder
+from megatron_distill.runtime.new_folder import flush_folder, write_errors
 from megatron_distill.signals.store.checks import shape_problems, value_problems
 from megatron_distill.signals.store.container import RecordFile, RecordFileWriter
 from megatron_distill.signals.store.durable import (
@@ -17,8 +17,6 @@ from megatron_distill.signals.store.durable import (
     publish,
     publish_first,
     remove_stale,
-    repair_advice,
-    said_for,
 )
 from megatron_distill.signals.store.header import token_digest
 from megatron_distill.signals.store.layout import pack
@@ -34,6 +32,7 @@ from megatron_distill.signals.store.plan import (
     sidecar_name,
 )
 from megatron_distill.signals.store.records import SampleRecord
+from megatron_distill.signals.store.sealed import repair_advice
 from megatron_distill.signals.store.totals import Totals
 
 __all__ = ["ShardWriter", "StoreWriter"]
@@ -60,7 +59,7 @@ class StoreWriter:
     ) -> None:
         self.folder = folder
         self.plan = Plan(settings, identity, samples, samples_per_shard)
-        with said_for(folder):
+        with write_errors(folder):
             shard_folder(folder).mkdir(parents=True, exist_ok=True)
             flush_folder(folder)
         if not publish_first(folder / PLAN, self.plan.content):
@@ -191,7 +190,7 @@ class ShardWriter:
             raise StoreError(f"{self._path}: {added} records were added, {count} are planned")
         self._file.close()
         self._require_readable(count)
-        with said_for(self._path):
+        with write_errors(self._path):
             os.fsync(self._descriptor)
             size = os.fstat(self._descriptor).st_size
         proof = ShardProof(
@@ -205,7 +204,7 @@ class ShardWriter:
         )
         if self._sidecar.exists():
             return  # another process was faster; what is committed is not touched
-        with said_for(self._path):
+        with write_errors(self._path):
             self._partial.replace(self._path)
             flush_folder(self._path.parent)
         publish(self._sidecar, proof.content(self._plan))
