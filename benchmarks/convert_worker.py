@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.anonymous_memory import AnonymousPeak
-from megatron_distill.runtime.launch import Launch
-from megatron_distill.runtime.world import joined_world
+from megatron_distill.runtime.launch import Launch, joined_world
 
 _LOOK_SECONDS = 0.002
 
@@ -63,7 +62,7 @@ def _copy(source: Path, output: Path) -> Subject:
 
 
 def _import(source: Path, output: Path) -> Subject:
-    from megatron_distill.train.conversion import import_checkpoint
+    from megatron_distill.train.convert.convert import import_checkpoint
 
     def work() -> None:
         import_checkpoint(source, output, dtype=None, overwrite=False)
@@ -72,7 +71,7 @@ def _import(source: Path, output: Path) -> Subject:
 
 
 def _export(source: Path, output: Path) -> Subject:
-    from megatron_distill.train.conversion import export_checkpoint
+    from megatron_distill.train.convert.convert import export_checkpoint
 
     def work() -> None:
         export_checkpoint(
@@ -94,8 +93,7 @@ def _read(source: Path, output: Path) -> Subject:  # noqa: ARG001
     from megatron_distill.models.gpt import build_gpt
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
     from megatron_distill.models.weights import fill
-    from megatron_distill.runtime.groups import Layout, create_groups
-    from megatron_distill.runtime.seed import seed_everything
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
 
     groups = create_groups(Layout(tensor=dist.get_world_size()), timeout_minutes=10)
     seed_everything(1, groups)

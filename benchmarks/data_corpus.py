@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_distill.data.corpora import stdlib_files
-from megatron_distill.data.tokenizer import train_bpe
+from megatron_distill.data.text.corpora import stdlib_files
+from megatron_distill.data.tokenizers.open import train_bpe
 
 SEQUENCE_LENGTH = 2048
 VOCABULARY = 16_384

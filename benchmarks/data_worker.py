@@ -57,12 +57,12 @@ Work = Callable[[], dict[str, float]]
 
 def _ours(asked: Asked, *, chat: bool) -> Callable[[], Any]:
     """Return what opens our loader of a file."""
-    from megatron_distill.data.conversation_source import ConversationOptions
-    from megatron_distill.data.conversations import ConversationSpec
-    from megatron_distill.data.corpora import SourceSpec
+    from megatron_distill.data.chat.conversations import ConversationSpec
+    from megatron_distill.data.chat.source import ConversationOptions
     from megatron_distill.data.loader import StepLoader
     from megatron_distill.data.sources import DataOptions, open_training
-    from megatron_distill.data.tokenizer import load_tokenizer
+    from megatron_distill.data.text.corpora import SourceSpec
+    from megatron_distill.data.tokenizers.open import load_tokenizer
 
     tokenizer = load_tokenizer(asked.tokenizer)
     workers = asked.cores if asked.cores > 1 else 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.runtime.device import PRECISIONS
+from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.signals import HiddenState
 
 Run = Callable[[], object]

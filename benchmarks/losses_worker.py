@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.quiet import touch_bytes
-from megatron_distill.runtime.device import PRECISIONS
+from megatron_distill.runtime.launch import PRECISIONS, joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
-from megatron_distill.runtime.world import joined_world
 
 if TYPE_CHECKING:
     from benchmarks.loss_subjects import Subject

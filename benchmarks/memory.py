@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.environment import ROOT, describe
 from benchmarks.peak import LiveStorages
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
-from megatron_distill.ops.blocks import chunk_tokens_for, row_blocks
-from megatron_distill.runtime.device import PRECISIONS
+from megatron_distill.ops.workspace import chunk_tokens_for, row_blocks
+from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.signals import DenseLogits, HiddenState
 
 _HIDDEN = 256

@@ -30,7 +30,7 @@ from megatron_distill.signals import Signal
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
 from megatron_distill.train.step import Student, train_step
-from megatron_distill.train.teacher import OnlineTeacher
+from megatron_distill.train.teachers.live import OnlineTeacher
 
 _METRICS = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
 

@@ -47,8 +47,8 @@ from benchmarks.subject import (
     training_state,
 )
 from megatron_distill.models.architecture import transformer_config
-from megatron_distill.models.initialise import initialise
-from megatron_distill.models.specs import layer_specs
+from megatron_distill.models.layers import layer_specs
+from megatron_distill.models.weights import initialise
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.optimizer import wrap_data_parallel

@@ -18,9 +18,8 @@ from rich.console import Console
 
 from benchmarks.environment import ROOT, describe
 from megatron_distill.config import load_config, to_yaml
-from megatron_distill.evaluation.child_run import ChildRun, make
-from megatron_distill.evaluation.comparison import check_equal_start
-from megatron_distill.evaluation.report import RunSummary, summarize
+from megatron_distill.evaluation.quickstart import ChildRun, check_equal_start, make
+from megatron_distill.evaluation.runs import RunSummary, summarize
 
 _FEATURES = "objective.features=[{match: uniform, loss: mse}]"
 _PROJECTOR = "objective.projector={kind: linear}"

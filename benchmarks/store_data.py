@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.signals.store import PositionScalars, SampleRecord, TopKEntries
-from megatron_distill.signals.store.records import Floats
+from megatron_distill.store import PositionScalars, SampleRecord, TopKEntries
+from megatron_distill.store.records import Floats
 
 __all__ = ["LARGEST_K", "VOCAB_SIZE", "MadeUpSample", "made_up_sample", "record_of"]
 

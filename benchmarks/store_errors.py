@@ -14,8 +14,8 @@ from benchmarks.children import run_child
 from benchmarks.environment import ROOT
 from benchmarks.store_polynomial import BUDGET, RECOMMENDED, Polynomial, as_bf16
 from megatron_distill.config import load_config, to_yaml
-from megatron_distill.evaluation.child_run import ChildRun, make
-from megatron_distill.signals.store import (
+from megatron_distill.evaluation.quickstart import ChildRun, make
+from megatron_distill.store import (
     CaptureSettings,
     PositionScalars,
     SampleRecord,
@@ -24,7 +24,7 @@ from megatron_distill.signals.store import (
     pack,
     unpack,
 )
-from megatron_distill.signals.store.records import Floats
+from megatron_distill.store.records import Floats
 
 __all__ = ["LossOfCodec", "TrainedTeacher", "measure_errors", "trained_teacher"]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import installed
 from benchmarks.store_data import MadeUpSample
-from megatron_distill.signals.store.example_wire import read_example
+from megatron_distill.store.maxtext import read_example
 
 __all__ = [
     "EXAMPLE_KEYS",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_distill.signals.store.records import Floats, Integers
+from megatron_distill.store.records import Floats, Integers
 
 __all__ = ["BUDGET", "RECOMMENDED", "Polynomial", "as_bf16", "encode_bits", "write_parquet"]
 

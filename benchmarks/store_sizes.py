@@ -18,7 +18,7 @@ from benchmarks.store_peers import (
     write_tar,
 )
 from benchmarks.store_polynomial import BUDGET, RECOMMENDED, Polynomial, encode_bits, write_parquet
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     CaptureSettings,
     Identity,
     Plan,

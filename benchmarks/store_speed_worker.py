@@ -24,7 +24,7 @@ from benchmarks.store_peers import (
     write_examples,
 )
 from benchmarks.store_sizes import write_store
-from megatron_distill.signals.store import CaptureSettings, SampleRecord, StoreReader
+from megatron_distill.store import CaptureSettings, SampleRecord, StoreReader
 
 _BATCH: Final = 4
 _BLOCK_BYTES: Final = 1 << 20

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_distill.runtime.launch import Launch
-from megatron_distill.runtime.world import joined_world
-from megatron_distill.train.trained_run import load_trained_run
+from megatron_distill.runtime.launch import Launch, joined_world
+from megatron_distill.train.assemble.trained_config import load_trained_run
 
 
 def main() -> None:
@@ -26,11 +25,14 @@ def main() -> None:
     config = load_trained_run(given.run, overrides, world_size=1)
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.signals import HiddenState
-        from megatron_distill.train.assemble_data import read_validation
-        from megatron_distill.train.assemble_groups import execution_on, job_groups
-        from megatron_distill.train.assemble_models import build_online_teacher
-        from megatron_distill.train.assemble_origin import find_origin
-        from megatron_distill.train.assemble_tokenizer import open_tokenizer
+        from megatron_distill.train.assemble.data import read_validation
+        from megatron_distill.train.assemble.models import (
+            build_online_teacher,
+            execution_on,
+            find_origin,
+            job_groups,
+        )
+        from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
         with job_groups(config, trains=False) as groups:
             tokenizer, vocabulary = open_tokenizer(config)
@@ -49,9 +51,8 @@ def main() -> None:
                 (signal,) = teacher.signals([batch])
                 assert isinstance(signal, HiddenState), "one stage, so that the head is here"
                 trained = batch.ce_mask_bs.reshape(-1)
-                logits_NV = (signal.hidden[trained].double() @ signal.weight.double().T)[
-                    :, : vocabulary.size
-                ]
+                logits_NV = signal.hidden[trained].double() @ signal.weight.double().T
+                logits_NV = logits_NV[:, : vocabulary.size]
                 parts.append(logits_NV.log_softmax(1))
                 sums.append(logits_NV.logsumexp(1))
                 labels.append(batch.labels_bs.reshape(-1)[trained])
@@ -64,12 +65,12 @@ def main() -> None:
         ids=ids.numpy().astype(np.int32),
         log_sum_exp=torch.cat(sums).numpy(),
     )
-    entropy = -(log_probs_NV.exp() * log_probs_NV).sum(1)
+    entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(1)
     figures = {
         "positions": len(labels_N),
         "vocab_size": vocabulary.size,
         "cross_entropy": -float(label_log_probs.mean()),
-        "entropy": float(entropy.mean()),
+        "entropy": float(entropy_N.mean()),
         "top_1": float(descending[:, 0].exp().mean()),
     }
     given.result.write_text(json.dumps(figures), encoding="utf-8")

@@ -18,9 +18,9 @@ from benchmarks.cases import LAYOUTS, WORKLOADS, Body, Case, Workload
 from benchmarks.store_data import MadeUpSample, made_up_sample, record_of
 from benchmarks.store_sizes import write_store
 from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
-from megatron_distill.runtime.world import joined_world
-from megatron_distill.signals.store import CaptureSettings, SampleRecord, StoreReader, StoreSet
+from megatron_distill.store import CaptureSettings, SampleRecord, StoreReader, StoreSet
 
 if TYPE_CHECKING:
     from megatron_distill.data.samples import State
@@ -112,10 +112,9 @@ def _measure(
     case: Case, given: argparse.Namespace, place: Path, device: torch.device
 ) -> dict[str, Any]:
     from megatron_distill.losses import Term
-    from megatron_distill.runtime.groups import Layout, create_groups
-    from megatron_distill.runtime.seed import seed_everything
-    from megatron_distill.train.lookahead import Lookahead
-    from megatron_distill.train.stored_teacher import StoredTeacher
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+    from megatron_distill.train.teachers.lookahead import Lookahead
+    from megatron_distill.train.teachers.stored import StoredTeacher
 
     groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)
     seed_everything(1, groups)

@@ -15,8 +15,8 @@ from benchmarks.cases import Body, Case
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
 from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
 from megatron_distill.runtime.batch import Batch, StepBatches
-from megatron_distill.runtime.device import PRECISIONS
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.train.optimizer import build_optimizer, build_schedule
 
 STUDENT_SEED, TEACHER_SEED, DATA_SEED = 11, 12, 13

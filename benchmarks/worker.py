@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.cases import Case, Subject
 from benchmarks.quiet import busy_seconds
+from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
-from megatron_distill.runtime.world import joined_world
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.groups import Groups
@@ -99,8 +99,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _groups(case: Case) -> Groups:
-    from megatron_distill.runtime.groups import Layout, create_groups
-    from megatron_distill.runtime.seed import seed_everything
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
 
     ranks = case.ranks
     layout = Layout(

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_distill.train.assemble_command import JobCommand
+from megatron_distill.train.assemble.command import JobCommand
 
 if TYPE_CHECKING:
     from megatron_distill.config import CaptureConfig
-    from megatron_distill.runtime.device import Device
+    from megatron_distill.runtime.launch import Device
     from megatron_distill.runtime.termination import TerminationRequest
 
 
@@ -25,7 +25,7 @@ def _load(path: str, overrides: Sequence[str]) -> CaptureConfig:
 
 def _capture(config: CaptureConfig, device: Device, termination: TerminationRequest) -> bool:
     # Only now: this imports Megatron-Core, which had to be prepared first.
-    from megatron_distill.train.assemble_capture import run_capture
+    from megatron_distill.train.assemble.capture import run_capture
 
     return run_capture(config, device, termination)
 

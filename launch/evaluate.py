@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_distill import log
-from megatron_distill.runtime.launch import Launch
-from megatron_distill.runtime.world import joined_world
-from megatron_distill.train.trained_run import (
+from megatron_distill.runtime.launch import Launch, joined_world
+from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     add_run_arguments,
     load_trained_run,
@@ -48,7 +47,7 @@ def _evaluate(
     with launch.together("configuration"):
         config = load_trained_run(run, overrides, world_size=launch.size)
     with joined_world(**config.runtime.model_dump(), launch=launch) as device:
-        from megatron_distill.train.assemble_evaluation import evaluate
+        from megatron_distill.train.assemble.trained_run import evaluate
 
         figures = evaluate(config, device)
     if launch.rank == 0:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megatron_distill import log
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.generate import Sampling, generate
-from megatron_distill.runtime.launch import Launch
-from megatron_distill.runtime.world import joined_world
-from megatron_distill.train.trained_run import (
+from megatron_distill.runtime.launch import Launch, joined_world
+from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     add_run_arguments,
     load_trained_run,
@@ -78,7 +77,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
             run, ["teacher=null", "objective.terms=[]", *overrides], world_size=launch.size
         )
     with joined_world(**config.runtime.model_dump(), launch=launch) as device:
-        from megatron_distill.train.assemble_evaluation import writer
+        from megatron_distill.train.assemble.trained_run import writer
 
         with writer(config, device) as (next_token, tokenizer):
             said: list[tuple[list[int], int] | None] = [None]
@@ -100,7 +99,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
 
 
 def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> str:
-    from megatron_distill.evaluation.hugging_face_text import write_text
+    from megatron_distill.evaluation.generate import write_text
 
     if arguments.run or arguments.words or launch.size > 1:
         raise ConfigError(

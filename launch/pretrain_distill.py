@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_distill.train.assemble_command import JobCommand
+from megatron_distill.train.assemble.command import JobCommand
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
-    from megatron_distill.runtime.device import Device
+    from megatron_distill.runtime.launch import Device
     from megatron_distill.runtime.termination import TerminationRequest
 
 
@@ -22,7 +22,7 @@ def _load(path: str, overrides: Sequence[str]) -> RunConfig:
 
 def _train(config: RunConfig, device: Device, termination: TerminationRequest) -> bool:
     # Only now: this imports Megatron-Core, which had to be prepared first.
-    from megatron_distill.train.assemble import run_training
+    from megatron_distill.train.assemble.run import run_training
 
     return run_training(config, device, termination)
 

@@ -24,22 +24,20 @@ from rich.console import Console
 
 from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
 from megatron_distill.errors import DataError, MegatronDistillError
-from megatron_distill.evaluation.child_run import (
+from megatron_distill.evaluation.plot import plot_losses
+from megatron_distill.evaluation.quickstart import (
     ChildCapture,
     ChildRun,
     RunStoppedError,
     ask,
-    make,
-    write_json,
-)
-from megatron_distill.evaluation.comparison import (
     check_equal_start,
+    make,
     over_seeds,
     show_outcome,
     show_store,
+    write_json,
 )
-from megatron_distill.evaluation.plot import plot_losses
-from megatron_distill.evaluation.report import (
+from megatron_distill.evaluation.runs import (
     RunSummary,
     margin,
     markdown_table,

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from megatron_distill import log
 from megatron_distill.errors import CheckpointError
-from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.launch import Launch, joined_world
 from megatron_distill.runtime.termination import Interruption
-from megatron_distill.runtime.world import joined_world
 
 
 def main() -> int:
@@ -87,7 +86,7 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
         device="cpu", backend="gloo", threads=None, timeout_seconds=3600.0, launch=launch
     ):
         # Only now: this imports Megatron-Core, which had to be prepared first.
-        from megatron_distill.train.conversion import export_checkpoint, import_checkpoint
+        from megatron_distill.train.convert.convert import export_checkpoint, import_checkpoint
 
         if arguments.command == "verify":
             _verify(arguments)
@@ -128,7 +127,7 @@ def _say(launch: Launch, *lines: str) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from megatron_distill.train.verification import (
+    from megatron_distill.train.convert.verify import (
         Probe,
         compare_folders,
         compare_with_checkpoint,

@@ -59,17 +59,17 @@ def _preview(config: RunConfig, *, samples: int, counted: int, console: Console)
     # Only now, because of what they import; a wrong configuration is said at once.
     import torch
 
-    from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     if not config.data.sources:
         raise ConfigError("data.sources = []: there is no corpus to show; name one")
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     # Only now: these import Megatron-Core, which had to be prepared first.
     from megatron_distill.data.sources import open_training
-    from megatron_distill.train.assemble_checks import check_models, check_start
-    from megatron_distill.train.assemble_sources import data_options, source_specs
-    from megatron_distill.train.assemble_tokenizer import Vocabulary, read_tokenizer
-    from megatron_distill.train.failed_start import without_empty_folders
+    from megatron_distill.train.assemble.checks import check_models, check_start
+    from megatron_distill.train.assemble.failed_start import without_empty_folders
+    from megatron_distill.train.assemble.sources import data_options, source_specs
+    from megatron_distill.train.assemble.tokenizer import Vocabulary, read_tokenizer
 
     check_start(config)
     tokenizer = read_tokenizer(config)

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     UNKNOWN,
     Identity,
     Manifest,

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megatron_distill import log
-from megatron_distill.data.corpora import SourceSpec
-from megatron_distill.data.tokenize import tokenized_documents
-from megatron_distill.data.tokenizer import Tokenizer, load_tokenizer, open_named_encoding
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.text.stream import tokenized_documents
+from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer, open_named_encoding
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
 INTERRUPTED_STATUS = 130
 
@@ -79,7 +79,7 @@ def _tokenize(arguments: argparse.Namespace) -> None:
     )
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     # Only now: this imports Megatron-Core, which had to be prepared first.
-    from megatron_distill.runtime.indexed_writer import open_indexed
+    from megatron_distill.runtime.indexed_dataset import open_indexed
 
     console = Console(highlight=False, soft_wrap=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

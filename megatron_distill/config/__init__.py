@@ -1,8 +1,8 @@
 """The configuration of a run: schema, loading, rules."""
 
-from megatron_distill.config.check import check_architecture, check_features, check_layout
-from megatron_distill.config.check_features import matched_layers
 from megatron_distill.config.load import load_capture_config, load_config, to_yaml
+from megatron_distill.config.rules.objective import matched_layers
+from megatron_distill.config.rules.run import check_architecture, check_features, check_layout
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,

@@ -10,9 +10,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from megatron_distill.config.check import rule_problems
-from megatron_distill.config.describe import locate
-from megatron_distill.config.problems import Problem, innermost, raise_problems, schema_problems
+from megatron_distill.config.messages import (
+    Problem,
+    innermost,
+    locate,
+    raise_problems,
+    schema_problems,
+)
+from megatron_distill.config.rules.run import rule_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megatron_distill.config.describe import Key, field_key
+from megatron_distill.config.messages import Key, field_key
 from megatron_distill.config.schema import CaptureConfig, RunConfig, Section
 
 __all__ = ["reference_page", "write_reference"]

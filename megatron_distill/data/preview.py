@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_distill.data.collation import label_masks, label_units, pack_samples
 from megatron_distill.data.samples import PADDING_DOCUMENT, WEIGHT_UNITS, Sample
-from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.data.tokenizers.open import Tokenizer
 
 BOTH, KD_ONLY, CE_ONLY, PROMPT, PADDING = "both", "kd", "ce", "prompt", "padding"
 STYLES: Final = {

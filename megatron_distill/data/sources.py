@@ -10,21 +10,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, cast
 
-from megatron_distill.data.blending import BlendedSource, blend_finite
-from megatron_distill.data.conversation_source import (
+from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
+from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
+from megatron_distill.data.chat.source import (
     Choice,
     ConversationOptions,
     ConversationSource,
 )
-from megatron_distill.data.corpora import SourceSpec, fingerprint, source_files
-from megatron_distill.data.documents import Cursor, DocumentReader, is_held_out, reading_table
-from megatron_distill.data.megatron_indexed import IndexedSource
-from megatron_distill.data.order import permutation
-from megatron_distill.data.preparation import conversation_texts, prepared_conversations
-from megatron_distill.data.samples import Sample, SampleList, SampleSource
-from megatron_distill.data.shuffle import ShuffledSamples
-from megatron_distill.data.stream import Order, PackedStream, TextEncoder
-from megatron_distill.data.tokenizer import Tokenizer
+from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
+from megatron_distill.data.text.corpora import SourceSpec, fingerprint, source_files
+from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out, reading_table
+from megatron_distill.data.text.megatron_indexed import IndexedSource
+from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
 
 HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run

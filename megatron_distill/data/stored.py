@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_distill.data.blending import next_source
-from megatron_distill.data.order import shuffled
-from megatron_distill.data.samples import Sample, SampleList, State
+from megatron_distill.data.samples import Sample, SampleList, State, shuffled
 from megatron_distill.errors import DataError
-from megatron_distill.signals.store import StoreSet
+from megatron_distill.store import StoreSet
 
 __all__ = ["Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
 

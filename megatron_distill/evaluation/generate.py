@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_distill.data.tokenizers.open import load_tokenizer
 from megatron_distill.errors import CheckpointError, ConfigError
 
-__all__ = ["NextLogits", "Sampling", "generate", "sample_next"]
+__all__ = ["NextLogits", "Sampling", "generate", "sample_next", "write_text"]
+
 
 NextLogits = Callable[[Tensor], Tensor]
 """`tokens_bs` (int64) -> `logits_bV` (fp32) of the token that follows, over the full vocabulary."""
@@ -94,3 +98,49 @@ def sample_next(logits_bV: Tensor, *, sampling: Sampling, generator: torch.Gener
     sorted_bV = sorted_bV.masked_fill(before_bV >= sampling.top_p, 0.0)
     drawn_b1 = torch.multinomial(sorted_bV, 1, generator=generator)
     return order_bV.gather(-1, drawn_b1)[:, 0]
+
+
+@torch.no_grad()
+def write_text(folder: Path, prompt: str, sampling: Sampling) -> str:
+    """Return prompt and continuation by the model and the tokenizer of a folder.
+
+    The text ends with the model's positions at the latest; the folder says which token ends it,
+    and `sampling.eos_id` is not read. Raises CheckpointError, DataError or ConfigError where the
+    folder cannot be used or the prompt is empty.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
+            "`tools/convert_checkpoint.py export` writes"
+        )
+    tokenizer = load_tokenizer(folder, named="--hf")
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it ({error})") from error
+    ids = tokenizer.encode_batch([prompt])[0].tolist()
+    if not ids:
+        raise ConfigError("--prompt is empty: give at least one character")
+    if sampling.max_new_tokens == 0:
+        return prompt
+    torch.manual_seed(sampling.seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        how = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+        }
+    room = model.config.max_position_embeddings - len(ids)
+    if room <= 0:
+        raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
+    (written,) = model.eval().generate(
+        torch.tensor([ids]), max_new_tokens=min(sampling.max_new_tokens, room), **how
+    )
+    return tokenizer.decode(written.tolist())

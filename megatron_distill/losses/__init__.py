@@ -8,6 +8,8 @@ from megatron_distill.losses.balance import (
     RatioBalance,
     RawLosses,
     Scales,
+    ScheduleKind,
+    ValueSchedule,
     scaled_weights,
     weighted_sum,
 )
@@ -15,15 +17,13 @@ from megatron_distill.losses.features import (
     ATTENTION,
     FeatureLoss,
     FeaturePair,
+    Projector,
     add_gradients,
     feature_loss,
 )
-from megatron_distill.losses.objective import fused_linear_objective
-from megatron_distill.losses.projector import Projector
+from megatron_distill.losses.objective import fused_linear_objective, token_weights
 from megatron_distill.losses.terms import Term
 from megatron_distill.losses.token_divergence import token_divergence
-from megatron_distill.losses.value_schedule import ScheduleKind, ValueSchedule
-from megatron_distill.losses.weights import token_weights
 
 __all__ = [
     "ATTENTION",

@@ -7,7 +7,8 @@ own losses, and the pipeline's schedules know nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.losses.projector import Projector
+__all__ = ["ATTENTION", "FeatureLoss", "FeaturePair", "Projector", "add_gradients", "feature_loss"]
 
-__all__ = ["ATTENTION", "FeatureLoss", "FeaturePair", "add_gradients", "feature_loss"]
 
 # The loss between attention maps; all others are between hidden states.
 ATTENTION = "attention"
@@ -157,3 +157,41 @@ class _AddGradients(torch.autograd.Function):
     def backward(ctx: Any, *from_above: Tensor) -> tuple[Tensor | None, ...]:
         added = ctx.gradients(*ctx.saved_tensors)
         return None, *(above + own for above, own in zip(from_above, added, strict=True))
+
+
+class Projector(torch.nn.Module):
+    """Linear maps with biases through the given sizes, GELU between them.
+
+    Two sizes are a linear projector, three an MLP. Parameters are fp32; products are taken in the
+    type of what comes in, as the models' own are.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, device: torch.device) -> None:
+        super().__init__()
+        steps = list(zip(sizes, sizes[1:], strict=False))
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(fan_out, fan_in, device=device))
+            for fan_in, fan_out in steps
+        )
+        self.biases = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(fan_out, device=device)) for _, fan_out in steps
+        )
+
+    @torch.no_grad()
+    def initialise(self, name: str, *, seed: int) -> None:
+        """Draw weights of standard deviation ``fan_in^-0.5``, a function of seed and name alone.
+
+        A state of unit variance stays one. Biases are zero.
+        """
+        for index, weight in enumerate(self.weights):
+            digest = hashlib.sha256(f"{seed}/projector/{name}/{index}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        pairs = list(zip(self.weights, self.biases, strict=True))
+        for index, (weight, bias) in enumerate(pairs):
+            hidden = F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+            if index + 1 < len(pairs):
+                hidden = F.gelu(hidden)
+        return hidden

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses.shards import check_columns, check_per_token, check_rows, resolve_shard
-from megatron_distill.losses.targets import kept_target
-from megatron_distill.losses.terms import Term, check_distinct
-from megatron_distill.ops.blocks import accumulation_dtype, chunk_tokens_for
-from megatron_distill.ops.divergence import WeightedDivergence
-from megatron_distill.ops.fused_linear import fused_linear
-from megatron_distill.ops.fused_work import FusedLinear
-from megatron_distill.ops.kept_plan import KeptPlan
-from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
-from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
+from megatron_distill.losses.checks import check_columns, check_per_token, check_rows, resolve_shard
+from megatron_distill.losses.terms import Term, check_distinct, kept_target
+from megatron_distill.ops.divergences import WeightedDivergence
+from megatron_distill.ops.fused_linear import (
+    FusedLinear,
+    Partition,
+    fused_linear,
+    sum_tokens,
+    weighted_rows,
+)
+from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule
+from megatron_distill.ops.topk_divergence import KeptPlan
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
 from megatron_distill.signals import DenseLogits, HiddenState, Recorded, Sampled, Signal, TopK
 
-__all__ = ["fused_linear_objective"]
+__all__ = ["fused_linear_objective", "token_weights"]
 
 
 def fused_linear_objective(
@@ -236,3 +240,19 @@ def _recorded(
 def _weighted_sum(weights: Tensor, values: Tensor, partition: Partition | None) -> Tensor:
     sums = sum_tokens([weighted_rows(weights, values)], partition).squeeze(0).to(weights.dtype)
     return sums.squeeze(0) if partition is None else sums
+
+
+def token_weights(mask_N: Tensor, global_count: float) -> Tensor:
+    """``mask / global_count`` as fp32 ``[N]``; zeros where nothing counts anywhere.
+
+    The mask is of bools, or of weights where tokens count differently. ``global_count`` is its sum
+    over the whole global batch, known before any forward pass. That is what makes loss and gradient
+    independent of how the batch is split.
+
+    Raises:
+        ValueError: the count is negative.
+    """
+    if global_count < 0:
+        raise ValueError(f"global token count is {global_count}; it cannot be negative")
+    weights = mask_N.to(torch.float32)
+    return weights / global_count if global_count else torch.zeros_like(weights)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses.shards import check_columns, check_rows, resolve_shard
-from megatron_distill.losses.targets import kept_target
-from megatron_distill.losses.terms import Term
-from megatron_distill.ops.kept_divergence import SampledTarget, Support, TopKTarget
+from megatron_distill.losses.checks import check_columns, check_rows, resolve_shard
+from megatron_distill.losses.terms import Term, kept_target
+from megatron_distill.ops.head import GivenLogits, LogitRule
 from megatron_distill.ops.logit_divergence import LogitDivergence, logit_divergence
-from megatron_distill.ops.logits import GivenLogits, LogitRule
 from megatron_distill.ops.topk import select
+from megatron_distill.ops.topk_divergence import SampledTarget, Support, TopKTarget
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import DenseLogits, Sampled, TopK
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_distill.models.stages import stage_layers
 from megatron_distill.runtime.groups import Layout
 
 
@@ -248,3 +250,104 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
         "moe_token_dispatcher_type": "alltoall" if on_cuda else "allgather",
         "moe_router_dtype": "fp32",
     }
+
+
+class StageLayers(PipelineParallelLayerLayout):
+    """Upstream's table of stages, for models with and without virtual stages in one process.
+
+    Upstream's own counts ask the process whether there are virtual stages, which a teacher has none
+    of beside a student that does. Here no virtual stage is the first one.
+    """
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return how many layers a stage holds."""
+        return int(self.layout[_rank(pp_rank)][vp_stage or 0].count(layer_type))
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return how many layers all stages before hold."""
+        before = (vp_stage or 0) * self.pipeline_model_parallel_size + _rank(pp_rank)
+        return sum(
+            stages[virtual].count(layer_type)
+            for rank, stages in enumerate(self.layout)
+            for virtual in range(self.virtual_pipeline_model_parallel_size)
+            if virtual * self.pipeline_model_parallel_size + rank < before
+        )
+
+
+def _rank(pp_rank: int | None) -> int:
+    """Return the pipeline rank that is meant; upstream passes none where it means this one."""
+    return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+
+
+def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
+    """Return the table of stages, or None where all hold the same number, upstream's own rule.
+
+    The surplus goes to the first stages, virtual ones counted in the order in which a token passes
+    them: the last, which has the head as well, is among those with fewest.
+    """
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    fewest, surplus = divmod(num_layers, stages)
+    if not surplus:
+        return None
+    assert fewest > 0, (num_layers, stages)
+    table = [[LayerType.decoder] * (fewest + (stage < surplus)) for stage in range(stages)]
+    table[0].insert(0, LayerType.embedding)
+    table[-1].append(LayerType.loss)
+    return StageLayers(table, layout.pipeline)
+
+
+def ranks_of_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Return the pipeline rank of each layer, whether the stages divide them or not."""
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    fewest, surplus = divmod(num_layers, stages)
+    return tuple(
+        stage % layout.pipeline
+        for stage in range(stages)
+        for _ in range(fewest + (stage < surplus))
+    )
+
+
+# Padding, regularisation and what was drawn once: another run may choose them anew.
+_NOT_THE_MODEL = frozenset(
+    {
+        "vocab_divisible_by",
+        "attention_dropout",
+        "hidden_dropout",
+        "init_std",
+        "moe.aux_loss_coefficient",
+    }
+)
+
+
+def architecture_differences(there: Architecture, here: Architecture) -> list[str]:
+    """Say in which dotted fields two architectures compute different things."""
+    theirs, ours = model_fields(there), model_fields(here)
+    return [
+        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        for key in {**ours, **theirs}
+        if theirs.get(key) != ours.get(key)
+    ]
+
+
+def model_fields(architecture: Architecture) -> dict[str, object]:
+    """Flatten an architecture to dotted names, less what leaves the model as it is."""
+    flat: dict[str, object] = {}
+    fields = architecture.as_dict()
+    if architecture.sliding_layers == tuple(range(architecture.num_layers)):
+        fields["sliding_layers"] = None  # two ways to say all of them
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            flat[key] = value
+    return {key: value for key, value in flat.items() if key not in _NOT_THE_MODEL}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -19,12 +20,10 @@ from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
 from megatron_distill.models.attention import attention_mask
-from megatron_distill.models.initialise import initialise
-from megatron_distill.models.layer_kinds import LayerKinds
-from megatron_distill.models.rotary import rotary_angles
-from megatron_distill.models.router import release_routing
-from megatron_distill.models.specs import layer_specs
+from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
+from megatron_distill.models.layers import layer_specs, release_routing
 from megatron_distill.models.taps import numbered
+from megatron_distill.models.weights import initialise
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
@@ -193,3 +192,27 @@ def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
     # After the reshape, because upstream adds up a contiguous copy of the gradient and throws the
     # sum away where the gradient is a view: in front of it, with more than one sequence.
     return copy_to_tensor_model_parallel_region(hidden_NH, group=groups.tensor)
+
+
+@torch.no_grad()
+def align_head(
+    weight_VH: Tensor, *, own: VocabShard, wanted: VocabShard, group: dist.ProcessGroup
+) -> Tensor:
+    """Return the rows of a vocabulary-sharded head that belong to another sharding of it.
+
+    Models of one vocabulary may pad it differently, and then the same rank holds other rows. A
+    frozen head is cut anew once, at the start. `own` and `wanted` describe this rank's rows before
+    and after; rows past the real vocabulary are zero. Returns [wanted.stop - wanted.start, H].
+
+    Collective: `group`, one all-gather of the whole head, unless the shards agree already.
+    """
+    if own == wanted:
+        return weight_VH
+    assert own.size == wanted.size, (own, wanted)
+    shards = [torch.empty_like(weight_VH) for _ in range(group.size())]
+    dist.all_gather(shards, weight_VH.contiguous(), group=group)
+    whole_GH = torch.cat(shards)[: own.size]
+    aligned_VH = weight_VH.new_zeros(wanted.stop - wanted.start, weight_VH.shape[1])
+    rows = whole_GH[wanted.start : wanted.stop]
+    aligned_VH[: rows.shape[0]] = rows
+    return aligned_VH

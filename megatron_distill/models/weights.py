@@ -1,15 +1,28 @@
-"""Initial weights from somewhere else: every rank reads its own slices and nothing more."""
+"""Initial weights from somewhere else: every rank reads its own slices and nothing more.
+
+Random weights that are a function of the seed and the parameter's name, whatever the layout.
+
+A sharded checkpoint describes every local tensor by its place in a global one. The same
+description decides here which slice of the global random tensor a rank takes, so a model built
+under any tensor, pipeline, virtual pipeline or expert layout starts from the same weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol, cast
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from megatron_distill.models.initialise import sharded_tensors
-from megatron_distill.models.parameters import Place
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.groups import Groups
 
 
@@ -82,3 +95,190 @@ def fill(
         if axes and keep_layers is not None:
             place = (keep_layers[place[0]], *place[1:])
         source.read_into(part.data, part.key, place, part.global_offset[axes:])
+
+
+Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A global tensor, whole: `shape` is that of one layer and one expert.
+
+    key: as in a sharded checkpoint, whether Transformer Engine or torch computes the layer. Its
+    tensor there has an axis for the layers and one for the experts in front, where there are such.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    per_layer: bool = False
+    per_expert: bool = False
+    is_vocabulary: bool = False  # rows are tokens, without padding here
+
+    def leading_shape(self, architecture: Architecture) -> tuple[int, ...]:
+        """Return the sizes of the axes of layers and experts."""
+        sizes: tuple[int, ...] = (architecture.num_layers,) if self.per_layer else ()
+        if self.per_expert:
+            assert architecture.moe is not None
+            sizes += (architecture.moe.num_experts,)
+        return sizes
+
+
+def placed(architecture: Architecture) -> Iterator[tuple[Parameter, Place]]:
+    """Yield every tensor of every layer and expert, layer by layer, with its place."""
+    everything = parameters(architecture)
+    first_layer = next(i for i, parameter in enumerate(everything) if parameter.per_layer)
+    layers = [parameter for parameter in everything if parameter.per_layer]
+    for parameter in everything[:first_layer]:
+        yield parameter, ()
+    for layer in range(architecture.num_layers):
+        for parameter in layers:
+            for inner in _indices(parameter.leading_shape(architecture)[1:]):
+                yield parameter, (layer, *inner)
+    for parameter in everything[first_layer + len(layers) :]:
+        yield parameter, ()
+
+
+def places(parameter: Parameter, architecture: Architecture) -> Iterator[Place]:
+    """Yield every layer and expert that has a tensor of this name."""
+    return _indices(parameter.leading_shape(architecture))
+
+
+def _indices(sizes: Sequence[int]) -> Iterator[Place]:
+    return product(*map(range, sizes))
+
+
+def parameters(architecture: Architecture) -> tuple[Parameter, ...]:
+    """Return every tensor of a model, in the order of its computation."""
+    return (
+        *_embeddings(architecture),
+        *_attention(architecture),
+        *_feed_forward(architecture),
+        *_norm("decoder.final_layernorm.", architecture, per_layer=False),
+        *_head(architecture),
+    )
+
+
+def _embeddings(architecture: Architecture) -> Iterator[Parameter]:
+    width = architecture.hidden_size
+    yield Parameter(
+        "embedding.word_embeddings.weight", (architecture.vocab_size, width), is_vocabulary=True
+    )
+    if architecture.positions == "learned":
+        positions = architecture.max_position_embeddings
+        yield Parameter("embedding.position_embeddings.weight", (positions, width))
+
+
+def _head(architecture: Architecture) -> Iterator[Parameter]:
+    if not architecture.tied_embeddings:
+        shape = (architecture.vocab_size, architecture.hidden_size)
+        yield Parameter("output_layer.weight", shape, is_vocabulary=True)
+
+
+def _attention(architecture: Architecture) -> Iterator[Parameter]:
+    width, head = architecture.hidden_size, architecture.head_size
+    queries = architecture.num_attention_heads * head
+    projected = queries + 2 * architecture.num_kv_heads * head
+    prefix = "decoder.layers.self_attention."
+    yield from _norm(f"{prefix}linear_qkv.layer_norm_", architecture)
+    yield Parameter(f"{prefix}linear_qkv.weight", (projected, width), per_layer=True)
+    if architecture.qkv_bias:
+        yield Parameter(f"{prefix}linear_qkv.bias", (projected,), per_layer=True)
+    if architecture.qk_norm:
+        yield from _norm(f"{prefix}q_layernorm.", architecture, size=head)
+        yield from _norm(f"{prefix}k_layernorm.", architecture, size=head)
+    yield Parameter(f"{prefix}linear_proj.weight", (width, queries), per_layer=True)
+    if architecture.linear_bias:
+        yield Parameter(f"{prefix}linear_proj.bias", (width,), per_layer=True)
+    if architecture.post_norms:
+        yield from _norm(f"{prefix}post_norm.", architecture)
+
+
+def _feed_forward(architecture: Architecture) -> Iterator[Parameter]:
+    width, inner = architecture.hidden_size, architecture.ffn_hidden_size
+    prefix, per_expert = "decoder.layers.mlp.", architecture.moe is not None
+    yield from _norm(f"{prefix}linear_fc1.layer_norm_", architecture)
+    if architecture.moe is not None:
+        experts = architecture.moe.num_experts
+        yield Parameter(f"{prefix}router.weight", (experts, width), per_layer=True)
+        prefix, inner = f"{prefix}experts.experts.", architecture.moe.ffn_hidden_size
+    first = inner * (2 if architecture.is_gated else 1)
+    for name, shape in (("linear_fc1", (first, width)), ("linear_fc2", (width, inner))):
+        yield Parameter(f"{prefix}{name}.weight", shape, per_layer=True, per_expert=per_expert)
+        if architecture.linear_bias:
+            bias = f"{prefix}{name}.bias"
+            yield Parameter(bias, shape[:1], per_layer=True, per_expert=per_expert)
+    if architecture.post_norms:
+        yield from _norm("decoder.layers.mlp.post_norm.", architecture)
+
+
+def _norm(
+    prefix: str, architecture: Architecture, *, size: int | None = None, per_layer: bool = True
+) -> Iterator[Parameter]:
+    shape = (architecture.hidden_size if size is None else size,)
+    yield Parameter(f"{prefix}weight", shape, per_layer=per_layer)
+    if architecture.norm == "layernorm":
+        yield Parameter(f"{prefix}bias", shape, per_layer=per_layer)
+
+
+# Projections that add to the residual stream start smaller (GPT-2, section 2.3).
+_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
+
+
+def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
+    """Yield the description of every tensor of the model that this rank holds."""
+    for chunk in chunks:
+        state = cast(MegatronModule, chunk).sharded_state_dict(
+            metadata={"dp_cp_group": groups.data_context}
+        )
+        for value in nested_values(state):
+            parts = value.build() if isinstance(value, ShardedTensorFactory) else value
+            for part in nested_values({"part": parts}):
+                if isinstance(part, ShardedTensor):
+                    yield part
+
+
+@torch.no_grad()
+def initialise(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, *, seed: int, groups: Groups
+) -> None:
+    """Fill every parameter in place; padded vocabulary rows become zero.
+
+    The memory needed on top is one global tensor of one layer at a time.
+    """
+    for part in sharded_tensors(chunks, groups):
+        assert part.data is not None
+        assert part.flattened_range is None
+        layers = part.prepend_axis_num
+        offset = part.global_offset[layers:]
+        whole = _global_tensor(
+            f"{part.key}/{'.'.join(map(str, part.global_offset[:layers]))}",
+            list(part.global_shape[layers:]),
+            architecture,
+            seed=seed,
+        )
+        window = tuple(
+            slice(start, start + length)
+            for start, length in zip(offset, part.data.shape, strict=True)
+        )
+        part.data.copy_(whole[window])
+
+
+def _global_tensor(name: str, shape: list[int], architecture: Architecture, *, seed: int) -> Tensor:
+    """Return the whole fp32 tensor of one parameter of one layer."""
+    key = name.split("/")[0]
+    if key.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in key:
+        return torch.zeros(shape) if architecture.is_zero_centered else torch.ones(shape)
+    std = architecture.init_std
+    if key.endswith(_RESIDUAL_PROJECTIONS):
+        std /= math.sqrt(2.0 * architecture.num_layers)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if not key.endswith(_VOCABULARY_TENSORS):
+        return torch.randn(shape, generator=generator) * std
+    # The padding depends on the tensor-parallel size, so only real rows are drawn.
+    rows = torch.randn([architecture.vocab_size, *shape[1:]], generator=generator) * std
+    padding = torch.zeros([shape[0] - architecture.vocab_size, *shape[1:]])
+    return torch.cat((rows, padding))

@@ -1,7 +1,7 @@
 """Vocabulary-parallel mathematics on nothing but tensors and process groups."""
 
+from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.log_softmax import vocab_parallel_log_softmax
-from megatron_distill.ops.logits import LogitRule
 from megatron_distill.ops.topk import vocab_parallel_gather, vocab_parallel_topk
 from megatron_distill.ops.vocab import VocabShard
 

@@ -13,26 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.block import Block
-from megatron_distill.ops.blocks import Scratch, row_blocks
-from megatron_distill.ops.classes import Model
-from megatron_distill.ops.divergence import WeightedDivergence
-from megatron_distill.ops.head_tail import TeacherBlock, head_share
+from megatron_distill.ops.adaptive_kl import TeacherBlock, head_share
+from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.kernels import kernels_run
-from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.pushforward import SoftmaxWeights
+from megatron_distill.ops.softmax_gradient import SoftmaxWeights
 from megatron_distill.ops.statistics import (
     NEAR_KL,
     MergedStatistics,
     Packet,
+    Sweep,
     measure_block,
 )
-from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.topk import gather_ranks
+from megatron_distill.ops.torch_rows import Block
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import Scratch, row_blocks
 
 if TYPE_CHECKING:
-    from megatron_distill.ops.kernels.executor import RowKernels, TemperatureRow
+    from megatron_distill.ops.kernels.launch import RowKernels, TemperatureRow
 
 __all__ = ["Chunk", "Solved"]
 
@@ -396,14 +395,14 @@ class Chunk:
             if raw.stride(1) != 1 or not kernels_run(raw.device, raw.dtype):
                 return None
         # Not before it is sure that Triton is there.
-        from megatron_distill.ops.kernels.executor import RowKernels
+        from megatron_distill.ops.kernels.launch import RowKernels
 
         return RowKernels(self.raw, self.rules)
 
     def _temperature_row(
         self, packet: Packet, solved: Solved, temperature: float
     ) -> TemperatureRow:
-        from megatron_distill.ops.kernels.executor import TemperatureRow
+        from megatron_distill.ops.kernels.launch import TemperatureRow
 
         nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
         models: tuple[Model, Model] = ("student", "teacher")

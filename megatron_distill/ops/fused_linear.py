@@ -9,24 +9,26 @@ backward only multiplies by the scalar that comes from above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, equal_chunks
 from megatron_distill.ops.chunk import Chunk
-from megatron_distill.ops.classes import Model
-from megatron_distill.ops.fused_work import FusedLinear
-from megatron_distill.ops.kept_plan import SolvedPlan, solve_plans
-from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule
-from megatron_distill.ops.partition import Partition, sum_tokens, weighted_rows
-from megatron_distill.ops.pushforward import SoftmaxWeights, softmax_weights
-from megatron_distill.ops.statistics import MergedStatistics, Packet
+from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.softmax_gradient import SoftmaxWeights, softmax_weights
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.topk_divergence import KeptPlan, SolvedPlan, solve_plans
+from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
+from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate, equal_chunks
 
-__all__ = ["fused_linear"]
+__all__ = ["FusedLinear", "Partition", "fused_linear", "sum_tokens", "weighted_rows"]
+
 
 # What a factor and its inverse, both rounded to fp32, leave of one.
 _UPSTREAM_TOLERANCE = 1e-5
@@ -288,3 +290,115 @@ def _weighted_rows(
             counted[plan.mass_key] = solved.kept_mass
     rows.update((name, weighted_rows(kd_weights, value)) for name, value in counted.items())
     return [rows[name] for name in work.sum_names]
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Everything about the objective but the student's two tensors.
+
+    Attributes:
+        teacher: logits over the same columns, or a head that makes them; None without a teacher.
+        labels: ``[N]`` global ids.
+        ce_weights: ``[N]``, mask and normalisation of the label loss.
+        kd_weights: ``[N]``, mask and normalisation of the divergences.
+        ce_coefficient: constant factor of the label loss.
+        terms: the divergences between logits with their coefficients.
+        kept: the divergences on kept ids.
+        chunk_tokens: most tokens whose logits exist at once.
+        shard: this rank's columns.
+        group: the ranks that hold the other columns; None if there are no others.
+        rows: ``[n]`` int64, the tokens with a weight in order; None to look for them, which waits
+            for the device.
+        partition: of the tokens, where each part is to have sums of its own.
+        weight_gradient_sum: ``[V, H]`` fp32 (fp64), what the gradient on the weight is added to.
+    """
+
+    teacher: LinearHead | GivenLogits | None
+    labels: Tensor
+    ce_weights: Tensor
+    kd_weights: Tensor
+    ce_coefficient: float
+    terms: tuple[WeightedDivergence, ...]
+    kept: tuple[KeptPlan, ...]
+    chunk_tokens: int
+    shard: VocabShard
+    group: dist.ProcessGroup | None
+    rows: Tensor | None = None
+    partition: Partition | None = None
+    weight_gradient_sum: Tensor | None = None
+
+    @property
+    def counted_rows(self) -> Rows:
+        """The tokens that take part."""
+        if self.rows is not None:
+            return Rows.of_indices(self.labels.shape[0], self.rows)
+        if self.teacher is None and not self.kept:
+            return Rows.of_weights(self.ce_weights)
+        return Rows.of_weights(self.ce_weights, self.kd_weights)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """Whose logits there are."""
+        return ("student",) if self.teacher is None else ("student", "teacher")
+
+    @property
+    def sweep(self) -> Sweep:
+        """What is measured of each chunk."""
+        given = isinstance(self.teacher, GivenLogits)
+        temperatures = tuple(plan.term.temperature for plan in self.kept if plan.needs_rest)
+        return Sweep(self.models, self.terms, True, given, temperatures)
+
+    @property
+    def ranked(self) -> int | None:
+        """Number of the first plan on kept ids that knows the teacher's most probable one."""
+        return next((i for i, plan in enumerate(self.kept) if plan.has_mass), None)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the weighted sums that `fused_linear` returns, in order."""
+        names = ["ce"]
+        if self.teacher is not None:
+            names += ["teacher_ce", "teacher_entropy"]
+        if self.teacher is not None or self.kept:
+            names.append("student_entropy")
+        if self.teacher is not None or self.ranked is not None:
+            names.append("top1_agreement")
+        names += [term.key for term in self.terms]
+        for plan in self.kept:
+            names += [plan.key, *([plan.mass_key] if plan.has_mass else [])]
+        return tuple(names)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A split of the tokens into parts, each of which gets sums of its own.
+
+    Attributes:
+        ids: int64 ``[N]``, the part of each token, from 0.
+        parts: how many there are, those without a token included.
+    """
+
+    ids: Tensor
+    parts: int
+
+
+def weighted_rows(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights * values`` of each token in fp64 ``[N]``.
+
+    A token of weight zero counts as zero even if its value is not finite.
+    """
+    return torch.where(weights == 0, 0.0, weights.double() * values)
+
+
+def sum_tokens(rows: Sequence[Tensor], partition: Partition | None) -> Tensor:
+    """Add up each of K rows ``[N]``: ``[K, 1 + parts]``, of all tokens first, then of each part.
+
+    A part does not see what is not finite in another one. Nothing waits for the device.
+    """
+    sums = torch.stack([row.sum() for row in rows]).unsqueeze(1)
+    if partition is None:
+        return sums
+    numbers_P = torch.arange(partition.parts, device=partition.ids.device)
+    is_mine_PN = partition.ids == numbers_P.unsqueeze(1)
+    by_part_KP = torch.where(is_mine_PN, torch.stack(list(rows)).unsqueeze(1), 0.0).sum(2)
+    return torch.cat([sums, by_part_KP], 1)

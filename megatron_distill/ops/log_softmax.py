@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.ops.blocks import accumulation_dtype
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import accumulation_dtype
 
 __all__ = ["vocab_parallel_log_softmax"]
 

@@ -10,22 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate
 from megatron_distill.ops.chunk import Chunk, Solved
-from megatron_distill.ops.classes import Model
-from megatron_distill.ops.divergence import WeightedDivergence
-from megatron_distill.ops.kept_divergence import (
+from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.head import GivenLogits, LogitRule
+from megatron_distill.ops.softmax_gradient import softmax_weights
+from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.topk_divergence import (
     KeptTerm,
     RowGradient,
     SampledTarget,
     TopKTarget,
     solve_kept,
 )
-from megatron_distill.ops.logits import GivenLogits, LogitRule
-from megatron_distill.ops.pushforward import softmax_weights
-from megatron_distill.ops.statistics import Packet
-from megatron_distill.ops.sweep import Sweep
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate
 
 __all__ = ["LogitDivergence", "logit_divergence"]
 

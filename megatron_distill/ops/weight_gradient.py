@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.blocks import accumulation_dtype, allocate
+from megatron_distill.ops.workspace import accumulation_dtype, allocate
 
 __all__ = ["BiasGradient", "WeightGradient"]
 

@@ -15,6 +15,7 @@ import psutil
 
 __all__ = [
     "ChildOutcome",
+    "available_cores",
     "protect_script_options",
     "run_child",
     "threads_per_process",

@@ -16,15 +16,13 @@ from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
-from megatron_distill.train.balancing import Balancing
-from megatron_distill.train.clamp_watch import ClampWatch
-from megatron_distill.train.lookahead import StepSource
-from megatron_distill.train.memory import peak_memory_bytes
+from megatron_distill.train.balancing import Balancing, ClampWatch
 from megatron_distill.train.metrics import MetricsLog
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
-from megatron_distill.train.throughput import Throughput
+from megatron_distill.train.teachers.lookahead import StepSource
+from megatron_distill.train.throughput import Throughput, peak_memory_bytes
 from megatron_distill.train.validation import HeldOut, validate
 
 _LOGGER = get_logger(__name__)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_distill.losses import RawLosses
 from megatron_distill.runtime.batch import Batch, StepBatches
-from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.seed import repeated_dropout
+from megatron_distill.runtime.groups import Groups, repeated_dropout
 from megatron_distill.signals import Signal
 from megatron_distill.train.features import FEATURES_LOSS, FeatureLosses
 from megatron_distill.train.objective import Head, TokenObjective

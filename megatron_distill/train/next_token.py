@@ -16,7 +16,7 @@ from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_mod
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.schedule import run_schedule
+from megatron_distill.train.pipeline_schedule import run_schedule
 
 
 @dataclass(frozen=True)

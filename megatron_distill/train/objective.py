@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron_distill.losses import LossWeights, Term, fused_linear_objective, token_weights
 from megatron_distill.models.gpt import hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
-from megatron_distill.ops.partition import Partition
+from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
 from megatron_distill.train.features import FeatureLosses
-from megatron_distill.train.source_figures import BY_SOURCE, source_keys, split_report
+from megatron_distill.train.source_metrics import BY_SOURCE, source_keys, split_report
 
 
 class Head(Protocol):

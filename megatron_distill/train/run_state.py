@@ -17,22 +17,20 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.losses import BalanceState
-from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.differences import architecture_differences
+from megatron_distill.models.architecture import Architecture, architecture_differences
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.checkpoint import (
+from megatron_distill.train.checkpoint.folder import (
     CheckpointFolder,
     Description,
     load_state,
     sharding_metadata,
 )
-from megatron_distill.train.features import FeatureLosses
-from megatron_distill.train.lookahead import StepSource
-from megatron_distill.train.optimizer_state import load_optimizer, shards_of, without_layout
-from megatron_distill.train.projectors import Projectors
+from megatron_distill.train.features import FeatureLosses, Projectors
+from megatron_distill.train.optimizer import load_optimizer, shards_of, without_layout
 from megatron_distill.train.step import Student
+from megatron_distill.train.teachers.lookahead import StepSource
 from megatron_distill.train.validation import evaluating
 
 

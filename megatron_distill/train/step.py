@@ -13,13 +13,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_distill.models.gpt import HiddenStateGPT, run_model
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal, WithFeatures
 from megatron_distill.train.features import FEATURES_LOSS
-from megatron_distill.train.main_gradient import MainGradientHead
 from megatron_distill.train.objective import (
     Head,
     MicroBatchObjective,
@@ -27,8 +27,8 @@ from megatron_distill.train.objective import (
     reduce_report,
 )
 from megatron_distill.train.optimizer import apply_gradients
-from megatron_distill.train.schedule import run_schedule
-from megatron_distill.train.source_figures import SourceFigures, step_figures
+from megatron_distill.train.pipeline_schedule import run_schedule
+from megatron_distill.train.source_metrics import SourceFigures, step_figures
 
 PROJECTOR_NORM = "projector_grad_norm"
 Pair = tuple[Batch, Signal | WithFeatures | None]
@@ -214,3 +214,50 @@ def train_step(
         # As in Megatron's loop, the rate of an update is that of the updates before it.
         schedule.step(1)
     return StepReport(values, update.grad_norm, learning_rate, update.applied, sources)
+
+
+@dataclass(frozen=True)
+class MainGradientHead:
+    """The head of a model chunk, with the fp32 buffer of its gradient where it is wrapped.
+
+    The buffer, `main_grad`, holds the sum over the micro-batches of a step and is what the data
+    parallel ranks reduce. Upstream's hook on a parameter adds what autograd brings and reports the
+    parameter as done; here autograd brings nothing for the head.
+
+    Attributes:
+        chunk: with the head.
+        overlaps: whether gradients are reduced while others are being computed. The hook asks for
+            a gradient then.
+    """
+
+    chunk: HiddenStateGPT
+    overlaps: bool
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the head [V, H]."""
+        weight = self.chunk.head_weight()
+        # The embedding brings a gradient to a weight that it shares.
+        if self.overlaps and not getattr(weight, "zero_out_wgrad", False):
+            return _Announced.apply(weight)
+        return weight
+
+    def weight_gradient_sum(self) -> Tensor | None:
+        """Where the head's gradient is added up, fp32 [V, H]; None without data parallelism."""
+        return getattr(self.chunk.head_weight(), "main_grad", None)
+
+
+class _Announced(torch.autograd.Function):
+    """The weight itself, with a gradient of arbitrary values that upstream's hook throws away."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
+        assert gradient is None, "the gradient is in main_grad"
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.empty_like(ctx.weight)

@@ -1,11 +1,32 @@
-"""Tokens per second and how much of the hardware's arithmetic they use."""
+"""Tokens per second and how much of the hardware's arithmetic they use.
+
+Model FLOPs of a GPT per token, and their share of what a device can do.
+
+One multiply-add counts as two operations. Only matrix products count, and only those that the
+model needs: recomputation and padding do not (PaLM, arXiv 2204.02311, appendix B). Attention is
+causal: a token attends to (S + 1) / 2 positions on average, and to fewer under a sliding window.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from megatron_distill.train.flops import mfu
+import torch
+
+__all__ = [
+    "GptShape",
+    "StepFlops",
+    "Throughput",
+    "forward_flops_per_token",
+    "mfu",
+    "peak_flops_per_second",
+    "peak_memory_bytes",
+    "step_flops_per_token",
+]
 
 
 @dataclass(frozen=True)
@@ -33,3 +54,177 @@ class Throughput:
             precision=self.precision,
         )
         return figures if utilisation is None else {**figures, "mfu": utilisation}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptShape:
+    """The numbers of a GPT that its matrix products depend on.
+
+    `ffn_hidden_size` is that of one expert in a mixture of experts; `num_experts` is 0 in a dense
+    model. A gated MLP (SwiGLU, GeGLU) has three matrices, an ungated one two. `sliding_layers` is
+    the number of layers in which a token sees the last `sliding_window` positions, itself included.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    mlp_matrices: Literal[2, 3]
+    num_experts: int = 0
+    experts_per_token: int = 1
+    sliding_window: int | None = None
+    sliding_layers: int = 0
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Model FLOPs per trained token; `teacher_forward` is 0 without a teacher."""
+
+    student_forward: float
+    student_backward: float
+    teacher_forward: float
+
+    @property
+    def total(self) -> float:
+        """FLOPs per token of everything a step does."""
+        return self.student_forward + self.student_backward + self.teacher_forward
+
+    @property
+    def teacher_share(self) -> float:
+        """The teacher's part of `total`, between 0 and 1."""
+        return self.teacher_forward / self.total
+
+
+def forward_flops_per_token(
+    shape: GptShape, *, sequence_length: int, attended_positions: float | None = None
+) -> float:
+    """Return the FLOPs of one token's forward pass, output head included.
+
+    `attended_positions` is the mean number of positions that a token attends to in each layer; None
+    means the causal mean of a whole sequence, (sequence_length + 1) / 2 in layers without a window.
+    """
+    if attended_positions is None:
+        attended_positions = _attended_positions(shape, sequence_length)
+    hidden = shape.hidden_size
+    query_width = shape.num_attention_heads * shape.head_size
+    kv_width = shape.num_kv_heads * shape.head_size
+    projections = 2 * hidden * (query_width + 2 * kv_width) + 2 * query_width * hidden
+    attention = 2 * 2 * query_width * attended_positions
+    mlp = 2 * shape.mlp_matrices * hidden * shape.ffn_hidden_size * shape.experts_per_token
+    router = 2 * hidden * shape.num_experts
+    head = 2 * hidden * shape.vocab_size
+    return shape.num_layers * (projections + attention + mlp + router) + head
+
+
+def _attended_positions(shape: GptShape, length: int) -> float:
+    """Return the mean over layers and the tokens of a sequence."""
+    whole = (length + 1) / 2
+    window = length if shape.sliding_window is None else min(shape.sliding_window, length)
+    # The first `window` tokens see all up to themselves, the others `window`.
+    windowed = window * (2 * length - window + 1) / (2 * length)
+    sliding = shape.sliding_layers / shape.num_layers
+    return (1 - sliding) * whole + sliding * windowed
+
+
+def step_flops_per_token(
+    student: GptShape, teacher: GptShape | None, *, sequence_length: int
+) -> StepFlops:
+    """Return the FLOPs per token of a distillation step.
+
+    The backward pass costs twice the forward pass: one product for the input, one for the weight.
+    """
+    forward = forward_flops_per_token(student, sequence_length=sequence_length)
+    teacher_forward = (
+        0.0
+        if teacher is None
+        else forward_flops_per_token(teacher, sequence_length=sequence_length)
+    )
+    return StepFlops(forward, 2 * forward, teacher_forward)
+
+
+# Dense tensor-core peaks from the makers' data sheets, in TFLOP/s. The first row whose words all
+# occur in the device's name is the device's: narrower rows come first.
+_BF16_PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("GB300",), 2500.0),
+    (("GB200",), 2500.0),
+    (("B300",), 2250.0),
+    (("B200",), 2250.0),
+    (("GH200",), 989.4),
+    (("H200", "NVL"), 835.5),
+    (("H200",), 989.4),
+    (("H100", "NVL"), 835.5),
+    (("H100", "PCIe"), 756.5),
+    (("H100",), 989.4),
+    (("H800", "PCIe"), 756.5),
+    (("H800",), 989.4),
+    (("H20",), 148.0),
+    (("A100",), 312.0),
+    (("A800",), 312.0),
+    (("L40S",), 362.0),
+    (("L40",), 181.0),
+    (("L4",), 121.0),
+    (("A40",), 149.7),
+    (("A30",), 165.0),
+    (("A10",), 125.0),
+    (("MI300X",), 1307.4),
+)
+
+
+def peak_flops_per_second(device_name: str, *, precision: Literal["bf16", "fp32"]) -> float | None:
+    """Return the dense peak of a device in FLOP/s, None where it is not known.
+
+    `device_name` is what `torch.cuda.get_device_name()` says. Only bf16 has a table: what fp32
+    reaches depends on whether TF32 is allowed.
+    """
+    if precision != "bf16":
+        return None
+    words = device_name.replace("-", " ")
+    for needed, tflops in _BF16_PEAK_TFLOPS:
+        if all(f" {word} " in f" {words} " for word in needed):
+            return tflops * 1e12
+    return None
+
+
+def mfu(
+    flops_per_token: float,
+    *,
+    tokens_per_second: float,
+    num_devices: int,
+    device_name: str,
+    precision: Literal["bf16", "fp32"],
+) -> float | None:
+    """Return the model FLOPs utilisation, between 0 and 1; None where the peak is not known."""
+    peak = peak_flops_per_second(device_name, precision=precision)
+    if peak is None:
+        return None
+    return flops_per_token * tokens_per_second / (num_devices * peak)
+
+
+_PROCESS_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held so far, in bytes.
+
+    On a GPU: the allocator's peak on `device`. On a CPU: the peak resident set of the process,
+    which includes the interpreter and its libraries.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    """Return VmHWM where the kernel tells it, else `ru_maxrss`.
+
+    `ru_maxrss` survives exec: a process started by a large parent reports the parent's peak.
+    """
+    if _PROCESS_STATUS.exists():
+        for line in _PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_distill.data.tokenizer import (
+from megatron_distill.data.tokenizers.open import (
     OTHER_KINDS_FOLDER,
     HuggingFaceTokenizer,
     Tokenizer,

@@ -169,7 +169,7 @@ def balanced(rank: int, world: int, case: Case) -> Found:
     """Run the step as training does, without the optimizer."""
     with megatron_groups(**dict(case.layout)) as groups:
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teacher import OnlineTeacher
+        from megatron_distill.train.teachers.live import OnlineTeacher
 
         student, teacher, objective, balancing = build(case, groups)
         head = teacher.head_weight().detach() if groups.is_last_stage else None

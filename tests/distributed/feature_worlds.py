@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_distill.train.features import FeatureLosses
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.step import Student
-    from megatron_distill.train.teacher import OnlineTeacher
+    from megatron_distill.train.teachers.live import OnlineTeacher
 
 ROWS = 4
 CE_WEIGHT = 0.7
@@ -153,7 +153,7 @@ def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
     """The frozen teacher."""
     from megatron_distill.models.architecture import Execution
     from megatron_distill.models.gpt import build_gpt
-    from megatron_distill.train.teacher import OnlineTeacher
+    from megatron_distill.train.teachers.live import OnlineTeacher
 
     architecture = small_architecture(**changes)
     execution = Execution(torch.float32, torch.device("cpu"))
@@ -169,11 +169,12 @@ def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
 def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     """The feature losses of a setting, with projectors where the sizes differ."""
     from megatron_distill.losses import FeaturePair, ScoreRule
-    from megatron_distill.train.features import FeatureLosses, ScoreRules
-    from megatron_distill.train.projectors import (
+    from megatron_distill.train.features import (
+        FeatureLosses,
         ProjectorOptimization,
         Projectors,
         ProjectorShape,
+        ScoreRules,
         projector_name,
     )
 
@@ -226,9 +227,9 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         from megatron_distill.losses import Term
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.ops import LogitRule
-        from megatron_distill.train.feature_teacher import FeatureTeacher, routes
         from megatron_distill.train.objective import TokenObjective
         from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers.live import FeatureTeacher, routes
 
         student = build_student(groups, setting.recompute)
         online = build_teacher(groups, setting.teacher)
@@ -283,7 +284,7 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
 
 def parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
     """What the chunks' parameters hold, by key and place in the global tensor."""
-    from megatron_distill.models.initialise import sharded_tensors
+    from megatron_distill.models.weights import sharded_tensors
 
     found: Parts = {}
     for part in sharded_tensors(chunks, groups):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -29,8 +29,12 @@ SMALL: dict[str, Any] = {
 def megatron_groups(**layout: Any) -> Iterator[Groups]:
     """Process groups of a layout in the pool's current world, gone afterwards."""
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.runtime.groups import Layout, create_groups, destroy_groups
-    from megatron_distill.runtime.seed import seed_everything
+    from megatron_distill.runtime.groups import (
+        Layout,
+        create_groups,
+        destroy_groups,
+        seed_everything,
+    )
 
     groups = create_groups(Layout(**layout), timeout_minutes=1)
     seed_everything(1, groups)

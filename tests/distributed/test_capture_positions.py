@@ -19,11 +19,12 @@ from torch import Tensor
 from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.samples import Sample
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import VocabShard, kept_plan
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops import topk_divergence as kept_plan
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import HiddenState
-from megatron_distill.signals.store import CaptureSettings, draw_ids
-from megatron_distill.train.capture_positions import PositionCapture
+from megatron_distill.store import CaptureSettings, draw_ids
+from megatron_distill.train.capture.positions import PositionCapture
 from tests.distributed.pool import Pool
 
 SIZE = 301

@@ -208,7 +208,7 @@ def owners(rank: int, world: int, layout: dict[str, Any], depth: int) -> list[in
 def test_layers_are_looked_for_where_they_are(
     pool: Pool, layout: dict[str, Any], depth: int
 ) -> None:
-    from megatron_distill.models.stages import ranks_of_layers
+    from megatron_distill.models.architecture import ranks_of_layers
     from megatron_distill.runtime.groups import Layout
 
     found = pool.run(2, owners, layout, depth)

@@ -74,8 +74,8 @@ def through_a_layout(
         from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER, copy_assets
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
         from megatron_distill.models.weights import fill
-        from megatron_distill.train.checkpoint import CheckpointFolder, Description
-        from megatron_distill.train.conversion import export_checkpoint
+        from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+        from megatron_distill.train.convert.convert import export_checkpoint
         from megatron_distill.train.next_token import logits_after
         from megatron_distill.train.run_state import sharded_model
 
@@ -159,7 +159,7 @@ def test_virtual_stages_take_and_give_the_same_weights(pool: Pool, tmp_path: Pat
 def convert(rank: int, world: int, folder: Path, out: Path) -> None:
     """Import and export without any model, the ranks sharing the work."""
     with megatron_groups():
-        from megatron_distill.train.conversion import export_checkpoint, import_checkpoint
+        from megatron_distill.train.convert.convert import export_checkpoint, import_checkpoint
 
         import_checkpoint(folder, out / "checkpoint", dtype=None, overwrite=False)
         export_checkpoint(

@@ -115,7 +115,7 @@ LLAMA = {"factor": 32.0, "low": 1.0, "high": 4.0, "original": 8192}
 def _frequencies(rank: int, world: int, kind: str | None) -> tuple[Tensor, Tensor]:
     small_architecture()
     from megatron_distill.models.architecture import RopeScaling
-    from megatron_distill.models.rotary import rotary_angles, rotary_frequencies
+    from megatron_distill.models.layer_kinds import rotary_angles, rotary_frequencies
 
     scaling = None
     if kind is not None:
@@ -182,7 +182,7 @@ def test_frequencies_are_those_of_transformers_to_the_last_bit_but_one(
 
 def _stages(rank: int, world: int) -> list[Any]:
     small_architecture()
-    from megatron_distill.models.stages import stage_layers
+    from megatron_distill.models.architecture import stage_layers
     from megatron_distill.runtime.groups import Layout
 
     found: list[Any] = []

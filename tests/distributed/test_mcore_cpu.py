@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime import mcore_cpu
-from megatron_distill.runtime.mcore_cpu import (
+from megatron_distill.runtime import mcore_patches as mcore_cpu
+from megatron_distill.runtime.mcore_patches import (
     LITERAL_CHANGES,
     LiteralChange,
     change_literals,

@@ -89,7 +89,7 @@ def _trained(
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt, run_model
-        from megatron_distill.train.schedule import run_schedule
+        from megatron_distill.train.pipeline_schedule import run_schedule
 
         execution = Execution(torch.float32, torch.device("cpu"), recompute)
         architecture = small_architecture(init_std=0.2, vocab_size=208, **changes)
@@ -142,7 +142,7 @@ def _summed(name: str, parameter: torch.nn.Parameter, groups: Groups) -> Tensor:
 
 def _parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
     """What the chunks' parameters hold, by key and place in the global tensor."""
-    from megatron_distill.models.initialise import sharded_tensors
+    from megatron_distill.models.weights import sharded_tensors
 
     found: Parts = {}
     for part in sharded_tensors(chunks, groups):

@@ -207,7 +207,7 @@ def test_a_packed_document_is_read_as_if_it_were_alone(pool: Pool, positions: st
 
 def _aligned(rank: int, world: int, own_rows: int, wanted_rows: int) -> torch.Tensor:
     with megatron_groups(tensor=world) as groups:
-        from megatron_distill.models.head import align_head
+        from megatron_distill.models.gpt import align_head
         from megatron_distill.ops import VocabShard
 
         size = 10

@@ -54,8 +54,7 @@ def described(
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt
-        from megatron_distill.models.initialise import sharded_tensors
-        from megatron_distill.models.parameters import parameters
+        from megatron_distill.models.weights import parameters, sharded_tensors
 
         architecture = small_architecture(**shape)
         execution = Execution(torch.float32, torch.device("cpu"))
@@ -92,7 +91,7 @@ def transformer_engine_provider() -> type:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megatron_distill.models.norm import TorchNorm
+    from megatron_distill.models.layers import TorchNorm
 
     class LayerNormColumnLinear(ColumnParallelLinear):
         """A norm and a linear layer in one, with the parameter names of Transformer Engine's."""
@@ -130,7 +129,7 @@ def transformer_engine_layers() -> Iterator[None]:
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron_distill.models import specs
-    from megatron_distill.models.norm import TorchNorm
+    from megatron_distill.models.layers import TorchNorm
 
     provider = transformer_engine_provider()
     with ExitStack() as stack:
@@ -151,8 +150,7 @@ def filled(
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-        from megatron_distill.models.initialise import sharded_tensors
-        from megatron_distill.models.weights import fill
+        from megatron_distill.models.weights import fill, sharded_tensors
 
         description = describe(folder)
         weights = HuggingFaceWeights(folder, description)

@@ -33,7 +33,7 @@ def _complaint(
 ) -> str:
     architecture = small_architecture(**ours)
     from megatron_distill.errors import CheckpointError
-    from megatron_distill.train.checkpoint import Description
+    from megatron_distill.train.checkpoint.folder import Description
     from megatron_distill.train.run_state import check_same_model
 
     values = json.loads(json.dumps(small_architecture(**saved).as_dict()))

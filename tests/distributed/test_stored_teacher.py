@@ -19,7 +19,7 @@ from megatron_distill.data.samples import Sample
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Recorded, TopK
-from megatron_distill.signals.store import StoreSet, top_k_signal
+from megatron_distill.store import StoreSet, top_k_signal
 from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
 from tests.unit.store_samples import settings, tokens_of, write_store
@@ -55,7 +55,7 @@ def batches_of(step: int, groups: Any) -> tuple[Batch, ...]:
 
 def _teacher(groups: Any, folder: Path) -> Any:
     from megatron_distill.losses import Term
-    from megatron_distill.train.stored_teacher import StoredTeacher
+    from megatron_distill.train.teachers.stored import StoredTeacher
 
     reads = groups.is_last_stage and groups.tensor.rank() == 0
     return StoredTeacher(

@@ -23,7 +23,7 @@ FAMILIES = ("llama3.1", "qwen2", "gemma3", "gpt2", "mixtral")
 
 def imported(rank: int, world: int, source: Path, output: Path) -> None:
     small_architecture()
-    from megatron_distill.train.conversion import import_checkpoint
+    from megatron_distill.train.convert.convert import import_checkpoint
 
     import_checkpoint(source, output, dtype=None, overwrite=False)
 
@@ -32,11 +32,11 @@ def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
     """The digest of what lies in a folder of either kind."""
     small_architecture()
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-    from megatron_distill.train.assemble_origin import Origin
-    from megatron_distill.train.checkpoint import Description
-    from megatron_distill.train.checkpoint_weights import CheckpointWeights
+    from megatron_distill.train.assemble.identity import teacher_digest
+    from megatron_distill.train.assemble.models import Origin
+    from megatron_distill.train.checkpoint.folder import Description
+    from megatron_distill.train.checkpoint.reader import CheckpointWeights
     from megatron_distill.train.run_state import saved_architecture
-    from megatron_distill.train.teacher_identity import teacher_digest
 
     if (folder / "config.json").is_file():
         described = describe(folder)
@@ -123,8 +123,8 @@ def test_what_is_computed_counts_and_how_it_is_padded_does_not(pool: Pool, tmp_p
 
 def random_digest(rank: int, world: int, seed: int, changes: dict[str, Any]) -> str:
     architecture = small_architecture(**changes)
-    from megatron_distill.train.assemble_origin import Origin
-    from megatron_distill.train.teacher_identity import teacher_digest
+    from megatron_distill.train.assemble.identity import teacher_digest
+    from megatron_distill.train.assemble.models import Origin
 
     assert dist.group.WORLD is not None
     return teacher_digest(Origin(architecture), seed=seed, group=dist.group.WORLD)

@@ -10,7 +10,7 @@ import torch
 from megatron_distill import log
 from megatron_distill.config import CaptureConfig, check_layout, load_capture_config
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
 from tests.e2e.failing import file_size_limit
 from tests.e2e.processes import ROOT
@@ -78,7 +78,7 @@ def capture_here(
 ) -> bool | str:
     """Run one capture in a pool worker; returns what it returns, or the error's kind and text."""
     config = configure(rank, world, path, overrides)
-    from megatron_distill.train.assemble_capture import run_capture
+    from megatron_distill.train.assemble.capture import run_capture
 
     try:
         with file_size_limit((limits or {}).get(rank)):

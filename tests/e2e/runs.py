@@ -16,8 +16,8 @@ import torch
 from megatron_distill import log
 from megatron_distill.config import RunConfig, check_layout, load_config
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.device import Device
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.termination import TerminationRequest
 from tests.distributed.pool import Pool
 
@@ -152,7 +152,7 @@ def write_corpus(path: Path) -> None:
 
 def train_tokenizer(rank: int, world_size: int, inputs: Inputs) -> int:
     """Train the session's tokenizer; to be called in a pool worker."""
-    from megatron_distill.data.tokenizer import train_bpe
+    from megatron_distill.data.tokenizers.open import train_bpe
 
     texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
     tokenizer = train_bpe(texts, vocab_size=301)
@@ -204,7 +204,7 @@ def train_here(
 ) -> bool:
     """Run one training in a pool worker; returns whether it reached its last step."""
     config = configure(rank, config_path, overrides, world)
-    from megatron_distill.train.assemble import run_training
+    from megatron_distill.train.assemble.run import run_training
 
     return run_training(config, CPU, StopAfter(stop_after))
 
@@ -227,7 +227,7 @@ def assembled(
 
     config = configure(rank, config_path, overrides, world)
     from megatron_distill.train import assemble
-    from megatron_distill.train.assemble_groups import job_groups
+    from megatron_distill.train.assemble.models import job_groups
 
     with job_groups(config, trains=True) as groups, ExitStack() as resources:
         yield config, assemble._assemble(config, CPU, groups, resources)

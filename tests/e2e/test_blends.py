@@ -64,7 +64,7 @@ def figures_of_sources(
 ) -> tuple[list[dict[str, float]], list[dict[str, float]], dict[str, Any]]:
     """Each source's figures as reported, and those of a batch of its labels alone."""
     with assembled(rank, world, config, overrides) as (_, parts):
-        from megatron_distill.train.source_figures import LabelTotals
+        from megatron_distill.train.source_metrics import LabelTotals
         from megatron_distill.train.step import run_student
         from megatron_distill.train.validation import validate
 
@@ -243,11 +243,11 @@ def test_the_log_has_every_source_and_their_mean_is_the_whole(alone: Path) -> No
 
 def evaluate_here(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
     """What launch/evaluate.py prints of a run."""
-    from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble_evaluation import evaluate
-    from megatron_distill.train.trained_run import load_trained_run
+    from megatron_distill.train.assemble.trained_config import load_trained_run
+    from megatron_distill.train.assemble.trained_run import evaluate
 
     return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
 
@@ -314,7 +314,7 @@ def test_own_held_out_corpora_are_told_apart_by_their_own_names(
 
 
 def test_counts_of_no_source_are_no_figures() -> None:
-    from megatron_distill.train.source_figures import step_figures
+    from megatron_distill.train.source_metrics import step_figures
 
     counts = (LabelCounts(6, 0), LabelCounts(0, 0))
     step = StepBatches((), 6, 0, 8, by_source=counts)
@@ -327,7 +327,7 @@ def test_counts_of_no_source_are_no_figures() -> None:
 
 
 def test_a_step_says_of_a_source_its_losses_and_terms_alone() -> None:
-    from megatron_distill.train.source_figures import step_figures
+    from megatron_distill.train.source_metrics import step_figures
 
     step = StepBatches((), 6, 4, 8, by_source=(LabelCounts(6, 1), LabelCounts(0, 3)))
     shares = {"kd@a": 0.5, "kd@b": 1.5, "forward_kl@a": 0.25, "forward_kl@b": 0.75}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.signals.store import StoreReader, verify
+from megatron_distill.store import StoreReader, verify
 from tests.distributed.pool import Pool
 from tests.e2e.captures import (
     SCRIPT,

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
-from megatron_distill.signals.store import SampleRecord, StoreReader, verify
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.store import SampleRecord, StoreReader, verify
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import SAMPLES, configure, contents, run_in, write_capture
@@ -55,10 +55,13 @@ def whole_logits(
     config = configure(rank, world, path, overrides)
     from megatron_distill.data.collation import micro_batch, pack_samples
     from megatron_distill.data.samples import FULLY_TRAINED, Sample
-    from megatron_distill.train.assemble_groups import execution_on, job_groups
-    from megatron_distill.train.assemble_models import build_online_teacher
-    from megatron_distill.train.assemble_origin import find_origin
-    from megatron_distill.train.assemble_tokenizer import open_tokenizer
+    from megatron_distill.train.assemble.models import (
+        build_online_teacher,
+        execution_on,
+        find_origin,
+        job_groups,
+    )
+    from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
     with job_groups(config, trains=False) as groups:
         _, vocabulary = open_tokenizer(config)
@@ -212,7 +215,7 @@ def write_hugging_face(rank: int, world: int, folder: Path, tokenizer: Path) -> 
     save_model(folder / "Llama-0B", "llama2", vocab_size=304)
     for path in tokenizer.iterdir():
         shutil.copy(path, folder / "Llama-0B")
-    from megatron_distill.train.conversion import import_checkpoint
+    from megatron_distill.train.convert.convert import import_checkpoint
 
     import_checkpoint(folder / "Llama-0B", folder / "imported", dtype=None, overwrite=False)
 

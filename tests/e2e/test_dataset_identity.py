@@ -14,7 +14,7 @@ import pytest
 
 from megatron_distill.config import load_capture_config, load_config
 from megatron_distill.errors import DataError
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
 from tests.e2e.captures import write_capture
 from tests.e2e.runs import Inputs
@@ -26,7 +26,7 @@ def settings_of(
     rank: int, world: int, path: Path, overrides: list[str], is_capture: bool
 ) -> Settings | str:
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble_dataset_identity import dataset_digest, dataset_settings
+    from megatron_distill.train.assemble.identity import dataset_digest, dataset_settings
 
     config = (load_capture_config if is_capture else load_config)(path, overrides)
     try:

@@ -56,7 +56,7 @@ def poisoned_step(
 
     with assembled(rank, world, config, overrides) as (found, parts):
         from megatron_distill.runtime.termination import TerminationRequest
-        from megatron_distill.train.assemble import _plan
+        from megatron_distill.train.assemble.run import _plan
         from megatron_distill.train.loop import train
 
         features = parts.objective.features

@@ -32,7 +32,7 @@ def source(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory)
 
 
 def vocabulary_size(rank: int, world: int, tokenizer: Path) -> int:
-    from megatron_distill.data.tokenizer import load_tokenizer
+    from megatron_distill.data.tokenizers.open import load_tokenizer
 
     return load_tokenizer(tokenizer).vocab_size
 
@@ -50,10 +50,10 @@ def configuration(inputs: Inputs, source: Path) -> Path:
 
 
 def export(rank: int, world: int, run_folder: Path, output: Path) -> None:
-    from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.conversion import export_checkpoint
+    from megatron_distill.train.convert.convert import export_checkpoint
 
     export_checkpoint(
         str(run_folder), output, dtype=None, max_shard_size="5GB", family=None, tokenizer=None,
@@ -138,10 +138,10 @@ def test_the_course_is_the_same_in_every_layout(
 
 
 def import_folder(rank: int, world: int, folder: Path, output: Path) -> None:
-    from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.conversion import import_checkpoint
+    from megatron_distill.train.convert.convert import import_checkpoint
 
     import_checkpoint(folder, output, dtype=None, overwrite=False)
 

@@ -66,7 +66,7 @@ def test_a_source_that_does_not_fit_is_said_once(
 
 def other_tokenizer(rank: int, world: int, folder: Path) -> None:
     """Train another tokenizer of as many tokens; to be called in a pool worker."""
-    from megatron_distill.data.tokenizer import train_bpe
+    from megatron_distill.data.tokenizers.open import train_bpe
 
     train_bpe([str(number) * 3 for number in range(4000)], vocab_size=301).save(folder)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distill.signals.store import UNKNOWN, Identity, convert_maxtext
+from megatron_distill.store import UNKNOWN, Identity, convert_maxtext
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import Inputs, assembled, failure, quick_and_slow, records, run
@@ -305,7 +305,7 @@ def test_several_stores_share_the_steps_by_weight(
 
 def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:
     """The samples of four steps; also shows that nothing but the store is the teacher."""
-    from megatron_distill.train.stored_teacher import StoredTeacher
+    from megatron_distill.train.teachers.stored import StoredTeacher
 
     with assembled(rank, world, config, overrides) as (_, parts):
         assert isinstance(parts.teacher, StoredTeacher)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_distill.signals.store import StoreReader, verify
+from megatron_distill.store import StoreReader, verify
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[2]

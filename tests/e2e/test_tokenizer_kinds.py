@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_distill.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_distill.data.tiktoken_ranks import written_ranks
-from megatron_distill.data.tokenizer import holds_tokenizer, is_hugging_face, load_tokenizer
+from megatron_distill.data.tokenizers.open import holds_tokenizer, is_hugging_face, load_tokenizer
+from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron_distill.data.tokenizers.tiktoken_encodings import written_ranks
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.failing import Ending, call, call_script, message, script
@@ -209,7 +209,7 @@ def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
 ) -> None:
     from megatron_distill.config import load_config
     from megatron_distill.errors import ConfigError
-    from megatron_distill.train.assemble_tokenizer import _check_models
+    from megatron_distill.train.assemble.tokenizer import _check_models
 
     folder = tmp_path / "model"
     folder.mkdir()

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from megatron_distill.errors import CheckpointError, ConfigError, DataError
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
-from megatron_distill.train.trained_run import (
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.train.assemble.trained_config import (
     add_run_arguments,
     load_trained_run,
     run_and_overrides,
@@ -51,7 +51,7 @@ def trained(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
 
 def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, float]:
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble_evaluation import evaluate
+    from megatron_distill.train.assemble.trained_run import evaluate
 
     return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
 
@@ -79,7 +79,7 @@ def test_an_evaluation_in_any_layout_repeats_the_runs_own_validation(
 def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.evaluation.generate import Sampling, generate
-    from megatron_distill.train.assemble_evaluation import writer
+    from megatron_distill.train.assemble.trained_run import writer
 
     plain = ["teacher=null", "objective.terms=[]"]
     config = load_trained_run(folder, [*plain, *overrides], world_size=world)
@@ -184,9 +184,8 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
-    from megatron_distill.data.tokenizer import load_tokenizer
-    from megatron_distill.evaluation.generate import Sampling
-    from megatron_distill.evaluation.hugging_face_text import write_text
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+    from megatron_distill.evaluation.generate import Sampling, write_text
 
     said = re.escape(
         f"--hf {tmp_path / 'none'}: no config.json is there; give a Hugging Face folder"

@@ -24,8 +24,8 @@ Part = tuple[str, tuple[int, ...], int, tuple[int, ...], torch.Tensor]
 def held_parts(rank: int, world: int, config: Path, overrides: list[str]) -> dict[str, list[Part]]:
     """Where each tensor of this rank belongs: name, whole shape, leading axes, offset, values."""
     with assembled(rank, world, config, overrides) as (_, parts):
-        from megatron_distill.models.initialise import sharded_tensors
-        from megatron_distill.train.teacher import OnlineTeacher
+        from megatron_distill.models.weights import sharded_tensors
+        from megatron_distill.train.teachers.live import OnlineTeacher
 
         assert isinstance(parts.teacher, OnlineTeacher)
         groups = parts.state.student.groups
@@ -127,9 +127,9 @@ def train_and_look_at_the_teacher(
     """Train, and count what must be zero and what the optimizer and the student hold."""
     with assembled(rank, world, config_path, overrides) as (config, parts):
         from megatron_distill.runtime.termination import TerminationRequest
-        from megatron_distill.train.assemble import _plan
+        from megatron_distill.train.assemble.run import _plan
         from megatron_distill.train.loop import train
-        from megatron_distill.train.teacher import OnlineTeacher
+        from megatron_distill.train.teachers.live import OnlineTeacher
 
         assert isinstance(parts.teacher, OnlineTeacher)
         model = parts.teacher.model

@@ -74,7 +74,7 @@ def pretend_cuda() -> None:
 
 def look_at_kernels() -> Counter[str]:
     """Let launches of the row kernels check where their tensors are; returns who was launched."""
-    from megatron_distill.ops.kernels.executor import RowKernels
+    from megatron_distill.ops.kernels.launch import RowKernels
 
     launched: Counter[str] = Counter()
 

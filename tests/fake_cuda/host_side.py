@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_distill.data import loader
-from megatron_distill.data.wire import Wire
+from megatron_distill.data.loader import Wire
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.fake_cuda.watching_mode import WatchingMode
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_distill.config import RunConfig, load_config
-from megatron_distill.runtime.device import Device
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.termination import TerminationRequest
 from tests.fake_cuda.cuda_names import look_at_kernels, pretend_cuda
 from tests.fake_cuda.host_side import agree_with_itself, read_on_the_host, run_on_the_host
@@ -39,7 +39,7 @@ def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
 def _train(config: RunConfig, seen: Seen) -> bool:
     # Only now: these import Megatron-Core, which had to be prepared first.
     from megatron_distill.train import assemble, assemble_data, loop
-    from megatron_distill.train.stored_signals import HostBatch
+    from megatron_distill.train.teachers.stored import HostBatch
 
     mode = WatchingMode(seen)
     read_on_the_host(mode)

@@ -20,7 +20,7 @@ from megatron_distill.config import (
     load_config,
     to_yaml,
 )
-from megatron_distill.config.describe import field_key
+from megatron_distill.config.messages import field_key
 from megatron_distill.config.reference import reference_page
 from megatron_distill.config.schema import Section
 from megatron_distill.errors import ConfigError

@@ -15,8 +15,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_distill.config import CaptureConfig, RunConfig
-from megatron_distill.config.describe import dotted_names
-from megatron_distill.train.assemble_store_keys import KEYS, configured
+from megatron_distill.config.messages import dotted_names
+from megatron_distill.train.assemble.store_keys import KEYS, configured
 from tests.guards.source_tree import ROOT
 from tests.guards.test_torchrun_options import script_options
 
@@ -28,7 +28,7 @@ KEY = re.compile(rf"(?<![\w./=-])(?:{'|'.join(sorted(SECTIONS))})(?:\.(?:[a-z][a
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 # A figure of the log and names within a checkpoint, which look like keys.
 NOT_KEYS = {"validation.ce_loss", "optimizer.state.param", "optimizer.state.fp32_param"}
-STORE_NAMES = "assemble_store_keys.py"  # translates a store's own names, which are no keys
+STORE_NAMES = "assemble/store_keys.py"  # translates a store's own names, which are no keys
 FILE_ENDS = (".py", ".json", ".jsonl", ".yaml", ".md")
 # Of other programs: Megatron-LM's preprocessing, wandb, pip.
 FOREIGN_OPTIONS = {"--append-eod", "--append", "--help"}

@@ -1,4 +1,4 @@
-"""ops, align, signals, losses and data import where Megatron-Core is not installed.
+"""ops, signals, store, losses and data import where Megatron-Core is not installed.
 
 Regimes: the whole tree in one fresh interpreter that refuses `megatron`; a module that needs it,
 directly or through another, which must make the probe fail.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.guards.source_tree import PACKAGE, ROOT, read_sources
 
-ROOMS = ("ops", "align", "signals", "losses", "data")
+ROOMS = ("ops", "signals", "store", "losses", "data")
 
 # Triton is not on every machine; its kernels are behind a fence of their own.
 PROBE = """

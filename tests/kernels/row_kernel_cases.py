@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.block import Block
-from megatron_distill.ops.kernels.executor import RowKernels
-from megatron_distill.ops.partition import Partition
+from megatron_distill.ops.fused_linear import Partition
+from megatron_distill.ops.kernels.launch import RowKernels
+from megatron_distill.ops.torch_rows import Block
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair, neighbours

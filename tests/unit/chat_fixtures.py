@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.data.chat_template import PLAIN_SOURCE, ChatTemplate, special_texts
-from megatron_distill.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron_distill.data.tokenizer import train_bpe
+from megatron_distill.data.chat.template import PLAIN_SOURCE, ChatTemplate, special_texts
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_distill.data.tokenizers.open import train_bpe
 
 FOLDER = Path(__file__).with_name("chat_templates")
 

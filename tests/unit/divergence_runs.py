@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, token_divergence
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
-from megatron_distill.ops.kept_divergence import Support
+from megatron_distill.ops.topk_divergence import Support
 from megatron_distill.signals import DenseLogits, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import row_error

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.partition import Partition
+from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.signals import HiddenState, Signal
 from tests.reference.distillation import Problem
 

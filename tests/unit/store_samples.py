@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     CaptureSettings,
     DrawnEntries,
     Identity,

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_distill.data.collation import BatchLayout
 from megatron_distill.data.samples import FULLY_TRAINED, Sample
-from megatron_distill.train.capture_order import CaptureOrder, HoleSource
+from megatron_distill.train.capture.order import CaptureOrder, HoleSource
 
 ORDERS = [
     CaptureOrder((0, 1, 2, 3, 4), 23, 5, 1, 2, 2),

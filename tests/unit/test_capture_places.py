@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import StoreError
-from megatron_distill.train.capture_places import StreamPlaces
+from megatron_distill.train.capture.order import StreamPlaces
 
 UID = b"12345678"
 STATES = {3: {"taken": [15], "sources": [{"given": 0.5}]}, 12: {"taken": [60], "sources": []}}

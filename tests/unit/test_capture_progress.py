@@ -12,8 +12,8 @@ import logging
 import pytest
 
 from megatron_distill import log
-from megatron_distill.train.capture_progress import CaptureProgress, Done, Work
-from megatron_distill.train.quantities import duration, short_count, size
+from megatron_distill.train.capture.progress import CaptureProgress, Done, Work
+from megatron_distill.train.progress import duration, short_count, size
 from tests.unit.test_progress import Clock, Terminal
 
 WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import ConfigError, TrainingError
-from megatron_distill.evaluation import child_run
-from megatron_distill.evaluation.child_run import ChildRun, RunStoppedError, ask, make
+from megatron_distill.evaluation import quickstart as child_run
+from megatron_distill.evaluation.quickstart import ChildRun, RunStoppedError, ask, make
 from megatron_distill.runtime.torchrun import ChildOutcome
 
 STEPS = 5

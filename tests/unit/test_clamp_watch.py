@@ -3,7 +3,7 @@ or about a scale that is free; a mean of micro-batches that rounding moved off t
 
 import math
 
-from megatron_distill.train.clamp_watch import CLAMPED_STEPS, ClampWatch
+from megatron_distill.train.balancing import CLAMPED_STEPS, ClampWatch
 
 
 def warnings(clamp: float | None, *steps: dict[str, float]) -> list[tuple[int, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.config import ValueScheduleConfig, load_config, to_yaml
-from megatron_distill.config.check_balance import _OF_RATIOS
+from megatron_distill.config.rules.objective import _OF_RATIOS
 from megatron_distill.config.schema import BalanceConfig
 from megatron_distill.losses import BalanceMode, RatioBalance, ScheduleKind
 from tests.unit.sample_configs import MINIMAL, TAUGHT, complaints, load_tree

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distill.data.conversations import (
+from megatron_distill.data.chat.conversations import (
     BadConversationError,
     ConversationSpec,
     conversation_of,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data import documents
-from megatron_distill.data.documents import (
+from megatron_distill.data.text import documents
+from megatron_distill.data.text.documents import (
     Cursor,
     Document,
     DocumentReader,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_distill.data.files import DamagedFileError, InputFile, expand_paths
+from megatron_distill.data.text.files import DamagedFileError, InputFile, expand_paths
 from megatron_distill.errors import DataError
 
 CONTENT = b"".join(b"line %d of the corpus\n" % index for index in range(4000))

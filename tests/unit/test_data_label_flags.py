@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_distill.data.conversation_tokens import MaskRule, label_flags
-from megatron_distill.data.response_spans import Rendered, ResponseFinder
+from megatron_distill.data.chat.encode import MaskRule, label_flags
+from megatron_distill.data.chat.spans import Rendered, ResponseFinder
 from megatron_distill.data.samples import (
     CE_TRAINED,
     FULLY_TRAINED,
@@ -19,7 +19,7 @@ from megatron_distill.data.samples import (
     WEIGHT_UNITS,
     weight_flag,
 )
-from megatron_distill.data.tokenizer import Encoding, Tokenizer
+from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
 from tests.unit.chat_fixtures import chat_tokenizer, template_of, tool_dialogue, turns, unmarked
 from tests.unit.test_data_response_spans import MARKED, TWO
 

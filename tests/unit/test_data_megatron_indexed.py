@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data.corpora import SourceSpec
-from megatron_distill.data.megatron_indexed import IndexedSource
 from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.text.megatron_indexed import IndexedSource
 from megatron_distill.errors import DataError
 from tests.unit.data_fixtures import ByteTokenizer, story, write_jsonl
 from tests.unit.indexed_corpus import EOD, numbered, write_indexed

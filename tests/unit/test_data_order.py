@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.order import shuffled
+from megatron_distill.data.samples import shuffled
 
 
 @settings(deadline=None, max_examples=60)

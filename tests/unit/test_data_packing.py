@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.packing import Packer
 from megatron_distill.data.samples import FULLY_TRAINED, PADDING_DOCUMENT, Sample
+from megatron_distill.data.text.stream import Packer
 
 PAD = 99
 

@@ -20,13 +20,12 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_distill.data import conversation_cache
-from megatron_distill.data.conversation_cache import PreparedConversations
-from megatron_distill.data.conversation_source import ConversationOptions
-from megatron_distill.data.conversations import ConversationSpec
-from megatron_distill.data.corpora import SourceSpec
-from megatron_distill.data.preparation import prepared_conversations
-from megatron_distill.data.worker_processes import worker_map
+from megatron_distill.data.chat import cache as conversation_cache
+from megatron_distill.data.chat.cache import PreparedConversations
+from megatron_distill.data.chat.conversations import ConversationSpec
+from megatron_distill.data.chat.prepare import prepared_conversations, worker_map
+from megatron_distill.data.chat.source import ConversationOptions
+from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.errors import DataError
 from tests.unit.chat_fixtures import FOLDER, chat_tokenizer, tool_dialogue, turns, write_rows
 from tests.unit.worker_functions import dying, refusing, slow

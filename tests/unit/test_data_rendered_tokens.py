@@ -12,11 +12,10 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron_distill.data.chat_template import chat_template
-from megatron_distill.data.conversation_tokens import MaskRule, label_flags
-from megatron_distill.data.conversations import ConversationSpec
-from megatron_distill.data.rendered_tokens import encode_rendered
-from megatron_distill.data.response_spans import ResponseFinder
+from megatron_distill.data.chat.conversations import ConversationSpec
+from megatron_distill.data.chat.encode import MaskRule, label_flags
+from megatron_distill.data.chat.spans import ResponseFinder
+from megatron_distill.data.chat.template import chat_template, encode_rendered
 from megatron_distill.data.samples import FULLY_TRAINED
 from tests.unit.tokenizer_kinds import KINDS, tokenizer_of
 

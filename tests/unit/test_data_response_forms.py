@@ -14,10 +14,10 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_distill.data.chat_template import ChatTemplate, chat_template
-from megatron_distill.data.conversations import BadConversationError, ConversationSpec
-from megatron_distill.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron_distill.data.response_spans import ResponseFinder
+from megatron_distill.data.chat.conversations import BadConversationError, ConversationSpec
+from megatron_distill.data.chat.spans import ResponseFinder
+from megatron_distill.data.chat.template import ChatTemplate, chat_template
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.unit.chat_fixtures import STYLES, TOOLS, template_of, tool_dialogue, turns
 
 THOUGHT = "<think>\nhm\n</think>\n\n"

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.conversations import BadConversationError
-from megatron_distill.data.response_spans import ResponseFinder
+from megatron_distill.data.chat.conversations import BadConversationError
+from megatron_distill.data.chat.spans import ResponseFinder
 from tests.unit.chat_fixtures import (
     STYLES,
     TOOLS,
@@ -225,7 +225,7 @@ def test_learned_shapes_say_what_each_conversation_says_by_itself(
 
 
 def test_a_template_that_hides_its_responses_is_refused() -> None:
-    from megatron_distill.data.chat_template import ChatTemplate
+    from megatron_distill.data.chat.template import ChatTemplate
 
     backwards = "{% for message in messages[::-1] %}{{ message['content'] }};{% endfor %}"
     finder = ResponseFinder(ChatTemplate(backwards, {}, ()))

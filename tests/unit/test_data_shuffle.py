@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_distill.data.corpora import SourceSpec
+from megatron_distill.data.blending import ShuffledSamples
 from megatron_distill.data.samples import Sample, SampleList
-from megatron_distill.data.shuffle import ShuffledSamples
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.errors import DataError
 from tests.unit.data_fixtures import ByteTokenizer, write_files
 

@@ -17,7 +17,7 @@ from megatron_distill.data.stored import (
     read_held_out_numbers,
 )
 from megatron_distill.errors import DataError, StoreError
-from megatron_distill.signals.store import StoreSet
+from megatron_distill.store import StoreSet
 from tests.unit.store_samples import settings, tokens_of, write_store
 
 SAMPLES = 10

@@ -14,12 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_distill.data.conversations import ConversationSpec, conversation_of
-from megatron_distill.data.corpora import SourceSpec, source_files
-from megatron_distill.data.documents import Cursor, DocumentReader, reading_table
-from megatron_distill.data.files import DamagedFileError
-from megatron_distill.data.rows import read_blocks, rows_of
-from megatron_distill.data.tables import record_batches
+from megatron_distill.data.chat.conversations import (
+    ConversationSpec,
+    conversation_of,
+    read_blocks,
+    rows_of,
+)
+from megatron_distill.data.text.corpora import SourceSpec, source_files
+from megatron_distill.data.text.documents import Cursor, DocumentReader, reading_table
+from megatron_distill.data.text.files import DamagedFileError, record_batches
 from megatron_distill.errors import DataError
 from tests.unit.chat_fixtures import tool_dialogue, turns, write_rows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data.tokenizer import (
+from megatron_distill.data.tokenizers.open import (
     END_OF_TEXT,
     HuggingFaceTokenizer,
     Tokenizer,
@@ -58,7 +58,7 @@ def test_training_twice_and_in_another_process_gives_the_same(
     assert train_bpe(["other words"] * 99, vocab_size=400).identity != trained.identity
     (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
     program = (
-        "import json, sys; from megatron_distill.data.tokenizer import train_bpe;"
+        "import json, sys; from megatron_distill.data.tokenizers.open import train_bpe;"
         "texts = json.load(open(sys.argv[1]));"
         "sys.stdout.write(train_bpe(texts, vocab_size=400).identity)"
     )

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_distill.data.chat_template import ChatTemplate, chat_template, special_texts
-from megatron_distill.data.conversation_tokens import MaskRule, label_flags
-from megatron_distill.data.conversations import (
+from megatron_distill.data.chat.conversations import (
     BadConversationError,
     ConversationSpec,
     conversation_of,
 )
-from megatron_distill.data.message_forms import message_forms
-from megatron_distill.data.rendered_tokens import encode_rendered
-from megatron_distill.data.response_spans import ResponseFinder
+from megatron_distill.data.chat.encode import MaskRule, label_flags
+from megatron_distill.data.chat.message_forms import message_forms
+from megatron_distill.data.chat.spans import ResponseFinder
+from megatron_distill.data.chat.template import (
+    ChatTemplate,
+    chat_template,
+    encode_rendered,
+    special_texts,
+)
 from megatron_distill.data.samples import FULLY_TRAINED
 from tests.unit.trl_templates import (
     CALLS,

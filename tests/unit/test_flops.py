@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_distill.train.flops import (
+from megatron_distill.train.throughput import (
     GptShape,
     forward_flops_per_token,
     mfu,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.runtime import flushed_file
-from megatron_distill.runtime.flushed_file import FlushedFile
+from megatron_distill.runtime import atomic_files as flushed_file
+from megatron_distill.runtime.atomic_files import FlushedFile
 
 
 def test_what_is_written_in_many_parts_is_in_the_file(

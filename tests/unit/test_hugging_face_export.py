@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import MODELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,7 +38,10 @@ def _prepared() -> None:
 def test_what_is_written_is_read_back_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
 ) -> None:
-    from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
+    from megatron_distill.models.hugging_face.safetensors_files import (
+        SafetensorsWriter,
+        TensorEntry,
+    )
 
     tensors.pop("__metadata__", None)
     path = tmp_path_factory.getbasetemp() / "written.safetensors"
@@ -59,7 +62,10 @@ def test_what_is_written_is_read_back_by_the_library(
 
 
 def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
-    from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
+    from megatron_distill.models.hugging_face.safetensors_files import (
+        SafetensorsWriter,
+        TensorEntry,
+    )
 
     value = torch.arange(6.0).view(2, 3).t()
     path = tmp_path / "model.safetensors"
@@ -71,7 +77,10 @@ def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["order", "dtype", "shape", "missing"])
 def test_a_writer_that_is_used_wrongly_says_so(tmp_path: Path, wrong: str) -> None:
-    from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
+    from megatron_distill.models.hugging_face.safetensors_files import (
+        SafetensorsWriter,
+        TensorEntry,
+    )
 
     entries = {name: TensorEntry(torch.float32, (2,)) for name in "ab"}
     tensor = torch.zeros(3 if wrong == "shape" else 2)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_distill.errors import CheckpointError
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import save_model
 
 INDEX = "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_distill.runtime.mcore_cpu import prepare_megatron_core
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import MODELS, save_model, stored_tensors
 from tests.distributed.megatron_world import small_architecture
 
@@ -79,7 +79,7 @@ def test_every_tensor_of_every_family_is_covered_once(name: str) -> None:
 
     from megatron_distill.models.hugging_face.families import families
     from megatron_distill.models.hugging_face.model import pieces_of
-    from megatron_distill.models.parameters import placed
+    from megatron_distill.models.weights import placed
 
     model_type, entries = MODELS[name]
     config = transformers.AutoConfig.for_model(model_type, **entries)
@@ -137,8 +137,8 @@ def by_hand(name: str, stored: dict[str, Tensor], groups: int) -> dict[tuple[Any
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "phi3", "gpt2", "mixtral"])
 def test_a_window_is_what_it_is_of_the_tensor_assembled_by_hand(tmp_path: Path, name: str) -> None:
-    from megatron_distill.models.hugging_face.folder import SafetensorsFolder
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+    from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 
     folder = save_model(tmp_path, name)
     description = describe(folder)
@@ -175,7 +175,7 @@ def test_a_window_is_what_it_is_of_the_tensor_assembled_by_hand(tmp_path: Path, 
 @given(available=st.integers(1, 200), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_kept_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
-    from megatron_distill.train.assemble_origin import evenly_spread
+    from megatron_distill.train.assemble.models import evenly_spread
 
     count = data.draw(st.integers(1, available))
     kept = evenly_spread(count, available)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import vocab_parallel_topk
-from megatron_distill.ops.blocks import row_blocks
+from megatron_distill.ops.workspace import row_blocks
 from megatron_distill.signals import DenseLogits, HiddenState, Sampled, TopK
 from tests.reference.distillation import Problem
 from tests.reference.logits import logit_pair

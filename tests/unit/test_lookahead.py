@@ -8,7 +8,7 @@ import pytest
 
 from megatron_distill.errors import DataError, StoreError
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.train.lookahead import Lookahead
+from megatron_distill.train.teachers.lookahead import Lookahead
 from tests.unit.test_data_loader import Numbers, loader_of, sample_ids
 
 LAST = 6

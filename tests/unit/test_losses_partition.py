@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
-from megatron_distill.ops.partition import Partition
+from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.signals import DenseLogits, Recorded, Signal, TopK
 from tests.reference.distillation import Problem, cross_entropy, entropy, solve
 from tests.unit.objective_runs import run

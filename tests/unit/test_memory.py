@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megatron_distill.train import memory
+from megatron_distill.train import throughput as memory
 
 CPU = torch.device("cpu")
 SIZE = 200_000_000
@@ -14,10 +14,11 @@ SIZE = 200_000_000
 
 def test_the_peak_rises_by_what_was_touched_and_stays_after_it_is_freed() -> None:
     program = (
-        "import torch, sys; from megatron_distill.train.memory import peak_memory_bytes as peak\n"
-        "before = peak(torch.device('cpu'))\n"
-        f"block = torch.ones({SIZE}, dtype=torch.uint8); held = peak(torch.device('cpu'))\n"
-        "del block; print(before, held, peak(torch.device('cpu')))"
+        "import torch, sys; from megatron_distill.train.throughput import peak_memory_bytes\n"
+        "before = peak_memory_bytes(torch.device('cpu'))\n"
+        f"block = torch.ones({SIZE}, dtype=torch.uint8)\n"
+        "held = peak_memory_bytes(torch.device('cpu'))\n"
+        "del block; print(before, held, peak_memory_bytes(torch.device('cpu')))"
     )
     said = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True

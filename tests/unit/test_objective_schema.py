@@ -6,8 +6,8 @@ import inspect
 from typing import get_args
 
 from megatron_distill.config.schema.objective import PARAMETERS, Divergence, TermConfig
-from megatron_distill.ops.divergence import DIVERGENCES
-from megatron_distill.ops.kept_divergence import Support
+from megatron_distill.ops.divergences import DIVERGENCES
+from megatron_distill.ops.topk_divergence import Support
 
 
 def test_divergences_are_those_of_the_table() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_distill.ops.blocks import Scratch, accumulation_dtype, allocate, row_blocks
+from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate, row_blocks
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.ops.classes import Classes
-from megatron_distill.ops.divergence import DIVERGENCES, divergence_named
+from megatron_distill.ops.divergences import DIVERGENCES, Classes, divergence_named
 from tests.reference.divergences import ORACLES
 
 CURVED = [name for name in DIVERGENCES if name not in ("forward_kl", "adaptive_kl")]

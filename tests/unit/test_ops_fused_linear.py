@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import blocks, weight_gradient
+from megatron_distill.ops import weight_gradient
+from megatron_distill.ops import workspace as blocks
 from megatron_distill.signals import HiddenState
 from tests.reference.distillation import Problem
 from tests.reference.tracing import Trace, traced

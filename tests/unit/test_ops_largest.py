@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_distill.ops import largest as selection
-from megatron_distill.ops.largest import largest
-from megatron_distill.ops.ordering import descending
+from megatron_distill.ops import topk as selection
+from megatron_distill.ops.row_math import descending
+from megatron_distill.ops.topk import largest
 
 
 def by_value_and_column(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_distill.ops.blocks import Scratch
-from megatron_distill.ops.logits import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule, Rows
+from megatron_distill.ops.workspace import Scratch
 
 CPU = torch.device("cpu")
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
-from megatron_distill.ops.kept_divergence import KeptTerm, RowGradient, TopKTarget
-from megatron_distill.ops.pushforward import (
+from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
+from megatron_distill.ops.softmax_gradient import (
     Others,
     SoftmaxWeights,
     scale_rows_,
     scale_softmax_,
     softmax_weights,
 )
-from megatron_distill.ops.sweep import Sweep
+from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.topk_divergence import KeptTerm, RowGradient, TopKTarget
 
 KL = divergence_named("forward_kl")
 MODELS = ("student", "teacher")

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.blocks import Scratch
 from megatron_distill.ops.chunk import Chunk, Solved
-from megatron_distill.ops.divergence import WeightedDivergence, divergence_named
-from megatron_distill.ops.logits import LogitRule
-from megatron_distill.ops.reductions import row_sums, row_top
-from megatron_distill.ops.statistics import MergedStatistics, Packet
-from megatron_distill.ops.sweep import Sweep
+from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
+from megatron_distill.ops.head import LogitRule
+from megatron_distill.ops.row_math import row_sums, row_top
+from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.workspace import Scratch
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
 
 KL = divergence_named("forward_kl")

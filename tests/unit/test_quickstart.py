@@ -12,7 +12,7 @@ from rich.console import Console
 from launch import quickstart
 from megatron_distill.config import load_capture_config, load_config
 from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.evaluation import child_run
+from megatron_distill.evaluation import quickstart as child_run
 from megatron_distill.runtime.torchrun import ChildOutcome
 
 ROOT = Path(quickstart.__file__).parent.parent

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from megatron_distill.errors import DataError
-from megatron_distill.evaluation.report import (
+from megatron_distill.evaluation.runs import (
     RunSummary,
     margin,
     markdown_table,
+    read_run,
     result_table,
     summarize,
 )
-from megatron_distill.evaluation.runs import read_run
 
 ALONE = RunSummary("student alone", 300, 614400, 3.80331, None, None, None, 8994.6, 601_000_000)
 DISTILLED = RunSummary(

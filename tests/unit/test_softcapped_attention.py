@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.models.softcapped_attention import softcapped_attention
+from megatron_distill.models.attention import softcapped_attention
 
 SCALE = 0.4
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store import StoreReader
-from megatron_distill.signals.store.sealed import sealed
+from megatron_distill.store import StoreReader
+from megatron_distill.store.sealed import sealed
 from tests.unit.store_samples import settings, write_store
 from tests.unit.test_store_damage import SHARD, read_all, refusal, repair
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     SampleRecord,
     TopKEntries,
     cut_to_k,
@@ -20,7 +20,7 @@ from megatron_distill.signals.store import (
     pack,
     unpack,
 )
-from megatron_distill.signals.store.codecs import decode_ids, encode_ids, id_planes
+from megatron_distill.store.codecs import decode_ids, encode_ids, id_planes
 from tests.unit.store_samples import made_up, power_law, settings
 
 UID = b"12345678"

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store import CaptureSettings, StoreReader, container, verify
-from megatron_distill.signals.store.durable import partial_files
+from megatron_distill.runtime.atomic_files import partial_files
+from megatron_distill.store import CaptureSettings, StoreReader, container, verify
 from tests.unit.store_samples import begin, contents, fill, settings, write_store
 
 # What the commits consist of: everything that changes the disk.
@@ -33,8 +33,8 @@ STEPS = (
     "os.open",
     "os.write",
     "os.ftruncate",
-    "megatron_distill.signals.store.container.RecordFileWriter.write",
-    "megatron_distill.signals.store.container.RecordFileWriter.close",
+    "megatron_distill.store.container.RecordFileWriter.write",
+    "megatron_distill.store.container.RecordFileWriter.close",
 )
 SAMPLES = {"samples": 3, "per_shard": 2}
 
@@ -67,9 +67,7 @@ def write_and_die(folder: Path, step: int, counted: object) -> None:
         target = {
             "os": os,
             "pathlib.Path": Path,
-            "megatron_distill.signals.store.container.RecordFileWriter": (
-                container.RecordFileWriter
-            ),
+            "megatron_distill.store.container.RecordFileWriter": (container.RecordFileWriter),
         }[owner]
         setattr(target, attribute, killing(getattr(target, attribute)))
     write_store(folder, settings(), **SAMPLES)

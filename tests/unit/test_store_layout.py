@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_distill.signals.store import SampleRecord, cut_to_mass, pack, unpack
+from megatron_distill.store import SampleRecord, cut_to_mass, pack, unpack
 from tests.unit.store_samples import made_up, settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "store_format.md"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     Identity,
     Manifest,
     StoreReader,
@@ -23,7 +23,7 @@ from megatron_distill.signals.store import (
     top_k_signal,
     verify,
 )
-from megatron_distill.signals.store.example_wire import WireError, read_example
+from megatron_distill.store.maxtext import WireError, read_example
 from tests.unit.store_maxtext_files import example, sequence, write
 from tests.unit.store_samples import contents
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_distill.signals.store import pack
-from megatron_distill.signals.store.record_bytes import (
+from megatron_distill.store import pack
+from megatron_distill.store.binary import (
     largest_record_bytes,
     usual_samples_per_shard,
 )

@@ -15,7 +15,7 @@ import torch
 
 from megatron_distill.errors import StoreError
 from megatron_distill.ops.topk import vocab_parallel_topk
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     CaptureSettings,
     SampleRecord,
     cut_to_mass,
@@ -25,7 +25,7 @@ from megatron_distill.signals.store import (
     top_k_signal,
     unpack,
 )
-from megatron_distill.signals.store.sampling import uniforms
+from megatron_distill.store.sampling import uniforms
 from tests.unit.store_samples import made_up, settings, tokens_of, top_k_of
 
 UID = b"12345678"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_distill.signals.store import StoreReader
+from megatron_distill.store import StoreReader
 from tests.unit.store_maxtext_files import example, sequence, write
 from tests.unit.store_samples import begin, contents, fill, settings, write_store
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megatron_distill.signals.store import SampleRecord, StoreReader, Totals, repair, verify, writer
+from megatron_distill.store import SampleRecord, StoreReader, Totals, repair, verify, writer
 from tests.unit.store_samples import begin, contents, fill, made_up, settings, write_store
 
 

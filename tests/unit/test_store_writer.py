@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.store import Identity, StoreReader, StoreWriter
-from megatron_distill.signals.store.durable import partial_file, partial_files
+from megatron_distill.runtime.atomic_files import partial_file, partial_files
+from megatron_distill.store import Identity, StoreReader, StoreWriter
 from tests.unit.store_samples import (
     IDENTITY,
     begin,

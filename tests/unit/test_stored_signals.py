@@ -15,7 +15,7 @@ from megatron_distill.errors import StoreError
 from megatron_distill.losses import Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Recorded, Sampled, TopK
-from megatron_distill.signals.store import (
+from megatron_distill.store import (
     CaptureSettings,
     SampleRecord,
     SampleTokens,
@@ -24,7 +24,7 @@ from megatron_distill.signals.store import (
     top_k_signal,
     unpack,
 )
-from megatron_distill.train.stored_signals import (
+from megatron_distill.train.teachers.stored import (
     HostBatch,
     on_device,
     recorded_signal,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data import documents
-from megatron_distill.data.corpora import SourceSpec
 from megatron_distill.data.sources import DataOptions, open_training
-from megatron_distill.data.tokenize import tokenized_documents
+from megatron_distill.data.text import documents
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.text.stream import tokenized_documents
 from megatron_distill.errors import DataError
 from tests.unit.data_fixtures import ByteTokenizer, story, write_files, write_jsonl
 
@@ -24,7 +24,7 @@ TEXTS = [story(index) for index in range(1, 60)]
 def write(
     spec: SourceSpec, prefix: Path, *, skip_bad: bool = False, overwrite: bool = False
 ) -> None:
-    from megatron_distill.runtime.indexed_writer import open_indexed  # slow to import
+    from megatron_distill.runtime.indexed_dataset import open_indexed  # slow to import
 
     with open_indexed(prefix, vocab_size=ByteTokenizer.vocab_size, overwrite=overwrite) as writer:
         for rows in tokenized_documents(spec, ByteTokenizer(), skip_bad=skip_bad):

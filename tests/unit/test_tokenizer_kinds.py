@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.documents import BadRecord, DocumentReader, reading_table
-from megatron_distill.data.files import InputFile
-from megatron_distill.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_distill.data.tiktoken_ranks import byte_characters
-from megatron_distill.data.tokenizer import holds_tokenizer, load_tokenizer
+from megatron_distill.data.text.documents import BadRecord, DocumentReader, reading_table
+from megatron_distill.data.text.files import InputFile
+from megatron_distill.data.tokenizers.open import holds_tokenizer, load_tokenizer
+from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron_distill.data.tokenizers.tiktoken_encodings import byte_characters
 from megatron_distill.errors import DataError
 from tests.reference.token_spans import Span, spans_of_bytes, spans_of_rewritten
 from tests.unit.tokenizer_kinds import (
@@ -266,7 +266,7 @@ def test_bytes_that_are_no_utf8_never_reach_a_tokenizer(tmp_path: Path, line: by
     path.write_bytes(b"good\n" + line + b"\nbetter\n")
     read = reading_table("text")["text", "line"]
     reader = DocumentReader([path], read=read, skip_bad=True)
-    from megatron_distill.data.documents import Cursor
+    from megatron_distill.data.text.documents import Cursor
 
     assert [found.text for found in reader.documents([0], Cursor())] == ["good", "better"]
     assert reader.skipped == 1

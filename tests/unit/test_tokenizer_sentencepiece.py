@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_distill.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_distill.data.tokenizers.open import HuggingFaceTokenizer, load_tokenizer
+from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_distill.errors import DataError
 from tests.unit.tokenizer_kinds import sentencepiece_model, tokenizer_of, train_sentencepiece
 

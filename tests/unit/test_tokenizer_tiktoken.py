@@ -15,11 +15,15 @@ import tiktoken
 import tiktoken_ext.openai_public
 
 from megatron_distill.config.schema.data import EncodingName
-from megatron_distill.data import tiktoken_encodings
-from megatron_distill.data.tiktoken_encodings import NAMED_ENCODINGS, NamedEncoding
-from megatron_distill.data.tiktoken_ranks import byte_characters, written_ranks
-from megatron_distill.data.tiktoken_tokenizer import TiktokenTokenizer, open_named_encoding
-from megatron_distill.data.tokenizer import END_OF_TEXT, holds_tokenizer, load_tokenizer
+from megatron_distill.data.tokenizers import tiktoken_encodings
+from megatron_distill.data.tokenizers.open import END_OF_TEXT, holds_tokenizer, load_tokenizer
+from megatron_distill.data.tokenizers.tiktoken_bpe import TiktokenTokenizer, open_named_encoding
+from megatron_distill.data.tokenizers.tiktoken_encodings import (
+    NAMED_ENCODINGS,
+    NamedEncoding,
+    byte_characters,
+    written_ranks,
+)
 from megatron_distill.errors import DataError
 from tests.unit.tokenizer_kinds import (
     HARD_TEXTS,

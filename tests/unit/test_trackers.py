@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.train.trackers import TensorBoardSink, WandbSink
+from megatron_distill.train.metrics import TensorBoardSink, WandbSink
 
 SOURCES = {"wiki": {"ce_loss": 4.125}}
 VALIDATION = {

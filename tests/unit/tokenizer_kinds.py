@@ -12,12 +12,11 @@ from typing import Any
 
 import sentencepiece
 
-from megatron_distill.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron_distill.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_distill.data.tiktoken_encodings import NAMED_ENCODINGS
-from megatron_distill.data.tiktoken_ranks import byte_characters
-from megatron_distill.data.tiktoken_tokenizer import TiktokenRules, TiktokenTokenizer
-from megatron_distill.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_distill.data.tokenizers.open import END_OF_TEXT, Tokenizer, train_bpe
+from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron_distill.data.tokenizers.tiktoken_bpe import TiktokenRules, TiktokenTokenizer
+from megatron_distill.data.tokenizers.tiktoken_encodings import NAMED_ENCODINGS, byte_characters
 
 COMPOSED = "Ångström \u00e9\u00ef\u1e69 한국어 \ufb01 \u00bd \u212b"
 HARD_TEXTS = (

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron_distill.data.tokenizer import train_bpe
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_distill.data.tokenizers.open import train_bpe
 from tests.unit.chat_fixtures import TOOLS, tool_dialogue, turns
 
 THOUGHT = "<think>\nhm\n</think>\n\n"

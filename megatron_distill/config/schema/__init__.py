@@ -1,6 +1,5 @@
 """The configuration file as types: one class per section, every key described and bounded."""
 
-from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
 from megatron_distill.config.schema.data import (
     ConversationConfig,
@@ -8,8 +7,6 @@ from megatron_distill.config.schema.data import (
     SourceConfig,
     TokenizerConfig,
 )
-from megatron_distill.config.schema.features import FeatureConfig, ProjectorConfig
-from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
     ModelConfig,
@@ -20,17 +17,24 @@ from megatron_distill.config.schema.model import (
 from megatron_distill.config.schema.objective import (
     PARAMETERS,
     BalanceConfig,
+    FeatureConfig,
     ObjectiveConfig,
+    ProjectorConfig,
     TermConfig,
     ValueScheduleConfig,
 )
-from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig, WandbConfig
 from megatron_distill.config.schema.run import JobConfig, RunConfig
+from megatron_distill.config.schema.section import Section
 from megatron_distill.config.schema.training import (
+    CheckpointConfig,
+    LoggingConfig,
     OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
     ScheduleConfig,
     TrainConfig,
     ValidationConfig,
+    WandbConfig,
 )
 
 __all__ = [

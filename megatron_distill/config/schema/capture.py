@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.run import JobConfig
+from megatron_distill.config.schema.section import Section
 
 __all__ = ["CaptureConfig", "CapturePassConfig", "StoreConfig"]
 

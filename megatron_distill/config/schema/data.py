@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from megatron_distill.config.schema.base import Section
-from megatron_distill.config.schema.source_name import SOURCE_NAME, name_of_path
+from megatron_distill.config.schema.section import SOURCE_NAME, Section, name_of_path
 
 __all__ = [
     "ConversationConfig",

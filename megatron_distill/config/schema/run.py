@@ -6,14 +6,16 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from megatron_distill.config.schema.base import Section
 from megatron_distill.config.schema.data import DataConfig
-from megatron_distill.config.schema.machine import ParallelConfig, RuntimeConfig
 from megatron_distill.config.schema.model import ModelConfig
 from megatron_distill.config.schema.objective import ObjectiveConfig
-from megatron_distill.config.schema.record import CheckpointConfig, LoggingConfig
+from megatron_distill.config.schema.section import Section
 from megatron_distill.config.schema.training import (
+    CheckpointConfig,
+    LoggingConfig,
     OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
     ScheduleConfig,
     TrainConfig,
     ValidationConfig,

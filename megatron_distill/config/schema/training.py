@@ -1,12 +1,24 @@
 """The sections `optimizer`, `schedule`, `train` and `validation`."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import Field
 
-from megatron_distill.config.schema.base import Section
+from megatron_distill.config.schema.section import Section
 
-__all__ = ["OptimizerConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "LoggingConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RuntimeConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "WandbConfig",
+]
 
 
 class OptimizerConfig(Section):
@@ -121,4 +133,84 @@ class ValidationConfig(Section):
     )
     samples: int = Field(
         default=0, ge=0, description="Held-out sequences used each time; 0: no validation."
+    )
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and whether it continues from what is there."""
+
+    interval: int = Field(default=0, ge=0, description="Steps between saves; 0: only at the end.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    asynchronous: bool = Field(
+        default=False, description="Write in the background while training goes on."
+    )
+    save: bool = Field(default=True, description="Write checkpoints at all.")
+    resume: bool = Field(
+        default=True, description="Continue from the newest complete checkpoint in `output`."
+    )
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = Field(min_length=1, examples=["distill"], description="Project.")
+    name: str | None = Field(
+        default=None, min_length=1, description="Name of the run; null: wandb chooses."
+    )
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="`offline` writes below `output` and needs no network."
+    )
+
+
+class LoggingConfig(Section):
+    """Where the figures of a run go, besides `output/metrics.jsonl`."""
+
+    interval: int = Field(
+        default=1, ge=1, description="Steps between lines of the progress display."
+    )
+    progress: bool = Field(default=True, description="Progress bar on rank 0.")
+    tensorboard: bool = Field(
+        default=False, description="Event files in `output/tensorboard` (extra: tensorboard)."
+    )
+    wandb: WandbConfig | None = Field(
+        default=None, description="Log to wandb (extra: wandb); null: do not."
+    )
+
+
+class ParallelConfig(Section):
+    """The layout of student and teacher; ranks left over are data-parallel."""
+
+    tensor: int = Field(default=1, ge=1, description="Ranks that share each layer's matrices.")
+    pipeline: int = Field(default=1, ge=1, description="Ranks that share the layers.")
+    virtual_pipeline: int | None = Field(
+        default=None,
+        ge=2,
+        description="Chunks of student layers per pipeline rank (interleaved schedule); null: one.",
+    )
+    context: int = Field(default=1, ge=1, description="Ranks that share each sequence.")
+    expert: int = Field(
+        default=1, ge=1, description="Ranks of the data-parallel group that share the experts."
+    )
+    sequence: bool = Field(
+        default=False,
+        description="Sequence parallelism: norms and dropouts split over the tensor ranks.",
+    )
+
+
+class RuntimeConfig(Section):
+    """Devices and process groups."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto` is `cuda` where there is a GPU."
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="`auto` is `nccl` on `cuda` and `gloo` on `cpu`."
+    )
+    timeout_seconds: int = Field(
+        default=600, ge=1, description="Seconds after which a waiting collective is an error."
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of one process for torch operators; null: cores over processes.",
     )

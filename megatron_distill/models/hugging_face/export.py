@@ -14,12 +14,15 @@ from torch import Tensor
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.folder import INDEX_FILE, WEIGHTS_FILE
 from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
 from megatron_distill.models.hugging_face.rules import Piece
-from megatron_distill.models.hugging_face.safetensors_file import SafetensorsWriter, TensorEntry
-from megatron_distill.models.parameters import Parameter, Place, placed
-from megatron_distill.models.weights import WeightSource, WindowReader
+from megatron_distill.models.hugging_face.safetensors_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    SafetensorsWriter,
+    TensorEntry,
+)
+from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
 from megatron_distill.runtime.collectives import together
 
 _BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_distill.errors import CheckpointError
-from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.differences import architecture_differences
+from megatron_distill.models.architecture import Architecture, architecture_differences
 from megatron_distill.models.hugging_face.rules import Rule
-from megatron_distill.models.hugging_face.settings import Setting
-from megatron_distill.models.hugging_face.validation import check_values, config_errors, one_line
+from megatron_distill.models.hugging_face.settings import (
+    Setting,
+    check_values,
+    config_errors,
+    one_line,
+)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -18,10 +18,10 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.folder import SafetensorsFolder
 from megatron_distill.models.hugging_face.rules import Piece, Run
-from megatron_distill.models.hugging_face.validation import config_errors, one_line
-from megatron_distill.models.parameters import Parameter, Place, parameters, placed, places
+from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
+from megatron_distill.models.hugging_face.settings import config_errors, one_line
+from megatron_distill.models.weights import Parameter, Place, parameters, placed, places
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5

@@ -3,6 +3,6 @@
 Nothing here imports Triton before a kernel is wanted.
 """
 
-from megatron_distill.ops.kernels.choice import KernelForm, kernels_run
+from megatron_distill.ops.kernels.available import KernelForm, kernels_run
 
 __all__ = ["KernelForm", "kernels_run"]

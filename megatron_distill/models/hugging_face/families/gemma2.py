@@ -2,7 +2,7 @@
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.gemma import GEMMA_SETTINGS
+from megatron_distill.models.hugging_face.llama_like import GEMMA_SETTINGS
 from megatron_distill.models.hugging_face.settings import Rope
 
 FAMILY = Family(

@@ -1,0 +1,1 @@
+"""Rules between keys, checked before anything is read."""

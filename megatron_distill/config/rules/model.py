@@ -1,0 +1,256 @@
+"""Rules on the shape of one model: within itself, and against the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_distill.config.messages import Problem
+from megatron_distill.config.schema import ArchitectureConfig, ModelConfig, ParallelConfig
+
+__all__ = ["architecture_problems", "source_problems"]
+
+
+def architecture_problems(
+    architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
+) -> Iterator[Problem]:
+    """Find what is wrong with the model `role` ('student' or 'teacher') on this layout."""
+    name = f"{role}.architecture"
+    yield from _heads(architecture, name)
+    yield from _positions(architecture, name, sequence_length)
+    yield from _rotations(architecture, name)
+    yield from _windows(architecture, name)
+    yield from _extras(architecture, name)
+    yield from _tensor(architecture, name, parallel.tensor)
+    chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
+    yield from _layers(architecture, name, parallel.pipeline, chunks)
+    yield from _experts(architecture, name, parallel)
+
+
+def _heads(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    heads = f"{name}.num_attention_heads"
+    if shape.num_kv_heads is not None and shape.num_attention_heads % shape.num_kv_heads:
+        yield Problem(
+            (heads, f"{name}.num_kv_heads"),
+            f"{name}.num_kv_heads = {shape.num_kv_heads}: must divide {heads} = "
+            f"{shape.num_attention_heads}",
+        )
+    if shape.head_size is None and shape.hidden_size % shape.num_attention_heads:
+        yield Problem(
+            (heads, f"{name}.hidden_size", f"{name}.head_size"),
+            f"{name}.hidden_size = {shape.hidden_size}: not a multiple of {heads} = "
+            f"{shape.num_attention_heads}; change one of the two or give {name}.head_size",
+        )
+    elif shape.positions == "rope" and shape.rotary_fraction == 1 and shape.head_width % 2:
+        yield Problem(
+            (f"{name}.head_size", f"{name}.hidden_size", heads, f"{name}.positions"),
+            f"{name}.head_size = {shape.head_width}: rotary positions need an even head size",
+        )
+
+
+def _positions(shape: ArchitectureConfig, name: str, length: int) -> Iterator[Problem]:
+    limit = shape.max_position_embeddings
+    if limit is not None and length > limit:
+        yield Problem(
+            ("data.sequence_length", f"{name}.max_position_embeddings"),
+            f"data.sequence_length = {length}: more than {name}.max_position_embeddings = "
+            f"{limit}; shorten the sequences or use a model with more positions",
+        )
+
+
+def _rotations(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if shape.positions == "learned":
+        for key, value, default in (
+            ("rope_scaling", shape.rope_scaling and shape.rope_scaling.kind, None),
+            ("rotary_fraction", shape.rotary_fraction, 1.0),
+            ("sliding_rope_base", shape.sliding_rope_base, None),
+        ):
+            if value != default:
+                yield Problem(
+                    (f"{name}.{key}", f"{name}.positions"),
+                    f"{name}.{key} = {value}: {name}.positions = learned turns nothing; "
+                    f"set positions=rope or leave {key} out",
+                )
+        return
+    turned = int(shape.head_width * shape.rotary_fraction)
+    if shape.rotary_fraction < 1 and (turned % 2 or turned == 0):
+        yield Problem(
+            (f"{name}.rotary_fraction", f"{name}.head_size"),
+            f"{name}.rotary_fraction = {shape.rotary_fraction}: turns {turned} of the "
+            f"{shape.head_width} dimensions of a head, which must be an even number above 0",
+        )
+    scaling = shape.rope_scaling
+    if scaling is None or scaling.kind != "llama3":
+        return
+    if scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield Problem(
+            (
+                f"{name}.rope_scaling.high_frequency_factor",
+                f"{name}.rope_scaling.low_frequency_factor",
+            ),
+            f"{name}.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor}: must "
+            f"be more than low_frequency_factor = {scaling.low_frequency_factor}",
+        )
+
+
+def _windows(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if shape.sliding_window is None:
+        for key, value in (
+            ("sliding_layers", shape.sliding_layers),
+            ("sliding_rope_base", shape.sliding_rope_base),
+        ):
+            if value is not None and not (key == "sliding_rope_base" and _is_learned(shape)):
+                said = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    (f"{name}.{key}", f"{name}.sliding_window"),
+                    f"{name}.{key} = {said}: no layer slides without {name}.sliding_window; "
+                    f"give it or leave {key} out",
+                )
+        return
+    outside = [layer for layer in shape.sliding_layers or () if not 0 <= layer < shape.num_layers]
+    if outside:
+        yield Problem(
+            (f"{name}.sliding_layers", f"{name}.num_layers"),
+            f"{name}.sliding_layers = {list(shape.sliding_layers or ())}: there is no layer "
+            f"{outside[0]}; {name}.num_layers = {shape.num_layers} are numbered from 0 to "
+            f"{shape.num_layers - 1}",
+        )
+
+
+def _is_learned(shape: ArchitectureConfig) -> bool:
+    return shape.positions == "learned"
+
+
+def _extras(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
+    if _is_learned(shape) and shape.embedding_scale != 1:
+        yield Problem(
+            (f"{name}.embedding_scale", f"{name}.positions"),
+            f"{name}.embedding_scale = {shape.embedding_scale}: would scale the positions of "
+            f"{name}.positions = learned too; set positions=rope or leave embedding_scale out",
+        )
+    if shape.attention_softcap is not None and shape.attention_dropout:
+        yield Problem(
+            (f"{name}.attention_dropout", f"{name}.attention_softcap"),
+            f"{name}.attention_dropout = {shape.attention_dropout}: soft-capped attention "
+            "(attention_softcap) has no dropout; set attention_dropout=0",
+        )
+    if shape.post_norms and shape.moe is not None:
+        yield Problem(
+            (f"{name}.post_norms", f"{name}.moe"),
+            f"{name}.post_norms = true: experts ({name}.moe) have no norm behind them; set "
+            "post_norms=false or moe=null",
+        )
+
+
+def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Problem]:
+    sizes = {
+        "num_attention_heads": shape.num_attention_heads,
+        "num_kv_heads": shape.kv_heads,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+    }
+    if shape.num_kv_heads is None:
+        del sizes["num_kv_heads"]
+    if shape.moe is not None and shape.moe.ffn_hidden_size is not None:
+        sizes["moe.ffn_hidden_size"] = shape.moe.ffn_hidden_size
+    for key, size in sizes.items():
+        if size % tensor:
+            yield Problem(
+                ("parallel.tensor", f"{name}.{key}"),
+                f"parallel.tensor = {tensor}: does not divide {name}.{key} = {size}; "
+                f"use {_divisors(size)}",
+            )
+
+
+def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) -> Iterator[Problem]:
+    if shape.num_layers >= pipeline * chunks:
+        return
+    keys = ["parallel.pipeline", f"{name}.num_layers"]
+    words = f"parallel.pipeline = {pipeline}"
+    if chunks > 1:
+        keys.append("parallel.virtual_pipeline")
+        words += f" times parallel.virtual_pipeline = {chunks}"
+    yield Problem(
+        tuple(keys),
+        f"{words}: more stages than {name}.num_layers = {shape.num_layers}; each stage needs a "
+        "layer, so use fewer stages or another depth",
+    )
+
+
+def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> Iterator[Problem]:
+    if shape.moe is None:
+        return
+    if shape.moe.top_k > shape.moe.num_experts:
+        yield Problem(
+            (f"{name}.moe.top_k", f"{name}.moe.num_experts"),
+            f"{name}.moe.top_k = {shape.moe.top_k}: more than {name}.moe.num_experts = "
+            f"{shape.moe.num_experts}",
+        )
+    if shape.moe.top_k == 1 and shape.moe.renormalize:
+        yield Problem(
+            (f"{name}.moe.top_k", f"{name}.moe.renormalize"),
+            f"{name}.moe.top_k = 1: with renormalize = true the one expert's weight is 1 whatever "
+            "the router says, which then learns nothing; set renormalize=false or top_k=2",
+        )
+    if shape.moe.num_experts % parallel.expert:
+        yield Problem(
+            ("parallel.expert", f"{name}.moe.num_experts"),
+            f"parallel.expert = {parallel.expert}: does not divide {name}.moe.num_experts = "
+            f"{shape.moe.num_experts}; use {_divisors(shape.moe.num_experts)}",
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield Problem(
+            ("parallel.sequence", "parallel.tensor", f"{name}.moe"),
+            f"parallel.sequence = false: {name}.moe with parallel.tensor = {parallel.tensor} "
+            "needs parallel.sequence=true",
+        )
+
+
+def _divisors(size: int) -> str:
+    """Say which numbers divide `size`; long lists are cut."""
+    found = [str(number) for number in range(1, size + 1) if size % number == 0]
+    if len(found) > 8:
+        return f"{', '.join(found[:8])}, ..."
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
+    """Find contradictions in where the model `role` ('student' or 'teacher') comes from."""
+    hf, shape, checkpoint = f"{role}.hf", f"{role}.architecture", f"{role}.checkpoint"
+    store = f"{role}.store"
+    if role == "student" and model.store is not None:
+        yield Problem((store,), f"{store}: a student is trained, a store only speaks; remove it")
+    sources = (model.hf, model.architecture, model.checkpoint, model.store)
+    if all(source is None for source in sources):
+        yield Problem(
+            (hf, shape, checkpoint),
+            f"{role}: neither {hf} nor {shape} nor {checkpoint} is given; give a Hugging Face "
+            "folder, the shape, a checkpoint, or shape and checkpoint",
+        )
+    for key, value in ((shape, model.architecture), (checkpoint, model.checkpoint)):
+        if model.hf is not None and value is not None:
+            yield Problem(
+                (hf, key), f"{hf} = {model.hf!r} and {key} are both given; give only one of the two"
+            )
+    yield from _kept_layers(model, role)
+
+
+def _kept_layers(model: ModelConfig, role: str) -> Iterator[Problem]:
+    kept, count = f"{role}.keep_layers", f"{role}.num_layers"
+    for key, value in ((kept, model.keep_layers), (count, model.num_layers)):
+        if value is None:
+            continue
+        said = f"{key} = {list(value) if isinstance(value, tuple) else value}"
+        if role == "teacher":
+            yield Problem((key,), f"{said}: a teacher keeps all its layers; remove it")
+        elif model.architecture is not None or (model.hf is None and model.checkpoint is None):
+            yield Problem(
+                (key, f"{role}.architecture", f"{role}.hf", f"{role}.checkpoint"),
+                f"{said}: needs {role}.hf or {role}.checkpoint to take layers from, and no "
+                f"{role}.architecture",
+            )
+    layers = model.keep_layers
+    if layers is not None and model.num_layers is not None:
+        yield Problem((kept, count), f"{kept} and {count} are both given; give only one of the two")
+    if layers is not None and (layers[0] < 0 or list(layers) != sorted(set(layers))):
+        yield Problem(
+            (kept,), f"{kept} = {list(layers)}: list layers from 0 upwards, each at most once"
+        )

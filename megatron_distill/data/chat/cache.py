@@ -1,0 +1,251 @@
+"""Prepared conversations on disk: written once, found again by content, mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.data.chat.encode import INDEX_TYPE, PreparedBlock
+from megatron_distill.errors import DataError
+
+VERSION: Final = 2
+REPORTED_PROBLEMS: Final = 10
+_MANIFEST: Final = "manifest.json"
+_FILES: Final[dict[str, np.dtype[Any]]] = {
+    "tokens": np.dtype("<i4"),
+    "flags": np.dtype("u1"),
+    "index": INDEX_TYPE,
+}
+_BLOCK_COUNTS: Final = ("rows", "ce_labels", "unclosed", "dropped")
+_COUNTS: Final = ("conversations", "tokens", "kd_labels", "bad_rows", *_BLOCK_COUNTS)
+_HASHED_BYTES: Final = 1 << 22
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache holds. `content` is a digest of tokens and flags.
+
+    unclosed, dropped: as in `PreparedBlock`.
+    """
+
+    conversations: int
+    tokens: int
+    ce_labels: int
+    kd_labels: int
+    rows: int
+    bad_rows: int
+    unclosed: int
+    dropped: int
+    problems: tuple[str, ...]
+    files: tuple[str, ...]
+    content: str
+
+
+class PreparedConversations:
+    """Conversations of one source, mapped into memory.
+
+    tokens_n int32 and flags_n uint8 of all conversations in a row, `index` of INDEX_TYPE.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        lengths = {"tokens": manifest.tokens, "flags": manifest.tokens}
+        arrays = {
+            name: _mapped(folder / name, kind, lengths.get(name, manifest.conversations))
+            for name, kind in _FILES.items()
+        }
+        self.tokens_n: NDArray[np.int32] = arrays["tokens"]
+        self.flags_n: NDArray[np.uint8] = arrays["flags"]
+        self.index: NDArray[np.void] = arrays["index"]
+
+    def __len__(self) -> int:
+        return self.manifest.conversations
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Where a conversation's tokens begin and end."""
+        start = int(self.index[number - 1]["stop"]) if number else 0
+        return start, int(self.index[number]["stop"])
+
+    def place(self, number: int) -> str:
+        """File and row of a conversation."""
+        entry = self.index[number]
+        return f"{self.manifest.files[int(entry['file'])]}:{int(entry['row'])}"
+
+
+def _mapped(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
+    if length == 0:
+        return np.zeros(0, kind)
+    return np.memmap(path, dtype=kind, mode="r", shape=(length,))
+
+
+def cache_key(files: Sequence[Path], settings: Any) -> str:
+    """A digest of the files' content and of all that decides what becomes of it.
+
+    Raises DataError: a file cannot be read.
+    """
+    said = json.dumps([VERSION, settings], sort_keys=True, default=str)
+    digest = hashlib.sha256(said.encode())
+    for path in files:
+        try:
+            about = path.stat()
+            digest.update(_content_digest(path, about.st_size, about.st_mtime_ns))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()[:24]
+
+
+@lru_cache(maxsize=1 << 12)
+def _content_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
+    """Training and held-out samples of one start ask for the same files."""
+    own = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as stream:
+        while data := stream.read(_HASHED_BYTES):
+            own.update(data)
+    return own.digest()
+
+
+def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | None:
+    """What an earlier start prepared; None where there is nothing whole."""
+    try:
+        said = json.loads((folder / _MANIFEST).read_bytes())
+        manifest = Manifest(**{**said, "problems": tuple(said["problems"]), "files": ()})
+        sizes = {name: (folder / name).stat().st_size for name in _FILES}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    wanted = {"tokens": manifest.tokens, "flags": manifest.tokens, "index": manifest.conversations}
+    if any(sizes[name] != wanted[name] * kind.itemsize for name, kind in _FILES.items()):
+        return None
+    # The same content may lie under other names by now.
+    named = Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
+    return PreparedConversations(folder, named)
+
+
+def write_cache(
+    folder: Path,
+    files: Sequence[Path],
+    blocks: Iterable[tuple[str, PreparedBlock]],
+    *,
+    refuse: Callable[[str], None],
+) -> PreparedConversations:
+    """Write prepared blocks, each with its file's name; the folder appears when it is complete.
+
+    `refuse` is told of every bad row and may raise. After any failure nothing is left. Raises
+    DataError: the folder cannot be written.
+    """
+    with _new_folder(folder) as partial:
+        try:
+            manifest = _write(partial, files, blocks, refuse)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+    found = open_cache(folder, files)
+    if found is None or found.manifest.content != manifest.content:
+        raise DataError(f"{folder}: another process wrote something else there; remove it")
+    return found
+
+
+def _write(
+    partial: Path,
+    files: Sequence[Path],
+    blocks: Iterable[tuple[str, PreparedBlock]],
+    refuse: Callable[[str], None],
+) -> Manifest:
+    digest = hashlib.blake2b(digest_size=16)
+    problems: list[str] = []
+    counts = dict.fromkeys(_COUNTS, 0)
+    streams: dict[str, IO[bytes]] = {}
+    try:
+        for name in _FILES:
+            streams[name] = (partial / name).open("wb")
+        for path, block in blocks:
+            for row, reason in block.problems:
+                message = f"{path}:{row}: {reason}"
+                refuse(message)
+                counts["bad_rows"] += 1
+                problems += [message] if len(problems) < REPORTED_PROBLEMS else []
+            index = block.index.copy()
+            index["stop"] += counts["tokens"]
+            parts: dict[str, NDArray[Any]] = {
+                "tokens": block.tokens_n,
+                "flags": block.flags_n,
+                "index": index,
+            }
+            for name, kind in _FILES.items():
+                data = np.ascontiguousarray(parts[name], kind).tobytes()
+                digest.update(data)
+                streams[name].write(data)
+            counts["conversations"] += len(index)
+            counts["tokens"] += len(block.tokens_n)
+            counts["kd_labels"] += int(index["trained"].sum())
+            for name in _BLOCK_COUNTS:
+                counts[name] += getattr(block, name)
+        for stream in streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        for stream in streams.values():
+            stream.close()
+    manifest = Manifest(
+        **counts,
+        problems=tuple(problems),
+        files=(),
+        content=digest.hexdigest(),
+    )
+    with (partial / _MANIFEST).open("w") as stream_text:
+        json.dump(asdict(manifest), stream_text, indent=1)
+        stream_text.flush()
+        os.fsync(stream_text.fileno())
+    return Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes its name at the end; the first of several stays."""
+    partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    try:
+        try:
+            _clear_leftovers(folder)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError as error:
+            if not (folder / _MANIFEST).is_file():
+                raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what is damaged, and what processes of this machine that are gone left half done."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    for leftover in folder.parent.glob(f"{folder.name}.partial-{socket.gethostname()}-*"):
+        number = leftover.name.rpartition("-")[2]
+        if (
+            number.isdigit()
+            and not Path(f"/proc/{number}").exists()
+            and Path("/proc/self").exists()
+        ):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{folder}: cannot be written ({error.strerror}); free disk space, or set data.cache to "
+        "a folder with space"
+    )

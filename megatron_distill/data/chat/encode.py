@@ -1,0 +1,177 @@
+"""Rows of instruction data to tokens, each with a flag that says how it is trained as a label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.data.chat.conversations import (
+    BadConversationError,
+    Conversation,
+    ConversationSpec,
+    RowBlock,
+    conversation_of,
+    rows_of,
+)
+from megatron_distill.data.chat.spans import Rendered, ResponseFinder
+from megatron_distill.data.chat.template import ChatTemplate, encode_rendered
+from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, weight_flag
+from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
+
+INDEX_TYPE: Final = np.dtype(
+    [
+        ("stop", "<i8"),  # where the conversation's tokens end
+        ("row", "<i8"),  # its number in the file, from 1
+        ("digest", "<u8"),  # of its content
+        ("file", "<i4"),
+        ("trained", "<i4"),  # labels that distillation trains, cross-entropy's among them
+    ]
+)
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What is trained: responses, only the last one, and by distillation prompts as well."""
+
+    only_last: bool = False
+    distill_on_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class PreparedBlock:
+    """The conversations of a block of rows, one after another.
+
+    index: of INDEX_TYPE, `stop` counted from the block's beginning. problems: rows that are no
+    conversations, as (row, reason). rows: those seen, bad ones included. file: whose rows they are.
+    unclosed: conversations whose last response has no token that ends its turn. dropped: responses
+    left out because no prompt comes before them.
+    """
+
+    tokens_n: NDArray[np.int32]
+    flags_n: NDArray[np.uint8]
+    index: NDArray[np.void]
+    problems: tuple[tuple[int, str], ...]
+    rows: int
+    ce_labels: int
+    file: int
+    unclosed: int = 0
+    dropped: int = 0
+
+
+class ConversationEncoder:
+    """Turns blocks of rows into tokens and flags; picklable, for processes that do nothing else."""
+
+    def __init__(
+        self,
+        spec: ConversationSpec,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        rule: MaskRule,
+    ) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._rule = rule
+        self._finder = ResponseFinder(template)
+
+    def __call__(self, block: RowBlock) -> PreparedBlock:
+        """The conversations of a block; nothing is raised for a row, which is said instead."""
+        found: list[tuple[int, Conversation, Rendered, bytes]] = []
+        problems: list[tuple[int, str]] = []
+        rows = 0
+        for row, content in rows_of(block):
+            rows += 1
+            if isinstance(content, str):
+                problems.append((row, content))
+                continue
+            try:
+                conversation = conversation_of(content, self._spec)
+                digest = conversation.digest()
+                rendered = self._rendered(conversation)
+            except BadConversationError as error:
+                problems.append((row, str(error)))
+                continue
+            found.append((row, conversation, rendered, digest))
+        return self._encoded(block, found, tuple(problems), rows)
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
+        try:
+            return self._finder.find(conversation.messages, conversation.tools)
+        except BadConversationError as error:
+            if not conversation.dropped:
+                raise
+            raise BadConversationError(
+                f"{error} (messages are counted without the {conversation.dropped} before the "
+                "first prompt)"
+            ) from error
+
+    def _encoded(
+        self,
+        block: RowBlock,
+        found: Sequence[tuple[int, Conversation, Rendered, bytes]],
+        problems: tuple[tuple[int, str], ...],
+        rows: int,
+    ) -> PreparedBlock:
+        texts = [rendered.text for _, _, rendered, _ in found]
+        encodings = encode_rendered(self._tokenizer, texts)
+        index = np.zeros(len(found), INDEX_TYPE)
+        flags: list[NDArray[np.uint8]] = []
+        stop = ce_labels = 0
+        for place, (row, conversation, rendered, digest) in enumerate(found):
+            own = label_flags(encodings[place], rendered, conversation.weights, self._rule)
+            stop += len(own)
+            trained = int(np.count_nonzero(own[1:] & KD_TRAINED))
+            ce_labels += int(np.count_nonzero(own[1:] & CE_TRAINED))
+            number = int.from_bytes(digest, "big")
+            index[place] = (stop, row, number, block.file, trained)
+            flags.append(own)
+        tokens = [encoding.ids_n for encoding in encodings]
+        return PreparedBlock(
+            tokens_n=np.concatenate(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32),
+            flags_n=np.concatenate(flags) if flags else np.zeros(0, np.uint8),
+            index=index,
+            problems=problems,
+            rows=rows,
+            ce_labels=ce_labels,
+            file=block.file,
+            unclosed=sum(not rendered.is_closed for _, _, rendered, _ in found),
+            dropped=sum(conversation.dropped for _, conversation, _, _ in found),
+        )
+
+
+def label_flags(
+    encoding: Encoding, rendered: Rendered, weights: Sequence[float], rule: MaskRule
+) -> NDArray[np.uint8]:
+    """How each token of a conversation is trained as a label: uint8 `[n]`, as in `Sample`.
+
+    A token belongs to a response if one of its characters does, so that a token that holds the end
+    of a prompt and the beginning of its response is trained. A token that stands for no character
+    belongs to the response that begins there. Messages of weight 0 are not trained; nor are any but
+    the last one with `only_last`.
+    """
+    starts_n, stops_n = _covered(encoding)
+    untrained = KD_TRAINED if rule.distill_on_prompt else 0
+    flags_n = np.full(len(starts_n), untrained, np.uint8)
+    is_empty_n = starts_n == stops_n
+    last = max(rendered.spans, default=-1)
+    for message, (start, stop) in rendered.spans.items():
+        if weights[message] == 0 or (rule.only_last and message != last):
+            continue
+        inside_n = (stops_n > start) & (starts_n < stop) | is_empty_n & (starts_n == start)
+        flags_n[inside_n] = FULLY_TRAINED | weight_flag(weights[message])
+    return flags_n
+
+
+def _covered(encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The characters of each token, those given back that its span leaves out.
+
+    Byte-level tokenizers trim spaces off their spans, and a token of spaces covers nothing then: it
+    covers what lies between its neighbours.
+    """
+    starts_n, stops_n = encoding.starts_n, encoding.stops_n
+    before_n = np.concatenate([np.zeros(1, np.int32), stops_n[:-1]])[: len(stops_n)]
+    is_trimmed_n = (starts_n == stops_n) & (before_n < starts_n)
+    return np.where(is_trimmed_n, before_n, starts_n), stops_n

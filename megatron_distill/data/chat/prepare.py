@@ -1,0 +1,420 @@
+"""A source of conversations prepared once: rendered, tokenised, masked, and kept in a cache."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Generic, TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_distill.data.chat.cache import (
+    PreparedConversations,
+    cache_key,
+    open_cache,
+    write_cache,
+)
+from megatron_distill.data.chat.conversations import (
+    BadConversationError,
+    ConversationSpec,
+    RowBlock,
+    contents,
+    conversation_of,
+    read_blocks,
+    rows_of,
+)
+from megatron_distill.data.chat.encode import ConversationEncoder, MaskRule, PreparedBlock
+from megatron_distill.data.chat.source import ConversationOptions
+from megatron_distill.data.chat.template import ChatTemplate, chat_template
+from megatron_distill.data.samples import FULLY_TRAINED
+from megatron_distill.data.text.corpora import SourceSpec, source_files
+from megatron_distill.data.text.documents import is_held_out
+from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import DataError
+from megatron_distill.log import get_logger
+
+_LOG = get_logger(__name__)
+# A worker takes seconds to start; it pays where there is work for many more.
+_BYTES_PER_WORKER: Final = 16 << 20
+_MOST_WORKERS: Final = 16
+
+
+def prepared_conversations(
+    spec: SourceSpec, tokenizer: Tokenizer, *, options: ConversationOptions, skip_bad: bool
+) -> PreparedConversations:
+    """The conversations of a source, found in the cache or prepared now.
+
+    The cache is keyed by the files' content, the tokenizer, the template and what decides the
+    masks. Raises DataError: a file or row is bad (unless `skip_bad`, which counts and reports
+    them), the template does not fit, or the cache cannot be written.
+    """
+    assert spec.conversation is not None
+    files = source_files(spec)
+    template = chat_template(spec.conversation, tokenizer)
+    rule = MaskRule(
+        only_last=options.train_on == "last_response",
+        distill_on_prompt=options.distill_on_prompt,
+    )
+    settings = [spec.format, _settings(spec.conversation, template), tokenizer.identity, vars(rule)]
+    folder = options.cache / f"conversations-{cache_key(files, settings)}"
+    found = open_cache(folder, files)
+    if found is None:
+        encoder = ConversationEncoder(spec.conversation, template, tokenizer, rule)
+        found = _prepare(spec, encoder, folder, files, options, skip_bad=skip_bad)
+    else:
+        _LOG.info("%s: prepared before, cache hit: %s", spec.name, folder)
+        for message in found.manifest.problems:
+            _refuse(message, skip_bad=skip_bad)
+    _report(spec, found)
+    if not options.keeps_weights and _has_weights(found):
+        raise DataError(
+            f"data source {spec.name}: its messages have weights other than 0 and 1, which a "
+            "teacher store does not keep; train with the live teacher, or set "
+            "conversation.weight_key to a name that no message has"
+        )
+    return found
+
+
+def conversation_texts(
+    spec: SourceSpec, *, skip_bad: bool, held_out_fraction: float
+) -> Iterator[str]:
+    """What the messages of a source say, without any template; held-out conversations left out.
+
+    Raises DataError: a file or row is bad, unless `skip_bad`.
+    """
+    assert spec.conversation is not None
+    required, optional = spec.conversation.columns
+    files = source_files(spec)
+    refused = _Refusals(skip_bad=skip_bad)
+    for block in read_blocks(files, format=spec.format, required=required, optional=optional):
+        for row, content in rows_of(block):
+            try:
+                if isinstance(content, str):
+                    raise BadConversationError(content)
+                conversation = conversation_of(content, spec.conversation)
+                digest = conversation.digest()
+            except BadConversationError as error:
+                refused(f"{block.path}:{row}: {error}")
+                continue
+            if not is_held_out(digest, held_out_fraction):
+                yield from contents(conversation)
+
+
+def _settings(spec: ConversationSpec, template: ChatTemplate) -> dict[str, Any]:
+    """What decides a conversation's text and the spans in it."""
+    found = {key: value for key, value in vars(spec).items() if key != "chat_template"}
+    return {**found, "template": vars(template)}
+
+
+def _prepare(
+    spec: SourceSpec,
+    encoder: ConversationEncoder,
+    folder: Path,
+    files: Sequence[Path],
+    options: ConversationOptions,
+    *,
+    skip_bad: bool,
+) -> PreparedConversations:
+    assert spec.conversation is not None
+    required, optional = spec.conversation.columns
+    blocks = read_blocks(files, format=spec.format, required=required, optional=optional)
+    total = sum(path.stat().st_size for path in files)
+    workers = _workers(total) if options.workers is None else options.workers
+    sizes: list[int] = []
+
+    def measured() -> Iterator[RowBlock]:
+        for block in blocks:
+            sizes.append(len(block.data))
+            yield block
+
+    with (
+        PreparationProgress(
+            spec.name, total_bytes=total, is_shown=options.shows_progress
+        ) as progress,
+        worker_map(encoder, measured(), workers=workers) as results,
+    ):
+
+        def named() -> Iterator[tuple[str, PreparedBlock]]:
+            for number, block in enumerate(results):
+                progress.advance(
+                    bytes_read=sizes[number],
+                    conversations=len(block.index),
+                    tokens=len(block.tokens_n),
+                )
+                yield str(files[block.file]), block
+
+        refused = _Refusals(skip_bad=skip_bad)
+        found = write_cache(folder, files, named(), refuse=refused)
+    _LOG.info(
+        "%s: prepared in %.1f s by %s: %s",
+        spec.name,
+        progress.seconds,
+        f"{workers} workers" if workers else "this process",
+        folder,
+    )
+    return found
+
+
+def _workers(total_bytes: int) -> int:
+    """Processes that pay for this much data on this machine; 0: this process does it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    wanted = min(cores or 1, _MOST_WORKERS, total_bytes // _BYTES_PER_WORKER)
+    return wanted if wanted > 1 else 0
+
+
+class _Refusals:
+    """Raises at the first bad row, or counts them and reports the first ones."""
+
+    def __init__(self, *, skip_bad: bool) -> None:
+        self._skip_bad = skip_bad
+        self._count = 0
+
+    def __call__(self, message: str) -> None:
+        self._count += 1
+        if not self._skip_bad or self._count <= 10 or self._count.bit_count() == 1:
+            _refuse(message, skip_bad=self._skip_bad)
+
+
+def _refuse(message: str, *, skip_bad: bool) -> None:
+    if not skip_bad:
+        raise DataError(f"{message} (data.on_error=skip passes over such rows)")
+    _LOG.warning("skipped: %s", message)
+
+
+def _report(spec: SourceSpec, found: PreparedConversations) -> None:
+    said = found.manifest
+    untrained = int((found.index["trained"] == 0).sum())
+    _LOG.info(
+        "%s: %s rows, %s conversations, %s tokens; cross-entropy trains %.1f%% of them, "
+        "distillation %.1f%%%s%s%s",
+        spec.name,
+        f"{said.rows:,}",
+        f"{said.conversations:,}",
+        f"{said.tokens:,}",
+        100 * said.ce_labels / max(1, said.tokens),
+        100 * said.kd_labels / max(1, said.tokens),
+        f"; {said.bad_rows:,} bad rows skipped" if said.bad_rows else "",
+        f"; {untrained:,} conversations without a trained token left out" if untrained else "",
+        f"; {said.dropped:,} responses before the first prompt dropped" if said.dropped else "",
+    )
+    if said.unclosed:
+        _warn_of_unclosed(spec.name, found.folder, said.unclosed, said.conversations)
+
+
+@lru_cache(maxsize=1 << 10)
+def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int) -> None:  # noqa: ARG001
+    """Once per source, although training and held-out samples of one start both ask for it."""
+    _LOG.warning(
+        "%s: the chat template writes no token that ends the turn after the last response of %s of "
+        "%s conversations, so that the student does not learn to stop there; give a Jinja file "
+        "that writes the model's stop token (data.sources.conversation.chat_template)",
+        name,
+        f"{unclosed:,}",
+        f"{conversations:,}",
+    )
+
+
+def _has_weights(found: PreparedConversations) -> bool:
+    step = 1 << 24  # at a time, so that memory stays flat
+    return any(
+        bool((found.flags_n[start : start + step] > FULLY_TRAINED).any())
+        for start in range(0, len(found.flags_n), step)
+    )
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AHEAD: Final = 4  # results per worker that may wait for an earlier one
+_END_SECONDS: Final = 5.0
+
+
+@contextmanager
+def worker_map(
+    function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
+) -> Iterator[Iterator[Result]]:
+    """Give an iterator over `function(item)` in order, computed in `workers` processes, 0: in this.
+
+    `function` is pickled once per worker. At most `4 * workers` items are on their way. The workers
+    end with the block, and by themselves where this process is killed. The iterator raises what
+    `items` raises, a DataError of `function`, and DataError where a worker is gone.
+    """
+    if workers == 0:
+        yield map(function, items)
+        return
+    # Not forked: this process has threads, and perhaps a GPU.
+    context = get_context("spawn")
+    ends: list[Connection] = []
+    processes: list[SpawnProcess] = []
+    try:
+        for number in range(workers):
+            ours, theirs = context.Pipe()
+            ends.append(ours)
+            process = context.Process(
+                target=_work, args=(theirs, function), name=f"data-worker-{number}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+        yield iter(_Exchange(ends, items))
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(_END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _work(end: Connection, function: Callable[[Item], Result]) -> None:
+    """Answer items until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that ends its workers
+    # The cores are shared out between the workers already, and the tokenizers' threads idle busily.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    while True:
+        try:
+            number, item = end.recv()
+            result: Result | DataError
+            try:
+                result = function(item)
+            except DataError as error:
+                result = error
+            end.send((number, result))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+class _Exchange(Generic[Item, Result]):
+    """Hands items to whoever is idle and gives the results back in order."""
+
+    def __init__(self, ends: list[Connection], items: Iterable[Item]) -> None:
+        self._ends = ends
+        self._items = enumerate(items)
+        self._idle = list(ends)
+        self._done: dict[int, Result] = {}
+        self._sent = self._given = 0
+        self._is_exhausted = False
+
+    def __iter__(self) -> Iterator[Result]:
+        while True:
+            self._hand_out()
+            if self._given in self._done:
+                self._given += 1
+                yield self._done.pop(self._given - 1)
+            elif self._is_exhausted and self._given == self._sent:
+                return
+            else:
+                self._collect()
+
+    def _hand_out(self) -> None:
+        while (
+            self._idle
+            and not self._is_exhausted
+            and self._sent - self._given < _AHEAD * len(self._ends)
+        ):
+            item = next(self._items, None)
+            if item is None:
+                self._is_exhausted = True
+                return
+            end = self._idle.pop()
+            try:
+                end.send(item)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise _gone() from error
+            self._sent += 1
+
+    def _collect(self) -> None:
+        for end in wait([end for end in self._ends if end not in self._idle]):
+            assert isinstance(end, Connection)
+            try:
+                number, result = end.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise _gone() from error
+            if isinstance(result, DataError):
+                raise result
+            self._done[number] = result
+            self._idle.append(end)
+
+
+def _gone() -> DataError:
+    return DataError(
+        "data.workers: a process that prepares conversations ended before its work was done, "
+        "perhaps for want of memory; lower data.workers, or set it to 0 to see what happens"
+    )
+
+
+_LINE_SECONDS: Final = 30.0
+
+
+class PreparationProgress:
+    """Says how much is prepared: on `stream` where that is a terminal, else in the log."""
+
+    def __init__(
+        self, name: str, *, total_bytes: int, is_shown: bool, stream: TextIO | None = None
+    ) -> None:
+        self._name = name
+        self._total = max(1, total_bytes)
+        self._conversations = self._tokens = self._bytes = 0
+        self._started = self._said = time.monotonic()
+        self._bar: Progress | None = None
+        console = Console(file=stream or sys.stderr)
+        if is_shown and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task(f"preparing {name}", total=self._total)
+
+    def __enter__(self) -> PreparationProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the beginning."""
+        return time.monotonic() - self._started
+
+    def advance(self, *, bytes_read: int, conversations: int, tokens: int) -> None:
+        """Count what one more block brought."""
+        self._bytes += bytes_read
+        self._conversations += conversations
+        self._tokens += tokens
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._bytes, description=self._status())
+            self._bar.refresh()
+        elif time.monotonic() - self._said >= _LINE_SECONDS:
+            self._said = time.monotonic()
+            _LOG.info("%s (%.0f%%)", self._status(), 100 * min(1.0, self._bytes / self._total))
+
+    def _status(self) -> str:
+        rate = self._tokens / max(self.seconds, 1e-9)
+        return (
+            f"preparing {self._name}: {self._conversations:,} conversations, "
+            f"{self._tokens:,} tokens, {rate:,.0f} tokens/s"
+        )

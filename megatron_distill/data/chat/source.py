@@ -1,0 +1,355 @@
+"""The endless, shuffled and packed stream of one source of conversations."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.data.chat.cache import PreparedConversations
+from megatron_distill.data.samples import (
+    FULLY_TRAINED,
+    PADDING_DOCUMENT,
+    Sample,
+    State,
+    permutation,
+    shuffled,
+)
+from megatron_distill.errors import DataError
+from megatron_distill.log import get_logger
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """How conversations are masked, packed and prepared.
+
+    truncation: what becomes of a conversation longer than the window, see `cut_conversation`.
+    packing_buffer: conversations that are put into windows together. workers: processes that
+    prepare, 0: none; None: by the machine and the work. cache: folder of what is prepared.
+    keeps_weights: whether weights other than 0 and 1 are of use to whoever reads.
+    """
+
+    cache: Path
+    distill_on_prompt: bool = False
+    train_on: str = "all_responses"
+    truncation: str = "right"
+    packing_buffer: int = 4096
+    workers: int | None = None
+    shows_progress: bool = False
+    keeps_weights: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which conversations of a source count, and in which order they are read."""
+
+    seed: int
+    held_out_fraction: float
+    is_held_out: bool
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """The chosen conversations that do not fit into a window."""
+
+    count: int
+    longest: int
+    place: str  # of the longest: file and row
+    lost_labels: int  # trained labels that the policy leaves out
+
+
+class ConversationSource:
+    """Samples of prepared conversations, epoch after epoch; a `SampleSource`.
+
+    The conversations of an epoch are shuffled as a whole; each `packing_buffer` of them in this
+    order are put into windows together, and the windows shuffled. The order is a function of (seed,
+    epoch, buffer), and the state three numbers; going back there plans one buffer again, from
+    lengths alone. Raises DataError: nothing is left to train on, or a conversation is too long
+    under truncation "error".
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedConversations,
+        *,
+        choice: Choice,
+        sequence_length: int,
+        padding_token: int,
+        truncation: str,
+        packing_buffer: int,
+        name: str,
+        epochs: int | None = None,
+    ) -> None:
+        self._prepared = prepared
+        self._width = sequence_length + 1
+        self._padding_token = padding_token
+        self._truncation = truncation
+        self._buffer = packing_buffer
+        self._name = name
+        self._seed = choice.seed
+        self._epochs = epochs
+        self._chosen_c = _chosen(prepared, choice)
+        self._identity: State = {
+            "conversations": prepared.manifest.content,
+            "seed": choice.seed,
+            "sequence_length": sequence_length,
+            "truncation": truncation,
+            "packing_buffer": packing_buffer,
+            "validation_fraction": choice.held_out_fraction,
+        }
+        self._say_long()
+        if epochs is None and not any(self._pieces(int(one)) for one in self._chosen_c):
+            raise DataError(
+                f"data source {name}: no conversation to train on (there is none, none has a "
+                "trained token within data.sequence_length, or every one is held out); add "
+                "conversations, or lower data.validation_fraction"
+            )
+        self._begin(epoch=0, buffer=0, given=0, samples=0)
+
+    def _begin(self, *, epoch: int, buffer: int, given: int, samples: int) -> None:
+        self._epoch, self._number, self._given = epoch, buffer, given
+        self._samples = samples
+        self._windows: list[list[Piece]] | None = None
+
+    def _say_long(self) -> None:
+        long = self.too_long
+        if not long.count:
+            return
+        if self._truncation == "error":
+            raise DataError(
+                f"{long.place}: the conversation has {long.longest} tokens, {self._width} fit "
+                f"(data.sequence_length + 1), and {long.count} of this source are too long; raise "
+                "data.sequence_length, or choose another data.truncation"
+            )
+        _LOG.warning(
+            "%s: %d of %d conversations are longer than the %d tokens that fit, the longest has %d "
+            "(%s); truncation %r leaves out %d trained labels",
+            self._name,
+            long.count,
+            len(self),
+            self._width,
+            long.longest,
+            long.place,
+            self._truncation,
+            long.lost_labels,
+        )
+
+    @cached_property
+    def too_long(self) -> TooLong:
+        """What does not fit, counted over one epoch."""
+        lengths_c = self._lengths_c
+        long_c = np.nonzero(lengths_c > self._width)[0]
+        if not len(long_c):
+            return TooLong(0, 0, "", 0)
+        longest = int(long_c[np.argmax(lengths_c[long_c])])
+        lost = 0
+        for place in long_c:
+            number = int(self._chosen_c[place])
+            kept = sum(self._trained(piece) for piece in self._pieces(number))
+            lost += int(self._prepared.index[number]["trained"]) - kept
+        return TooLong(
+            len(long_c),
+            int(lengths_c[longest]),
+            self._prepared.place(int(self._chosen_c[longest])),
+            lost,
+        )
+
+    @cached_property
+    def _lengths_c(self) -> NDArray[np.int64]:
+        stops_c = self._prepared.index["stop"]
+        lengths_c = np.diff(stops_c, prepend=0)
+        return np.asarray(lengths_c[self._chosen_c], np.int64)
+
+    def __len__(self) -> int:
+        """Conversations of one epoch."""
+        return len(self._chosen_c)
+
+    def _trained(self, piece: Piece) -> int:
+        flags_n = self._prepared.flags_n[piece.start + 1 : piece.stop]
+        return int(np.count_nonzero(flags_n & FULLY_TRAINED))
+
+    def _pieces(self, number: int) -> list[Piece]:
+        """What is trained of a conversation."""
+        start, stop = self._prepared.bounds(number)
+        pieces = cut_conversation(start, stop, width=self._width, truncation=self._truncation)
+        return [piece for piece in pieces if trains_something(piece, self._prepared.flags_n)]
+
+    def _planned(self) -> list[list[Piece]]:
+        """The windows of the current buffer; none after the end of an epoch."""
+        count = len(self._chosen_c)
+        first = self._number * self._buffer
+        order = [
+            int(self._chosen_c[shuffled(place, count, self._seed, self._epoch)])
+            for place in range(first, min(first + self._buffer, count))
+        ]
+        pieces = [piece for number in order for piece in self._pieces(number)]
+        windows = fill_windows([piece.length for piece in pieces], width=self._width)
+        key = (self._seed, self._epoch, self._number)
+        return [
+            [pieces[place] for place in windows[window]]
+            for window in permutation(len(windows), *key)
+        ]
+
+    def next_sample(self) -> Sample:
+        """The next sample; only of an endless stream."""
+        sample = self.next_or_none()
+        assert sample is not None, "the stream has an end"
+        return sample
+
+    def next_or_none(self) -> Sample | None:
+        """The next sample; None after the last epoch."""
+        while self._epochs is None or self._epoch < self._epochs:
+            if self._windows is None:
+                self._windows = self._planned()
+            if self._given < len(self._windows):
+                window = self._windows[self._given]
+                self._given += 1
+                self._samples += 1
+                return self._sample(window)
+            is_last = (self._number + 1) * self._buffer >= len(self._chosen_c)
+            self._begin(
+                epoch=self._epoch + is_last,
+                buffer=0 if is_last else self._number + 1,
+                given=0,
+                samples=self._samples,
+            )
+        return None
+
+    def _sample(self, window: list[Piece]) -> Sample:
+        return packed_sample(
+            window,
+            self._prepared.tokens_n,
+            self._prepared.flags_n,
+            width=self._width,
+            padding_token=self._padding_token,
+            sample_id=self._samples - 1,
+        )
+
+    def state_dict(self) -> State:
+        """Plain values, less than 1 kB."""
+        return {
+            **self._identity,
+            "epoch": self._epoch,
+            "buffer": self._number,
+            "given": self._given,
+            "samples": self._samples,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state. Raises DataError if conversations or order are not the same."""
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise DataError(
+                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
+                    f"checkpoint was written, to {value}; restore it, or start a new run with "
+                    "another output"
+                )
+        self._begin(
+            epoch=state["epoch"],
+            buffer=state["buffer"],
+            given=state["given"],
+            samples=state["samples"],
+        )
+
+
+def _chosen(prepared: PreparedConversations, choice: Choice) -> NDArray[np.int64]:
+    """The numbers of the conversations that count: held out or not, by content."""
+    # As documents.is_held_out decides for one of them.
+    is_held_out_c = prepared.index["digest"].astype(np.float64) < choice.held_out_fraction * 2.0**64
+    has_labels_c = prepared.index["trained"] > 0
+    return np.nonzero((is_held_out_c == choice.is_held_out) & has_labels_c)[0]
+
+
+TRUNCATIONS: Final = ("right", "left", "split", "drop", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of all tokens of a source: a conversation, or a part of a long one."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> list[Piece]:
+    """The pieces of at most `width` tokens that a conversation gives under a policy.
+
+    right keeps its beginning, left its end, split all of it: the last token of a piece is the first
+    of the next, so that each label is trained once, without what lies before its piece. drop (and
+    error, which is the caller's to raise) keeps nothing of a longer one.
+    """
+    assert truncation in TRUNCATIONS, truncation
+    if stop - start <= width:
+        return [Piece(start, stop)]
+    if truncation == "right":
+        return [Piece(start, start + width)]
+    if truncation == "left":
+        return [Piece(stop - width, stop)]
+    if truncation == "split":
+        begins = range(start, stop - 1, width - 1)
+        return [Piece(begin, min(begin + width, stop)) for begin in begins]
+    return []
+
+
+def fill_windows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
+    """Places of pieces put together so that the lengths of a window's add up to at most `width`.
+
+    Best fit decreasing: the longest first, each into the window that it fills best; within a window
+    and between windows of equals the order of the pieces. O(n log n), a pure function.
+    """
+    windows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens free, window), ascending
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        length = lengths[place]
+        assert 0 < length <= width, length
+        found = bisect_left(free, (length, -1))
+        if found < len(free):
+            left, window = free.pop(found)
+        else:
+            left, window = width, len(windows)
+            windows.append([])
+        windows[window].append(place)
+        if left > length:
+            insort(free, (left - length, window))
+    return [sorted(window) for window in windows]
+
+
+def packed_sample(
+    pieces: Sequence[Piece],
+    tokens_n: NDArray[np.int32],
+    flags_n: NDArray[np.uint8],
+    *,
+    width: int,
+    padding_token: int,
+    sample_id: int,
+) -> Sample:
+    """One sample of pieces, each a document of its own, and padding after them."""
+    tokens = np.full(width, padding_token, np.int32)
+    documents = np.full(width, PADDING_DOCUMENT, np.int32)
+    flags = np.zeros(width, np.uint8)
+    filled = 0
+    for document, piece in enumerate(pieces):
+        own = slice(filled, filled + piece.length)
+        tokens[own] = tokens_n[piece.start : piece.stop]
+        flags[own] = flags_n[piece.start : piece.stop]
+        documents[own] = document
+        filled += piece.length
+    return Sample(tokens, documents, flags, sample_id)
+
+
+def trains_something(piece: Piece, flags_n: NDArray[np.uint8]) -> bool:
+    """Whether a label of the piece is trained; its first token is no label."""
+    return bool((flags_n[piece.start + 1 : piece.stop] & FULLY_TRAINED).any())

@@ -1,0 +1,214 @@
+"""Chat templates: messages to text, exactly as transformers renders them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from megatron_distill.data.chat.conversations import (
+    PLAIN_TEMPLATE,
+    TOKENIZER_TEMPLATE,
+    BadConversationError,
+    ConversationSpec,
+)
+from megatron_distill.data.tokenizers.protocol import Encoding, Tokenizer
+from megatron_distill.errors import DataError
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+# Contents one after another: a separator after what is not trained, the end token after a response.
+PLAIN_SOURCE: Final = (
+    "{%- for message in messages -%}{{- message['content'] -}}"
+    "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- else -%}{{- separator -}}"
+    "{%- endif -%}{%- endfor -%}"
+)
+_GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja chat template and what it may refer to.
+
+    special_tokens: names as `bos_token` to their text. markers: texts of all special tokens, among
+    which the ends of turns are. options: further variables of the template.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+    markers: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Whether the template itself says what the assistant generates."""
+        return _GENERATION.search(self.source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of messages. Raises BadConversationError: the template refuses them."""
+        text, _ = self._rendered(messages, tools, add_generation_prompt, wants_spans=False)
+        return text
+
+    def render_with_spans(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+    ) -> tuple[str, list[Span]]:
+        """The text, and the spans of the template's generation blocks.
+
+        Raises BadConversationError: the template refuses the messages.
+        """
+        return self._rendered(messages, tools, False, wants_spans=True)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        *,
+        wants_spans: bool,
+    ) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self.source,
+                return_assistant_tokens_mask=wants_spans,
+                add_generation_prompt=add_generation_prompt,
+                **{**self.special_tokens, **self.options},
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            # A template computes with what it is given, so that these are about the messages too.
+            raise BadConversationError(f"the chat template refuses it: {error}") from error
+        return texts[0], list(spans[0]) if spans else []
+
+
+def chat_template(spec: ConversationSpec, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that a source names.
+
+    Raises DataError: the tokenizer has none, the file cannot be read, or it is no Jinja template.
+    """
+    special_tokens, markers = special_texts(tokenizer)
+    options: dict[str, Any] = dict(spec.template_options)
+    key = "data.sources.conversation.chat_template"
+    if spec.chat_template == PLAIN_TEMPLATE:
+        source = PLAIN_SOURCE
+        options["separator"] = spec.separator
+        end = tokenizer.decode([tokenizer.eos_id])
+        special_tokens = {**special_tokens, "eos_token": end}
+        markers = markers if end in markers else (*markers, end)
+    elif spec.chat_template == TOKENIZER_TEMPLATE:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"{tokenizer.name}: the tokenizer has no chat template; set {key} to the path of a "
+                f"Jinja file, or to {PLAIN_TEMPLATE}"
+            )
+        source = tokenizer.chat_template
+    else:
+        source = _read_source(Path(spec.chat_template).expanduser(), key)
+    template = ChatTemplate(source, special_tokens, markers, options)
+    _check(template, spec, tokenizer)
+    return template
+
+
+def special_texts(tokenizer: Tokenizer) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The tokenizer's special tokens: by their names in templates, and all of their texts."""
+    texts = {number: text for text, number in tokenizer.special_ids.items()}
+    roles = {
+        "bos_token": tokenizer.bos_id,
+        "eos_token": tokenizer.eos_id,
+        "pad_token": tokenizer.pad_id,
+    }
+    named = {role: texts[number] for role, number in roles.items() if number in texts}
+    return named, tuple(sorted(tokenizer.special_ids, key=lambda text: (-len(text), text)))
+
+
+def _read_source(path: Path, key: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); set {key} to the path of a Jinja file, to "
+            f"{PLAIN_TEMPLATE} or to {TOKENIZER_TEMPLATE}"
+        ) from error
+
+
+def _check(template: ChatTemplate, spec: ConversationSpec, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the source is no template; what it says of messages comes later."""
+    from jinja2 import TemplateSyntaxError
+
+    named = spec.chat_template
+    if named == TOKENIZER_TEMPLATE:
+        named = f"the chat template of {tokenizer.name}"
+    try:
+        template.render([{"role": "user", "content": "a"}], None)
+    except BadConversationError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            cause = error.__cause__
+            raise DataError(
+                f"{named}: line {cause.lineno}: {cause.message}; correct the template"
+            ) from error
+
+
+_Part = tuple[str, int | None]
+
+
+def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+    """Tokens and offsets of each text, each special token that it spells out being that token.
+
+    Some tokenizers never make a special token of a text: what lies between two of them is then
+    encoded as a text of its own. Raises DataError as `encode_with_offsets` does.
+    """
+    if tokenizer.reads_special_tokens:
+        return tokenizer.encode_with_offsets(texts)
+    by_length = sorted(tokenizer.special_ids, key=len, reverse=True)
+    special = re.compile(f"({'|'.join(map(re.escape, by_length))})")
+    parts = [_parts(text, special, tokenizer.special_ids) for text in texts]
+    plain = [part for row in parts for part, number in row if number is None]
+    encoded = iter(tokenizer.encode_with_offsets(plain))
+    return [
+        _joined(
+            row,
+            [next(encoded) if number is None else _single(part, number) for part, number in row],
+        )
+        for row in parts
+    ]
+
+
+def _parts(text: str, special: re.Pattern[str], ids: dict[str, int]) -> list[_Part]:
+    """The text in pieces: special tokens with their ids, and what lies between them."""
+    found = enumerate(special.split(text))
+    # Every second piece is what the pattern has found.
+    return [(piece, ids[piece] if at % 2 else None) for at, piece in found if piece]
+
+
+def _single(text: str, number: int) -> Encoding:
+    ids, start, stop = (np.array([value], np.int32) for value in (number, 0, len(text)))
+    return Encoding(ids, start, stop)
+
+
+def _joined(row: Sequence[_Part], encodings: Sequence[Encoding]) -> Encoding:
+    places = [0, *accumulate(len(part) for part, _ in row)]
+    nothing = np.zeros(0, np.int32)
+    moved = [
+        (one.ids_n, one.starts_n + place, one.stops_n + place)
+        for one, place in zip(encodings, places, strict=False)
+    ]
+    ids, starts, stops = (
+        np.concatenate([nothing, *columns], dtype=np.int32)
+        for columns in (zip(*moved, strict=True) if moved else ((), (), ()))
+    )
+    return Encoding(ids, starts, stops)

@@ -1,0 +1,1 @@
+"""Documents and token streams from files."""

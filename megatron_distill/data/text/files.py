@@ -1,0 +1,307 @@
+"""Input files: glob expansion, decompression by extension, and reading that knows where it is."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+import zstandard
+
+from megatron_distill.errors import DataError
+
+_SKIP_BYTES: Final = 1 << 20
+_COMPRESSED_BYTES: Final = 1 << 14  # per step: bounds what a highly compressed file unfolds to
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_DAMAGE: Final = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
+
+
+class DamagedFileError(Exception):
+    """The compressed content cannot be read any further; the message names file and reason."""
+
+
+def expand_paths(patterns: Sequence[str]) -> list[Path]:
+    """The files that paths and globs name, sorted, each once; every one can be opened.
+
+    Raises DataError naming the pattern that is empty, missing, matches nothing, or is a folder, and
+    the file that cannot be opened.
+    """
+    if not patterns:
+        raise DataError("a data source names no file: give data.sources.paths at least one path")
+    found: set[str] = set()
+    for pattern in patterns:
+        found.update(_expand(pattern))
+    paths = [Path(name) for name in sorted(found)]
+    for path in paths:
+        try:
+            with path.open("rb") as stream:
+                stream.read(1)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return paths
+
+
+def _expand(pattern: str) -> list[str]:
+    if not pattern.strip():
+        raise DataError("data.sources.paths holds an empty path: remove it or name a file")
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        raise DataError(f"{pattern}: is a folder; name its files with a glob, as {pattern}/*.txt")
+    if path.exists():
+        return [str(path)]
+    if not glob.has_magic(pattern):
+        raise DataError(f"{pattern}: no such file; correct data.sources.paths")
+    names = glob.glob(str(path), recursive=True)  # noqa: PTH207 (takes absolute patterns)
+    matches = [name for name in names if Path(name).is_file()]
+    if not matches:
+        raise DataError(f"{pattern}: the glob matches no file; correct data.sources.paths")
+    return matches
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Zstandard frames as a byte stream that, unlike the library's own, refuses a cut-off end."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._compressed = b""
+        self._pending = memoryview(b"")
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: object) -> int:
+        view = memoryview(target).cast("B")  # type: ignore[arg-type]
+        while not self._pending:
+            if not self._unfold():
+                return 0
+        count = min(len(view), len(self._pending))
+        view[:count] = self._pending[:count]
+        self._pending = self._pending[count:]
+        return count
+
+    def _unfold(self) -> bool:
+        """Decompress some more; False at the end of the file."""
+        compressed = self._compressed or self._source.read(_COMPRESSED_BYTES)
+        self._compressed = b""
+        if not compressed:
+            if self._inside:
+                raise EOFError("the file ends inside a zstandard frame")
+            return False
+        self._pending = memoryview(self._frame.decompress(compressed))
+        self._inside = not self._frame.eof
+        if self._frame.eof:
+            self._compressed = self._frame.unused_data
+            self._frame = zstandard.ZstdDecompressor().decompressobj()
+        return True
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def _open_zstandard(path: Path) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_ZstdFrames(path.open("rb")), _SKIP_BYTES))
+
+
+def _open_plain(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def _open_gzip(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb"))
+
+
+_OPENERS: Final = {".gz": _open_gzip, ".zst": _open_zstandard, ".zstd": _open_zstandard}
+
+
+class InputFile:
+    """A file read forward in bytes, decompressed if its name ends in .gz, .zst or .zstd.
+
+    `offset` counts uncompressed bytes. A byte-order mark at the beginning is passed over. Every
+    method raises DamagedFileError where the decompressor gives up, and DataError where the
+    operating system does.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self.path = path
+        self.offset = 0
+        try:
+            self._stream = _OPENERS.get(path.suffix.lower(), _open_plain)(path)
+            if offset and path.suffix.lower() not in _OPENERS:
+                self.offset = self._stream.seek(offset)
+            elif not offset:
+                self._pass_byte_order_mark()
+        except _DAMAGE as error:
+            raise self._damage(error) from error
+        except OSError as error:
+            raise self._refusal(error) from error
+        while self.offset < offset:
+            if not self.read(min(_SKIP_BYTES, offset - self.offset)):
+                raise DamagedFileError(f"{path}: ends after {self.offset} bytes, not {offset}")
+
+    def _pass_byte_order_mark(self) -> None:
+        if self._stream.peek(3)[:3] == _BYTE_ORDER_MARK:  # type: ignore[attr-defined]
+            self.offset += len(self._stream.read(3))
+
+    def _damage(self, error: BaseException) -> DamagedFileError:
+        return DamagedFileError(
+            f"{self.path}: damaged or cut off after {self.offset} bytes of content ({error}); "
+            "replace the file"
+        )
+
+    def _refusal(self, error: OSError) -> DataError:
+        return DataError(f"{self.path}: cannot be read at byte {self.offset} ({error.strerror})")
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes, fewer only at the end."""
+        try:
+            data = self._stream.read(size)
+        except _DAMAGE as error:
+            raise self._damage(error) from error
+        except OSError as error:
+            raise self._refusal(error) from error
+        self.offset += len(data)
+        return data
+
+    def read_line(self, limit: int) -> bytes:
+        """The next line with its end, or its first `limit` bytes; empty at the end of the file."""
+        try:
+            data = self._stream.readline(limit)
+        except _DAMAGE as error:
+            raise self._damage(error) from error
+        except OSError as error:
+            raise self._refusal(error) from error
+        self.offset += len(data)
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+TABLE_FORMATS: Final = ("parquet", "arrow")
+_BATCH_ROWS: Final = 256
+_STATE_FILE: Final = "state.json"  # of a dataset that save_to_disk wrote
+_SPLITS_FILE: Final = "dataset_dict.json"
+_FILE_MAGIC: Final = b"ARROW1"  # of Arrow's random-access format; others are streams
+
+
+def expand_saved(patterns: Sequence[str]) -> list[str]:
+    """The patterns, those that name a saved dataset's folder replaced by its files.
+
+    Raises DataError: a folder holds no saved dataset, or several splits of one.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        folder = Path(pattern).expanduser()
+        found += _saved_files(folder) if pattern.strip() and folder.is_dir() else [pattern]
+    return found
+
+
+def _saved_files(folder: Path) -> list[str]:
+    if (folder / _SPLITS_FILE).is_file():
+        splits = _read_json(folder / _SPLITS_FILE).get("splits", [])
+        named = ", ".join(str(folder / str(split)) for split in splits)
+        raise DataError(f"{folder}: holds the splits of a dataset; name one of {named}")
+    if not (folder / _STATE_FILE).is_file():
+        raise DataError(
+            f"{folder}: a folder without {_STATE_FILE} is no saved dataset; name its files with a "
+            f"glob, as {folder}/*.arrow"
+        )
+    files = [
+        str(folder / entry["filename"])
+        for entry in _read_json(folder / _STATE_FILE).get("_data_files", [])
+    ]
+    if not files:
+        raise DataError(f"{folder}: the saved dataset names no data file; save it again")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); save the dataset again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: not what save_to_disk writes; save the dataset again")
+    return found
+
+
+def record_batches(
+    path: Path, *, required: Sequence[str], optional: Sequence[str] = (), first_row: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number of rows before it, and a pyarrow RecordBatch of these columns.
+
+    Rows before `first_row` are passed over. A file is Parquet or Arrow as its content says. Memory:
+    one batch, and of Parquet one row group's pages. Raises DamagedFileError, and DataError where a
+    required column is missing.
+    """
+    import pyarrow as pa  # takes a fifth of a second, which other formats need not wait for
+
+    try:
+        row = 0
+        for batch in _batches(path, required, optional, first_row):
+            if isinstance(batch, int):
+                row += batch
+                continue
+            skipped = min(max(0, first_row - row), batch.num_rows)
+            if skipped < batch.num_rows:
+                yield row + skipped, batch.slice(skipped)
+            row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:  # of a cut-off stream it is an OSError
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise DamagedFileError(f"{path}: damaged or cut off ({reason}); replace it") from error
+
+
+def _batches(
+    path: Path, required: Sequence[str], optional: Sequence[str], first_row: int
+) -> Iterator[Any]:
+    """Yield batches, and the number of rows where a row group is passed over unread."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as stream:
+        magic = stream.read(len(_FILE_MAGIC))
+    if magic[:4] == b"PAR1":
+        with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+            columns = _columns(path, file.schema_arrow.names, required, optional)
+            row = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                row += rows
+                if row <= first_row:
+                    yield rows
+                else:
+                    yield from file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns)
+        return
+    with pa.memory_map(str(path)) as source:
+        if magic == _FILE_MAGIC:
+            reader = pa.ipc.open_file(source)
+            found = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            reader = pa.ipc.open_stream(source)
+            found = iter(reader)
+        columns = _columns(path, reader.schema.names, required, optional)
+        for batch in found:
+            chosen = batch.select(columns)
+            for start in range(0, chosen.num_rows, _BATCH_ROWS):
+                yield chosen.slice(start, _BATCH_ROWS)
+
+
+def _columns(
+    path: Path, names: Sequence[str], required: Sequence[str], optional: Sequence[str]
+) -> list[str]:
+    for name in required:
+        if name not in names:
+            raise DataError(
+                f"{path}: has no column {name!r} (its columns: {', '.join(names) or 'none'}); set "
+                "text_key or `conversation` of the data source"
+            )
+    return [name for name in (*required, *optional) if name in names]

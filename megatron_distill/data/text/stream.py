@@ -1,0 +1,347 @@
+"""The endless, shuffled, tokenised and packed stream of one source of documents."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.data.samples import (
+    FULLY_TRAINED,
+    PADDING_DOCUMENT,
+    Sample,
+    State,
+    permutation,
+)
+from megatron_distill.data.text.corpora import SourceSpec, source_files
+from megatron_distill.data.text.documents import (
+    Cursor,
+    Document,
+    DocumentReader,
+    is_held_out,
+    reading_table,
+)
+from megatron_distill.errors import DataError
+
+BLOCK_CHARACTERS: Final = 64 << 20  # a shuffled block ends here if its documents are long
+_ENCODED_CHARACTERS: Final = 1 << 19  # tokenised at once: enough to keep every core busy
+
+Mark = TypeVar("Mark")
+
+
+class TextEncoder(Protocol):
+    """What a stream needs of a tokenizer (every `Tokenizer` is one)."""
+
+    vocab_size: int
+    eos_id: int
+    identity: str
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Token ids of each text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A document's place in the endless order: the epoch, its block, and its rank in the block.
+
+    `start` is where the block begins in the files of that epoch, `skipped` the bad records passed
+    over before it.
+    """
+
+    epoch: int = 0
+    block: int = 0
+    document: int = 0
+    start: Cursor = field(default_factory=Cursor)
+    skipped: int = 0
+
+
+Encoded = tuple[NDArray[np.int32], Place]
+"""A document's tokens and its place."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """How documents are chosen and shuffled.
+
+    The files' order is a function of (seed, epoch), the documents' order inside a block of
+    `shuffle_buffer` of (seed, epoch, block). Only the held-out documents count where `is_held_out`,
+    only the others where not.
+    """
+
+    seed: int
+    shuffle_buffer: int
+    held_out_fraction: float
+    is_held_out: bool
+
+    def selects(self, digest: bytes) -> bool:
+        """Whether a document counts."""
+        return is_held_out(digest, self.held_out_fraction) == self.is_held_out
+
+
+class PackedStream:
+    """Samples of one source, epoch after epoch; a `SampleSource`.
+
+    Its state is the place of the document, and the token in it, where the next sample begins; going
+    back there reads one block again. Memory: one block of text and its tokens.
+    """
+
+    def __init__(
+        self,
+        reader: DocumentReader,
+        tokenizer: TextEncoder,
+        *,
+        order: Order,
+        sequence_length: int,
+        name: str,
+        fingerprint: str,
+        epochs: int | None = None,
+    ) -> None:
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._order = order
+        self._sequence_length = sequence_length
+        self._name = name
+        self._epochs = epochs
+        self._identity: State = {
+            "files": fingerprint,
+            "tokenizer": tokenizer.identity,
+            "seed": order.seed,
+            "shuffle_buffer": order.shuffle_buffer,
+            "validation_fraction": order.held_out_fraction,
+        }
+        self._begin(Place(), token=0, samples=0)
+
+    def _begin(self, place: Place, *, token: int, samples: int) -> None:
+        self._reader.skipped = place.skipped
+        self._samples = samples
+        self._first = (place, token)
+        self._packer: Packer[Place] = Packer(
+            self._sequence_length, padding_token=self._tokenizer.eos_id
+        )
+        self._skip = token
+        self._encoded = self._encoded_from(place)
+
+    @property
+    def skipped(self) -> int:
+        """Bad records passed over so far, read-ahead included."""
+        return self._reader.skipped
+
+    def next_sample(self) -> Sample:
+        """The next sample; only of an endless stream. Raises DataError."""
+        sample = self.next_or_none()
+        assert sample is not None, "the stream has an end"
+        return sample
+
+    def next_or_none(self) -> Sample | None:
+        """The next sample, its tail padded if the last epoch ends in it; None after the end."""
+        while not self._packer.is_ready:
+            encoded = next(self._encoded, None)
+            if encoded is None:
+                return self._packer.flush(self._samples)
+            tokens, place = encoded
+            self._packer.add(tokens, place, skip=self._skip)
+            self._skip = 0
+        sample = self._packer.take(self._samples)
+        self._samples += 1
+        return sample
+
+    def state_dict(self) -> State:
+        """Plain values, less than 1 kB."""
+        place, token = self._packer.start or self._first
+        return {**self._identity, "samples": self._samples, "token": token, **asdict(place)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state. Raises DataError if files, tokenizer or order are not the same."""
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise DataError(
+                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
+                    f"checkpoint was written, to {value}; restore it, or start a new run with "
+                    "another output"
+                )
+        place = Place(
+            epoch=state["epoch"],
+            block=state["block"],
+            document=state["document"],
+            start=Cursor(**state["start"]),
+            skipped=state["skipped"],
+        )
+        self._begin(place, token=state["token"], samples=state["samples"])
+
+    def _encoded_from(self, place: Place) -> Iterator[Encoded]:
+        """Tokens of the documents in training order from `place` on, epoch after epoch."""
+        while self._epochs is None or place.epoch < self._epochs:
+            begins_epoch = place == Place(epoch=place.epoch, skipped=place.skipped)
+            is_empty = True
+            for item in self._epoch(place):
+                is_empty = False
+                yield item
+            if begins_epoch and is_empty and self._epochs is None:
+                raise DataError(
+                    f"data source {self._name}: no document to train on (its files are empty, or "
+                    "every document is held out); add documents or lower data.validation_fraction"
+                )
+            place = Place(epoch=place.epoch + 1, skipped=self._reader.skipped)
+
+    def _epoch(self, place: Place) -> Iterator[Encoded]:
+        files = permutation(len(self._reader.files), self._order.seed, place.epoch)
+        documents = self._reader.documents(files, place.start)
+        while block := self._block(documents):
+            order = permutation(len(block), self._order.seed, place.epoch, place.block)
+            # Never across blocks: a block is what going back reads again.
+            yield from encoded(
+                (
+                    (block[order[rank]], replace(place, document=rank))
+                    for rank in range(place.document, len(block))
+                ),
+                self._tokenizer,
+            )
+            after = block[-1].after
+            place = Place(place.epoch, place.block + 1, 0, after, self._reader.skipped)
+
+    def _block(self, documents: Iterator[Document]) -> list[Document]:
+        block: list[Document] = []
+        characters = 0
+        for document in documents:
+            if self._order.selects(document.digest):
+                block.append(document)
+                characters += len(document.text)
+                if len(block) >= self._order.shuffle_buffer or characters >= BLOCK_CHARACTERS:
+                    break
+        return block
+
+
+def encoded(
+    documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder
+) -> Iterator[tuple[NDArray[np.int32], Mark]]:
+    """Tokenise marked documents, many at once, and end each whole one with its token."""
+    end = np.array([tokenizer.eos_id], np.int32)
+    for batch in _batches(documents):
+        rows = tokenizer.encode_batch([document.text for document, _ in batch])
+        for row, (document, mark) in zip(rows, batch, strict=True):
+            yield (np.concatenate([row, end]) if document.is_end else row), mark
+
+
+def _batches(
+    documents: Iterable[tuple[Document, Mark]],
+) -> Iterator[list[tuple[Document, Mark]]]:
+    batch: list[tuple[Document, Mark]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += len(item[0].text)
+        if characters >= _ENCODED_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class _Segment(Generic[Mark]):
+    tokens: NDArray[np.int32]
+    mark: Mark
+
+
+class Packer(Generic[Mark]):
+    """Cuts a row of documents into windows of S + 1 tokens with stride S.
+
+    The last label of one sample is the first token of the next, so that every token but the very
+    first is a label exactly once. A document that does not end inside a sample goes on in the next
+    one as a document of its own there, since attention cannot look back across samples.
+
+    Each document carries a mark; `start` gives the mark and the token offset at which the next
+    sample begins, which is all that is needed to come back there.
+    """
+
+    def __init__(self, sequence_length: int, *, padding_token: int) -> None:
+        self.sequence_length = sequence_length
+        self.padding_token = padding_token
+        self._segments: deque[_Segment[Mark]] = deque()
+        self._offset = 0  # of the next sample inside the first segment
+        self._available = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a whole sample can be cut."""
+        return self._available > self.sequence_length
+
+    @property
+    def start(self) -> tuple[Mark, int] | None:
+        """Mark and token offset of the document where the next sample begins; None if unknown."""
+        if not self._segments:
+            return None
+        return self._segments[0].mark, self._offset
+
+    def add(self, tokens: NDArray[np.int32], mark: Mark, *, skip: int = 0) -> None:
+        """Append a document, without its first `skip` tokens (only where nothing is held yet)."""
+        assert skip == 0 or not self._segments, "only the first document can begin inside"
+        if len(tokens) <= skip:
+            return
+        if not self._segments:
+            self._offset = skip
+        self._segments.append(_Segment(tokens, mark))
+        self._available += len(tokens) - skip
+
+    def take(self, sample_id: int) -> Sample:
+        """Cut the next sample; only when `is_ready`."""
+        assert self.is_ready
+        return self._cut(self.sequence_length + 1, sample_id)
+
+    def flush(self, sample_id: int) -> Sample | None:
+        """Cut what is left into one sample filled up with padding; None if it holds no label."""
+        assert not self.is_ready
+        sample = self._cut(self._available, sample_id) if self._available > 1 else None
+        self._segments.clear()
+        self._available = self._offset = 0
+        return sample
+
+    def _cut(self, length: int, sample_id: int) -> Sample:
+        width = self.sequence_length + 1
+        tokens = np.full(width, self.padding_token, np.int32)
+        documents = np.full(width, PADDING_DOCUMENT, np.int32)
+        filled, offset = 0, self._offset
+        for document, segment in enumerate(self._segments):
+            part = segment.tokens[offset : offset + length - filled]
+            tokens[filled : filled + len(part)] = part
+            documents[filled : filled + len(part)] = document
+            filled, offset = filled + len(part), 0
+            if filled == length:
+                break
+        self._advance(length - 1)
+        flags = np.where(documents == PADDING_DOCUMENT, 0, FULLY_TRAINED).astype(np.uint8)
+        return Sample(tokens, documents, flags, sample_id)
+
+    def _advance(self, count: int) -> None:
+        self._available -= count
+        self._offset += count
+        while self._segments and self._offset >= len(self._segments[0].tokens):
+            self._offset -= len(self._segments.popleft().tokens)
+
+
+def tokenized_documents(
+    spec: SourceSpec, tokenizer: TextEncoder, *, skip_bad: bool
+) -> Iterator[list[NDArray[np.int32]]]:
+    """Yield each document as consecutive rows of ids, its end-of-document token last.
+
+    Nothing is held out or shuffled. Raises DataError, see `DocumentReader`.
+    """
+    if spec.format == "megatron":
+        raise DataError("a source of format megatron is tokenised already")
+    reader = DocumentReader(
+        source_files(spec),
+        read=reading_table(spec.text_key)[spec.format, spec.documents],
+        skip_bad=skip_bad,
+    )
+    pieces = reader.documents(range(len(reader.files)), Cursor())
+    parts: list[NDArray[np.int32]] = []
+    for row, is_end in encoded(((piece, piece.is_end) for piece in pieces), tokenizer):
+        parts.append(row)
+        if is_end:
+            yield parts
+            parts = []

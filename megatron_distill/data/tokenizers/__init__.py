@@ -1,0 +1,1 @@
+"""Tokenizers of Hugging Face, SentencePiece and tiktoken behind one protocol."""

@@ -1,0 +1,217 @@
+"""Tokenizers of `transformers`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_distill.data.tokenizers.protocol import (
+    END_OF_TEXT,
+    NO_TOKEN,
+    Encoding,
+    check_texts,
+    decode_around,
+    read_json_object,
+    written_whole,
+)
+from megatron_distill.errors import DataError
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of `transformers`, reduced to what training and text samples need.
+
+    `folder` is where its files lie, None for one that was made in memory.
+    """
+
+    reads_special_tokens = True
+
+    def __init__(self, hugging_face: Any, *, name: str, folder: Path | None = None) -> None:
+        self.hugging_face = hugging_face
+        self.name = name
+        self.folder = folder
+        vocabulary: dict[str, int] = hugging_face.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_id = _end_of_document(hugging_face, vocabulary, name)
+        self.bos_id: int | None = hugging_face.bos_token_id
+        self.pad_id: int | None = hugging_face.pad_token_id
+        self.special_ids = _special_ids(hugging_face, vocabulary)
+        self.chat_template = _chat_template(hugging_face)
+        self._known = frozenset(vocabulary.values())
+        self._fast: tokenizers.Tokenizer | None = (
+            hugging_face.backend_tokenizer if hugging_face.is_fast else None
+        )
+        self._with_offsets: tokenizers.Tokenizer | None = None
+        self.identity = self._digest(vocabulary)
+
+    def _digest(self, vocabulary: dict[str, int]) -> str:
+        rules: dict[str, Any] = {}
+        if self._fast is not None:
+            written = json.loads(self._fast.to_str())
+            rules = {key: written.get(key) for key in ("model", "normalizer", "pre_tokenizer")}
+        content = json.dumps([sorted(vocabulary.items()), self.eos_id, rules], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Token ids of each text, int32, without special tokens before or after.
+
+        Raises DataError for a text with half a surrogate pair.
+        """
+        texts = check_texts(texts, self.name)
+        if self._fast is not None:
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        if not texts:
+            return []
+        rows = self.hugging_face(texts, add_special_tokens=False)["input_ids"]
+        return [np.array(row, dtype=np.int32) for row in rows]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
+        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+
+        Raises DataError if the tokenizer does not know its offsets, and as `encode_batch` does.
+        """
+        if self._fast is None:
+            raise DataError(
+                f"{self.name}: a tokenizer without a tokenizer.json does not say which characters "
+                "a token stands for; convert it with transformers' save_pretrained of a fast one"
+            )
+        if self._with_offsets is None:
+            # Post-processors may trim spaces off the offsets; they add nothing else here.
+            self._with_offsets = tokenizers.Tokenizer.from_str(self._fast.to_str())
+            self._with_offsets.post_processor = None
+        encodings = self._with_offsets.encode_batch(
+            check_texts(texts, self.name), add_special_tokens=False
+        )
+        return [
+            Encoding(np.array(encoding.ids, np.int32), offsets_n2[:, 0], offsets_n2[:, 1])
+            for encoding in encodings
+            for offsets_n2 in (np.array(encoding.offsets, np.int32).reshape(-1, 2),)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens spelled out, U+FFFD for what is no text."""
+        return decode_around(
+            ids,
+            decode_run=self._decode_run,
+            spelled=lambda number: None if number in self._known else NO_TOKEN,
+        )
+
+    def _decode_run(self, ids: list[int]) -> str:
+        text: str = self.hugging_face.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Spelling and id of every token."""
+        found: dict[str, int] = self.hugging_face.get_vocab()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face tokenizer folder, under its name only when complete."""
+        with written_whole(folder) as partial:
+            self.hugging_face.save_pretrained(partial)
+
+
+def _end_of_document(hugging_face: Any, vocabulary: dict[str, int], name: str) -> int:
+    if hugging_face.eos_token_id is not None:
+        return int(hugging_face.eos_token_id)
+    if END_OF_TEXT in vocabulary:
+        return vocabulary[END_OF_TEXT]
+    raise DataError(
+        f"{name}: the tokenizer has no end-of-document token; set eos_token in its "
+        "tokenizer_config.json"
+    )
+
+
+def _special_ids(hugging_face: Any, vocabulary: dict[str, int]) -> dict[str, int]:
+    added = hugging_face.added_tokens_decoder.items()
+    found = {str(token): int(number) for number, token in added if token.special}
+    named = {str(token) for token in hugging_face.all_special_tokens}
+    return found | {token: vocabulary[token] for token in named & vocabulary.keys()}
+
+
+def _chat_template(hugging_face: Any) -> str | None:
+    """Of several templates the one that `transformers` takes unasked."""
+    template = hugging_face.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def open_hugging_face(folder: Path) -> HuggingFaceTokenizer:
+    """The tokenizer of a local Hugging Face folder; nothing is downloaded.
+
+    Raises DataError if its files are malformed or it has no end-of-document token.
+    """
+    from transformers import AutoTokenizer  # takes seconds, and only the reading rank needs it
+
+    # The tokenizers library raises a bare Exception for such files, so this looks first.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            content = read_json_object(folder / name, advice="copy the tokenizer again")
+            if name == "tokenizer.json" and "model" not in content:
+                raise DataError(
+                    f"{folder / name}: not a tokenizer description; copy the tokenizer again"
+                )
+    try:
+        hugging_face = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise DataError(f"{folder}: not a usable Hugging Face tokenizer ({reason})") from error
+    return HuggingFaceTokenizer(hugging_face, name=str(folder), folder=folder)
+
+
+SMALLEST_BPE: Final = 257  # every byte and the end-of-document token
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens; the same texts give the same tokenizer.
+
+    It ends documents with <|endoftext|> (id 0). Fewer tokens come out where the texts hold no more
+    repeated pairs. Raises DataError for fewer than 257 tokens or no text.
+    """
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(
+            f"data.tokenizer.train_vocab_size is {vocab_size}: a byte-level vocabulary needs at "
+            f"least {SMALLEST_BPE} tokens"
+        )
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    counted = _CountedTexts(texts)
+    model.train_from_iterator(counted, trainer=trainer)
+    if counted.characters == 0:
+        raise DataError("data.tokenizer.train_vocab_size: data.sources hold no text to train on")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    return HuggingFaceTokenizer(wrapped, name=f"byte-level BPE of {model.get_vocab_size()} tokens")
+
+
+class _CountedTexts:
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = iter(texts)
+        self.characters = 0
+
+    def __iter__(self) -> _CountedTexts:
+        return self
+
+    def __next__(self) -> str:
+        text = next(self._texts)
+        self.characters += len(text)
+        return text

@@ -1,0 +1,290 @@
+"""Training runs as child processes, made one after the other: resumed, never repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megatron_distill.errors import ConfigError, DataError, StoreError, TrainingError
+from megatron_distill.evaluation.runs import (
+    Margin,
+    RunLog,
+    RunSummary,
+    read_run,
+    result_table,
+    summarize,
+)
+from megatron_distill.runtime.torchrun import (
+    available_cores,
+    run_child,
+    threads_per_process,
+    torchrun_command,
+)
+from megatron_distill.store import Manifest, Plan
+
+__all__ = [
+    "Child",
+    "ChildCapture",
+    "ChildRun",
+    "RunStoppedError",
+    "ask",
+    "check_equal_start",
+    "claim",
+    "make",
+    "over_seeds",
+    "show_outcome",
+    "show_store",
+    "write_json",
+]
+
+
+class RunStoppedError(Exception):
+    """A signal ended a child before it was done; what it has done is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """One child process: what it is called, how it is started, and when it is done.
+
+    `settings` is its whole configuration as text: it is never continued under other settings.
+    Beside its folder `place/name` stand `name.yaml`, those settings, and, once it is finished and
+    saved, `name.json`, its summary.
+    """
+
+    name: str
+    label: str
+    place: Path
+    script: Path
+    arguments: tuple[str, ...]
+    settings: str
+    processes: int
+
+    @property
+    def folder(self) -> Path:
+        """The child's output folder."""
+        return self.place / self.name
+
+    @property
+    def settings_file(self) -> Path:
+        """The settings that it was started with."""
+        return self.place / f"{self.name}.yaml"
+
+    @property
+    def summary_file(self) -> Path:
+        """There once the child has done all and saved it."""
+        return self.place / f"{self.name}.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.summary_file.exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildRun(Child):
+    """One training run."""
+
+    steps: int
+
+    @property
+    def extent(self) -> str:
+        """How much it does, in words."""
+        return f"{self.steps} steps"
+
+    def log(self) -> RunLog:
+        """Read the run's metrics."""
+        return read_run(self.folder, label=self.label)
+
+    def outcome(self, seconds: float) -> Mapping[str, object]:
+        """Return the summary; raises RunStoppedError if the last step is not reached."""
+        del seconds  # a run has its own, start-up apart
+        log = self.log()
+        if log.last_step < self.steps:
+            raise RunStoppedError(f"{self.label}: stopped at step {log.last_step} of {self.steps}")
+        return vars(summarize(log))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCapture(Child):
+    """One capture of a teacher, whose folder is the store."""
+
+    samples: int
+
+    @property
+    def extent(self) -> str:
+        """How much it does, in words."""
+        return f"{self.samples} samples"
+
+    def summary(self) -> Mapping[str, Any]:
+        """Read the summary of the finished capture."""
+        summary: Mapping[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    def outcome(self, seconds: float) -> Mapping[str, object]:
+        """Return the summary; raises RunStoppedError if the store is not finished."""
+        plan = Plan.load(self.folder)
+        try:
+            manifest = Manifest.load(self.folder, plan)
+        except StoreError as error:
+            raise RunStoppedError(f"{self.label}: {error}") from error
+        totals = manifest.totals
+        return {
+            "label": self.label,
+            "tokens": manifest.tokens,
+            "bytes_per_token": manifest.file_bytes / manifest.tokens,
+            "kept_mass": totals.kept_mass / totals.positions,
+            "seconds": seconds,
+        }
+
+
+def claim(child: Child) -> None:
+    """Keep the settings of a child beside it; raises ConfigError if they are another's."""
+    file = child.settings_file
+    try:
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(child.settings)
+        before = file.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"--output {child.place}: cannot write there ({error.strerror}); name another folder"
+        ) from error
+    if before != child.settings:
+        was, now = _first_difference(before, child.settings)
+        raise ConfigError(
+            f"{file}: that run was started with other settings (there {was!r}, here {now!r}); add"
+            " --fresh to throw it away, or name another --output"
+        )
+
+
+def make(child: ChildRun | ChildCapture) -> None:
+    """Start or continue a child under torchrun and wait until it has done all.
+
+    Raises ConfigError if it was started with other settings, RunStoppedError if a signal came, and
+    TrainingError if it failed.
+    """
+    claim(child)
+    if child.finished:
+        return
+    started = time.perf_counter()
+    _wait_for(
+        torchrun_command(str(child.script), child.arguments, processes=child.processes),
+        processes=child.processes,
+        label=child.label,
+    )
+    write_json(child.summary_file, child.outcome(time.perf_counter() - started))
+
+
+def ask(script: Path, arguments: Sequence[str], *, answer: Path) -> str:
+    """Return what `script` has written into the file `answer`; it runs if there is none yet.
+
+    Raises RunStoppedError if a signal came, and TrainingError if the script failed.
+    """
+    if not answer.exists():
+        _wait_for([sys.executable, str(script), *arguments], processes=1, label=script.name)
+    return answer.read_text(encoding="utf-8")
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON file that appears under its name only when complete."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _wait_for(command: Sequence[str], *, processes: int, label: str) -> None:
+    threads = str(threads_per_process(processes))
+    outcome = run_child(command, environment={**os.environ, "OMP_NUM_THREADS": threads})
+    if outcome.interrupted_by is not None:
+        raise RunStoppedError(f"{label}: stopped by a signal")
+    if outcome.status != 0:
+        raise TrainingError(
+            f"{label}: failed with exit status {outcome.status}; its own message stands above"
+        )
+
+
+def _first_difference(before: str, after: str) -> tuple[str, str]:
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    different = ((one.strip(), other.strip()) for one, other in pairs if one != other)
+    return next(different, ("", "more lines"))
+
+
+def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
+    """Raise DataError unless both students began with the same weights and saw as many tokens."""
+    first = [float(run.training("ce_loss").values[0]) for run in (alone, distilled)]
+    tokens = [float(run.training("tokens").values[-1]) for run in (alone, distilled)]
+    if abs(first[0] - first[1]) > 1e-3 * abs(first[0]) or tokens[0] != tokens[1]:
+        raise DataError(
+            f"{alone.folder} and {distilled.folder} cannot be compared: first cross-entropies"
+            f" {first[0]:.4f} and {first[1]:.4f}, tokens {tokens[0]:.0f} and {tokens[1]:.0f};"
+            " start anew with --fresh"
+        )
+
+
+def over_seeds(outcomes: Sequence[Mapping[str, object]], command: str) -> Mapping[str, object]:
+    """Return the outcomes with the spread of their margins and where they come from."""
+    margins = [outcome["margin"]["nats"] for outcome in outcomes]  # type: ignore[index]
+    return {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": _hardware(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "margin_nats": {
+            "mean": statistics.fmean(margins),
+            "least": min(margins),
+            "most": max(margins),
+        },
+        "seeds": list(outcomes),
+    }
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    about = Path("/proc/cpuinfo")
+    names = about.read_text().splitlines() if about.exists() else []
+    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
+    return f"{model.strip()}, {available_cores()} cores"
+
+
+def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Console) -> None:
+    """Print the table of a teacher and its students, and what the teacher brought."""
+    console.print()
+    console.print(result_table(summaries, title="Held-out text, the same for all"))
+    verdict = "lower" if brought.nats > 0 else "HIGHER"
+    console.print(
+        f"With the teacher, the same student on the same tokens ends {abs(brought.nats):.4f} nats"
+        f" per token {verdict} ({abs(brought.share):.1%})."
+    )
+    if brought.gap_closed is not None and brought.nats > 0:
+        console.print(f"That is {brought.gap_closed:.0%} of the way to its teacher.")
+
+
+def show_store(
+    store: Mapping[str, Any], online: RunSummary, offline: RunSummary, console: Console
+) -> None:
+    """Say what the offline route costs and brings beside the online one."""
+    console.print(
+        f"From the store ({store['bytes_per_token']:.0f} bytes per token, "
+        f"{store['kept_mass']:.1%} of the teacher's probability) it ends at "
+        f"{offline.held_out_ce:.4f} nats, beside the live teacher at {online.held_out_ce:.4f}."
+    )
+    if online.tokens_per_second and offline.tokens_per_second:
+        console.print(
+            f"It trains at {offline.tokens_per_second:,.0f} tokens/s, "
+            f"{offline.tokens_per_second / online.tokens_per_second:.2f} times as fast; writing "
+            f"the store took {store['seconds']:.0f} s, once for any number of students."
+        )

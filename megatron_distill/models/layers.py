@@ -1,0 +1,362 @@
+"""A layer's attention and feed-forward with what upstream's lack: kinds of layers, and post norms.
+
+A post norm normalises what attention or feed-forward adds to the residual stream, before it is
+added (Gemma 2, arXiv 2408.00118, section 2). It stands inside those modules and not in upstream's
+sum of bias and residual, which runs with gradients on even where a layer is recomputed.
+
+Which modules make a layer: Transformer Engine's where it can run, torch's elsewhere.
+
+The core attention is ours in both: documents packed into one sequence need a mask per sequence,
+and context parallelism must work on every backend.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor, nn
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.layer_kinds import LayerKinds
+from megatron_distill.models.taps import AttentionTap, LayerTap, micro_batch_of
+from megatron_distill.runtime.groups import Groups
+
+Norm = Callable[..., torch.nn.Module]
+
+
+class KindAttention(SelfAttention):
+    """Self-attention that sees and turns as its layer's kind does, with a post norm or none.
+
+    The planes of masks and angles are those of `LayerKinds`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *arguments: Any,
+        kinds: LayerKinds,
+        post_norm: Norm | None,
+        **named: Any,
+    ) -> None:
+        super().__init__(config, *arguments, **named)
+        self.kinds = kinds
+        self.post_norm = None if post_norm is None else _build(post_norm, config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from [s, b, h]; returns what the layer adds and a bias to add to that, if any."""
+        layer = self.layer_number - 1  # of the whole model, which upstream counts from one
+        output, bias = super().forward(
+            hidden_states,
+            self.kinds.mask_of(layer, attention_mask),
+            rotary_pos_emb=self.kinds.angles_of(layer, rotary_pos_emb),
+            **arguments,
+        )
+        return _normed(output, bias, self.post_norm)
+
+
+class PostNormMLP(MLP):
+    """A feed-forward with a norm on what it adds to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, *, post_norm: Norm, **arguments: Any) -> None:
+        super().__init__(config, **arguments)
+        self.post_norm = _build(post_norm, config)
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: None = None, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """Transform [s, b, h]; returns what the layer adds, and no bias."""
+        output, bias = super().forward(hidden_states, per_token_scale, **arguments)
+        normed, _ = _normed(output, bias, self.post_norm)
+        return normed, None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Describe the parameters; the norm apart, of which upstream wants a method of its own."""
+        without_norm = copy.copy(self)
+        without_norm._modules = {  # noqa: SLF001
+            name: module for name, module in self._modules.items() if name != "post_norm"
+        }
+        state = super(PostNormMLP, without_norm).sharded_state_dict(
+            prefix, sharded_offsets, metadata
+        )
+        norm = sharded_state_dict_default(
+            self.post_norm, f"{prefix}post_norm.", sharded_offsets, metadata, tp_group=self.tp_group
+        )
+        return {**state, **norm}
+
+
+def mlp_with_post_norm(
+    submodules: MLPSubmodules, post_norm: Norm, *, tensor_group: dist.ProcessGroup
+) -> type[MLP]:
+    """Return a feed-forward that a layer builds from its configuration alone.
+
+    As a type, because a layer knows what to tell upstream's own MLP only, and warns of any other.
+    """
+
+    class LayerMLP(PostNormMLP):
+        def __init__(self, config: TransformerConfig) -> None:
+            super().__init__(
+                config,
+                post_norm=post_norm,
+                submodules=submodules,
+                ffn_hidden_size=config.ffn_hidden_size,
+                tp_group=tensor_group,
+            )
+
+    return LayerMLP
+
+
+def _build(norm: Norm, config: TransformerConfig) -> torch.nn.Module:
+    return norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def _normed(
+    output: Tensor, bias: Tensor | None, norm: torch.nn.Module | None
+) -> tuple[Tensor, Tensor | None]:
+    if norm is None:
+        return output, bias
+    return norm(output if bias is None else output + bias), None
+
+
+def transformer_engine_runs(device: torch.device) -> bool:
+    """Return whether Transformer Engine is installed and the model is on a CUDA device."""
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def layer_specs(
+    architecture: Architecture,
+    config: TransformerConfig,
+    *,
+    device: torch.device,
+    vp_stage: int | None,
+    groups: Groups,
+) -> TransformerBlockSubmodules:
+    """Return the layers and the final norm that one pipeline stage builds."""
+    layer = (
+        _transformer_engine_layer(architecture)
+        if transformer_engine_runs(device)
+        else _torch_layer(architecture, config)
+    )
+    assert layer.module is TransformerLayer
+    layer.module = TappedLayer
+    norm = _norm(device)
+    post_norm = norm if architecture.post_norms else None
+    attention = layer.submodules.self_attention
+    attention.module = KindAttention
+    attention.params |= {"kinds": LayerKinds.of(architecture), "post_norm": post_norm}
+    attention.submodules.core_attention = partial(
+        TorchAttention, softcap=architecture.attention_softcap
+    )
+    if architecture.moe:
+        layer.submodules.mlp.submodules.router = SequenceBalancedRouter
+    if post_norm is not None:
+        assert not architecture.moe
+        layer.submodules.mlp = mlp_with_post_norm(
+            layer.submodules.mlp.submodules, post_norm, tensor_group=groups.tensor
+        )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline.rank())
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _norm(device: torch.device) -> type:
+    if not transformer_engine_runs(device):
+        return TorchNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _torch_layer(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=architecture.qk_norm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = TorchNorm
+    layer.submodules.pre_mlp_layernorm = TorchNorm
+    if architecture.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = TorchNorm
+        attention.k_layernorm = TorchNorm
+    return layer
+
+
+def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=architecture.qk_norm,
+    )
+    if architecture.moe:
+        # In front of experts the norm is a module of its own, with one name in all checkpoints.
+        layer.submodules.sharded_state_dict_keys_map = {
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+        }
+    return layer
+
+
+def release_routing(model: nn.Module) -> None:
+    """Let each layer of experts forget, after its forward pass, the graph that it has computed.
+
+    Upstream's dispatchers keep the probabilities of the last tokens, with all that they were
+    computed from. The graph holds the parameters' gradient hooks and these the model, a cycle in
+    part outside of Python, which no collector finds: models and process groups of one run after
+    another stay for as long as the process lives.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.register_forward_hook(_detach_routing)
+
+
+def _detach_routing(layer: MoELayer, *_: object) -> None:
+    kept = vars(layer.token_dispatcher)
+    for name, value in kept.items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            kept[name] = value.detach()
+
+
+class SequenceBalancedRouter(TopKRouter):
+    """Megatron-Core's router, its auxiliary loss weighted by all positions of the micro-batch.
+
+    Upstream multiplies the mean auxiliary loss of a micro-batch by the positions of one sequence
+    on one rank, and the step divides by the positions of the global batch. What is meant is the
+    mean over sequences: the factor must count every sequence of the micro-batch and the positions
+    that the other tensor and context ranks hold.
+    """
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """Attach the loss to `activation` [positions of this rank, experts] and return that.
+
+        `reduce_group` holds the ranks that share the micro-batch's sequences.
+        """
+        return super().attach_and_log_load_balancing_loss(
+            activation,
+            aux_loss_coeff,
+            aux_loss,
+            aux_loss_name,
+            reduce_group,
+            reduce_group_has_dp,
+            valid_token_count=activation.shape[0] * reduce_group.size(),
+        )
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """y = x / rms(x) * (1 + w), computed in fp32 and then rounded to the type of x.
+
+    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4; the gain stored as
+    its distance from one is Gemma's.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, eps: float, dtype: torch.dtype, device: torch.device | int | str
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        gain = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.weight.shape, gain, self.eps).to(x.dtype)
+
+
+class TorchNorm:
+    """RMSNorm or LayerNorm of torch, as the configuration says, ready for sequence parallelism.
+
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so a weight's
+    gradient is a partial sum; Megatron-Core adds those up for parameters marked
+    `sequence_parallel`. Constructing this returns the torch module itself.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
+        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+        if config.layernorm_zero_centered_gamma:
+            assert config.normalization == "RMSNorm", config.normalization
+            kinds["RMSNorm"] = ZeroCenteredRMSNorm
+        norm = kinds[config.normalization](
+            hidden_size,
+            eps=eps,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
+        )
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class TappedLayer(TransformerLayer):
+    """A stock layer whose output passes its tap, if it has one."""
+
+    tap: LayerTap | None = None
+
+    def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        hidden_sbH, context = super().forward(*arguments, **named)
+        micro_batch = micro_batch_of(named.get("attention_bias"))
+        if self.tap is not None and micro_batch is not None:
+            tapped_sbH = self.tap(hidden_sbH, micro_batch=micro_batch)
+            # Schedules free what they have sent, and refuse to free a view.
+            hidden_sbH = make_viewless_tensor(
+                tapped_sbH, requires_grad=tapped_sbH.requires_grad, keep_graph=True
+            )
+        return hidden_sbH, context
+
+
+def tap_layers(
+    chunks: Sequence[GPTModel],
+    layers: Mapping[int, LayerTap],
+    attentions: Mapping[int, AttentionTap],
+) -> None:
+    """Give taps to those of the chunks' layers and attentions that are named, from 1."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            layer.tap = layers.get(layer.layer_number)
+            layer.self_attention.core_attention.tap = attentions.get(layer.layer_number)

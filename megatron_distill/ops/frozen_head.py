@@ -1,0 +1,97 @@
+"""All outputs of a frozen head, chunk by chunk, and what is measured of a chunk's rows.
+
+The rows that an objective counts come first, in the chunks that `fused_linear` cuts them into: a
+product in another shape has other roundings, and what is kept of it would not be what the objective
+of a live teacher sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.chunk import Chunk
+from megatron_distill.ops.head import LinearHead, LogitRule, Rows
+from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate, equal_chunks
+
+__all__ = ["OutputChunk", "RowStatistics", "output_chunks", "row_statistics"]
+
+
+class OutputChunk(NamedTuple):
+    """Raw outputs ``[n, V]`` over real columns of the rows ``[n]``; valid until the next chunk."""
+
+    rows: Tensor
+    raw: Tensor
+
+
+class RowStatistics(NamedTuple):
+    """What whole softmaxes say of N rows, the same on every rank.
+
+    Attributes:
+        log_sum_exp: ``[T, N]`` of the logits divided by each temperature, fp64.
+        entropy: ``[N]`` at temperature one, in nats, fp64.
+        label_log_prob: ``[N]`` at temperature one, fp64.
+    """
+
+    log_sum_exp: Tensor
+    entropy: Tensor
+    label_log_prob: Tensor
+
+
+def output_chunks(
+    head: LinearHead, counted: Tensor, *, chunk_tokens: int, columns: int
+) -> Iterator[OutputChunk]:
+    """Raw outputs of every row over the leading columns: the counted rows, then all others.
+
+    Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` rows at once. A GPU
+    is waited for once, to find the other rows.
+    """
+    total, device = head.hidden.shape[0], head.weight.device
+    is_other = torch.ones(total, dtype=torch.bool, device=device)
+    is_other[counted] = False
+    others = is_other.nonzero().squeeze(1)
+    # As the objective takes them: where all rows count, without a copy.
+    both = ((Rows.of_indices(total, counted), counted), (Rows(total, others), others))
+    for rows, indices in both:
+        chunks = equal_chunks(indices.numel(), chunk_tokens)
+        if not chunks:
+            continue
+        buffer = allocate(chunks[0].stop, columns, head.dtype, device)
+        for chunk in chunks:
+            hidden = rows.take(head.hidden, chunk)
+            yield OutputChunk(
+                indices[chunk], head.outputs(hidden, columns, buffer[: hidden.shape[0]])
+            )
+
+
+def row_statistics(
+    raw: Tensor,
+    rule: LogitRule,
+    shard: VocabShard,
+    group: dist.ProcessGroup | None,
+    *,
+    labels: Tensor,
+    temperatures: Sequence[float] = (),
+) -> RowStatistics:
+    """Statistics of raw outputs ``[N, V]`` at temperature one and then at further ones.
+
+    ``labels [N]`` are global ids inside the vocabulary.
+
+    Collective: over ``group`` one all-gather of 32 bytes per token and 8 more per temperature.
+    """
+    # The engine's one model without a teacher is the student; whose logits they are is all one.
+    sweep = Sweep(("student",), (), full=True, student_temperatures=tuple(temperatures))
+    dtype = accumulation_dtype(raw.dtype)
+    packet = Packet.empty(sweep, raw.shape[0], dtype, raw.device)
+    scratch = Scratch(raw.shape[0], raw.shape[1], dtype, raw.device)
+    Chunk(sweep, {"student": raw}, {"student": rule}, shard, scratch, labels).measure(packet)
+    merged = packet.merge(group)
+    sums = [merged.log_normalizer("student", value) for value in (1.0, *temperatures)]
+    label = -merged.cross_entropy("student")
+    return RowStatistics(torch.stack(sums), merged.entropy("student"), label)

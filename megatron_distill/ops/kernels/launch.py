@@ -1,0 +1,276 @@
+"""Launches of the row kernels on the tensors of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.head import LogitRule
+from megatron_distill.ops.kernels.elementwise import FORMS
+from megatron_distill.ops.kernels.gradient import push_rows
+from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
+from megatron_distill.ops.softmax_gradient import SoftmaxWeights
+from megatron_distill.ops.statistics import NEAR_KL, Packet
+
+__all__ = ["RowKernels", "TemperatureRow"]
+
+# Columns of a row at a time, and warps: a row's sweep waits for memory, so many rows should be
+# under way at once, which few registers each allow.
+_BLOCK = 4096
+_GRADIENT_BLOCK = 2048
+_WARPS = 8
+_MOST_TEMPERATURES = 16
+# A product that is fused with a difference is not rounded, and equal models would differ.
+_OPTIONS: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """Raw outputs ``[N, V]`` of the models over a shard's real columns, V > 0, and their rules."""
+
+    raw: Mapping[Model, Tensor]
+    rules: Mapping[Model, LogitRule]
+
+    def measure(self, packet: Packet) -> None:
+        """Fill the packet, all but the label logits: one sweep per temperature."""
+        sweep, names = packet.sweep, packet.sweep.names
+        student, teacher = self._student, self._teacher
+        top = packet.top
+        for number, temperature in enumerate(dict.fromkeys(value for _, value in sweep.softmaxes)):
+            wanted = {
+                "STUDENT_PEAK": "student_peak",
+                "STUDENT_MASS": f"student_mass@{temperature}",
+                "TEACHER_PEAK": "teacher_peak",
+                "TEACHER_MASS": f"teacher_mass@{temperature}",
+                "RATIO": f"ratio@{temperature}",
+            }
+            if temperature == 1.0:
+                wanted |= {"STUDENT_LOG": "student_log", "TEACHER_LOG": "teacher_log"}
+            if number == 0:
+                wanted |= {"AT_TOP": "teacher_at_top"}
+            at = dict.fromkeys(("STUDENT_LOG", "TEACHER_LOG", "AT_TOP"), -1)
+            at |= {key: names.index(name) if name in names else -1 for key, name in wanted.items()}
+            if at["TEACHER_MASS"] < 0:
+                at["TEACHER_PEAK"] = -1
+            if top is None:
+                top = student.new_empty(len(student) if at["AT_TOP"] >= 0 else 0, dtype=torch.int64)
+            self._launch(
+                measure_rows,
+                student,
+                teacher,
+                student.stride(0),
+                teacher.stride(0),
+                student.shape[1],
+                packet.values,
+                packet.values.stride(0),
+                top,
+                1 / temperature,
+                **at,
+                HAS_TOP=number == 0 and top.numel() > 0,
+                BLOCK=self._block(_BLOCK),
+                NEAR_KL=NEAR_KL,
+            )
+
+    def sum_slopes(self, packet: Packet, term: WeightedDivergence, known: TemperatureRow) -> Tensor:
+        """``[3, N]`` fp64 of a term: value, ``sum q (s - reference)``, the slope at the top."""
+        form = term.divergence.kernel
+        assert form is not None
+        student, teacher, statistics = self._student, self._teacher, packet.rows
+        sums = torch.empty_like(packet.values[:1]).expand(3, -1).clone()
+        self._launch(
+            sum_slopes,
+            student,
+            teacher,
+            student.stride(0),
+            teacher.stride(0),
+            *student.shape,
+            statistics["student_peak"].float(),
+            statistics["teacher_peak"].float(),
+            torch.stack(known),
+            packet.top,
+            sums,
+            *form.parameters,
+            1 / term.temperature,
+            FORM=FORMS[form.name],
+            BLOCK=self._block(_GRADIENT_BLOCK),
+        )
+        return sums
+
+    def can_push(self, weights: Sequence[SoftmaxWeights]) -> bool:
+        """Whether a kernel was written for it: of tails of a top-k, one has a sweep of its own."""
+        few = len(weights) <= _MOST_TEMPERATURES
+        return bool(weights) and few and sum(len(softmax.others) for softmax in weights) <= 1
+
+    def push(
+        self,
+        packet: Packet,
+        known: Sequence[TemperatureRow],
+        weights: Sequence[SoftmaxWeights],
+        out: Tensor,
+    ) -> None:
+        """Write the gradient on the student's raw outputs to ``out``, which may be these.
+
+        What is ``known`` belongs to the weights one by one.
+        """
+        student, teacher, statistics = self._student, self._teacher, packet.rows
+        slopes = _Slopes.of(weights)
+        points = _Points.of(weights, student.device)
+        numbers = [
+            number
+            for at, softmax in zip(known, weights, strict=True)
+            for number in (*at, *_weights(softmax))
+        ]
+        self._launch(
+            push_rows,
+            out,
+            out.stride(0),
+            student,
+            teacher,
+            student.stride(0),
+            teacher.stride(0),
+            *student.shape,
+            statistics["student_peak"].float(),
+            statistics.get("teacher_peak", statistics["student_peak"]).float(),
+            torch.stack(numbers),
+            torch.stack(slopes.rows or numbers[:1]),
+            _constants([*(1 / one.temperature for one in weights), *slopes.parameters], packet),
+            points.columns,
+            points.values,
+            points.cuts,
+            points.columns.shape[1],
+            TEMPERATURES=len(weights),
+            HAS_TEACHER="teacher" in self.raw,
+            HAS_OTHERS=any(softmax.others for softmax in weights),
+            CURVED=len(slopes.parameters) // 2,
+            FORMS=slopes.forms,
+            HAS_POINTS=points.columns.shape[1] > 0,
+            BLOCK=self._block(_GRADIENT_BLOCK),
+            POINTS_BLOCK=_power_of_two(max(points.columns.shape[1], 1)),
+        )
+
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """One program per row, on the device of the rows whichever the current one is."""
+        on_cuda = self._student.device.type == "cuda"
+        with torch.cuda.device(self._student.device) if on_cuda else nullcontext():
+            kernel[(len(self._student),)](*arguments, **self._rules, **constants, **_OPTIONS)
+
+    @property
+    def _student(self) -> Tensor:
+        return self.raw["student"]
+
+    @property
+    def _teacher(self) -> Tensor:
+        return self.raw.get("teacher", self.raw["student"])
+
+    @property
+    def _rules(self) -> dict[str, float]:
+        student = self.rules["student"]
+        teacher = self.rules.get("teacher", student)
+        return {
+            "STUDENT_SCALE": float(student.scale),
+            "STUDENT_CAP": float(student.softcap or 0.0),
+            "TEACHER_SCALE": float(teacher.scale),
+            "TEACHER_CAP": float(teacher.softcap or 0.0),
+        }
+
+    def _block(self, most: int) -> int:
+        return min(most, _power_of_two(self._student.shape[1]))
+
+
+class TemperatureRow(NamedTuple):
+    """What is known of each token at one temperature, ``[N]`` each; zeros where it is not needed.
+
+    See `Solved`.
+    """
+
+    student_factor: Tensor
+    teacher_factor: Tensor
+    student_top: Tensor
+    teacher_top: Tensor
+    top_ratio: Tensor
+    shift: Tensor
+    shift_rounded_off: Tensor
+    is_near: Tensor
+
+
+def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """``[N]`` each: of the student's probabilities beyond the next, of the student's less the
+    teacher's, of those of other ids."""
+    student = softmax.student
+    if softmax.teacher is not None:
+        # Before averages are taken away, which may be so small that they would be rounded.
+        student = student - softmax.teacher
+    for one in softmax.curved:
+        assert one.average is not None
+        student = student - torch.where(one.weight == 0, 0.0, one.weight * one.average)
+    nothing = torch.zeros_like(student)
+    teacher = nothing if softmax.teacher is None else softmax.teacher
+    others = softmax.others[0].weight if softmax.others else nothing
+    return student.squeeze(1), teacher.squeeze(1), others.squeeze(1)
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """The terms with slopes: weight and reference ``[N]`` of each in turn, what the kernel calls
+    them, eight bits each, and two parameters of each."""
+
+    rows: list[Tensor]
+    forms: int
+    parameters: list[float]
+
+    @classmethod
+    def of(cls, weights: Sequence[SoftmaxWeights]) -> _Slopes:
+        rows: list[Tensor] = []
+        parameters: list[float] = []
+        forms = 0
+        for number, softmax in enumerate(weights):
+            for one in softmax.curved:
+                form = one.term.divergence.kernel
+                assert form is not None
+                assert one.reference is not None
+                rows += [one.weight.squeeze(1), one.reference.squeeze(1)]
+                place = len(parameters) // 2
+                forms |= (number << 4 | FORMS[form.name]) << 8 * place
+                parameters += form.parameters
+        return cls(rows, forms, parameters)
+
+
+@dataclass(frozen=True)
+class _Points:
+    """All points of all temperatures: columns, what is added, and whether others' weight ends."""
+
+    columns: Tensor
+    values: Tensor
+    cuts: Tensor
+
+    @classmethod
+    def of(cls, weights: Sequence[SoftmaxWeights], device: torch.device) -> _Points:
+        columns, values, cuts = [], [], []
+        for softmax in weights:
+            for at, added in softmax.points:
+                columns.append(at)
+                values.append(added)
+                cuts.append(torch.zeros_like(at, dtype=torch.bool))
+            for others in softmax.others:
+                columns.append(others.columns)
+                values.append(torch.zeros_like(others.columns, dtype=torch.float32))
+                cuts.append(others.cut)
+        if not columns:
+            none = torch.zeros(1, 0, dtype=torch.int64, device=device)
+            return cls(none, none.float(), none.bool())
+        return cls(torch.cat(columns, 1), torch.cat(values, 1).float(), torch.cat(cuts, 1))
+
+
+def _constants(values: Sequence[float], packet: Packet) -> Tensor:
+    """A vector of these numbers, made on the device: a copy from the host might be waited for."""
+    return torch.cat([packet.values.new_full((1,), one, dtype=torch.float32) for one in values])
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()

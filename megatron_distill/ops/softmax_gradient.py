@@ -1,0 +1,294 @@
+"""The one gradient identity: from slopes on probabilities to gradients on logits.
+
+With ``q = softmax(z / T)`` and a loss ``sum_i l(p_i, q_i)`` of slope ``s = dl/dq``,
+
+    dL/dz_j = (1/T) q_j (s_j - sum_i q_i s_i)
+
+A constant added to s cancels. So slopes are taken relative to that of the student's top token:
+where one token has nearly all of q, the difference in the bracket is small, and must not be one of
+two rounded numbers. Forward KL and cross-entropy give ``q`` less a distribution and need no slope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.divergences import WeightedDivergence
+from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.topk_divergence import KeptTerm, RowGradient
+from megatron_distill.ops.vocab import VocabShard
+
+__all__ = [
+    "Curved",
+    "Others",
+    "SoftmaxWeights",
+    "clear_rows_",
+    "difference_of_rows",
+    "scale_rows_",
+    "scale_softmax_",
+    "softmax_weights",
+]
+
+
+@dataclass(frozen=True)
+class Curved:
+    """A term with slopes.
+
+    Attributes:
+        term: what it is.
+        weight: ``[N, 1]`` of the tokens, of a blend that of its reverse KL.
+        reference: ``[N, 1]`` the slope at the student's top token; None to look it up.
+        average: ``[N, 1]`` ``sum q (s - reference)`` over the vocabulary; None to sum it up.
+        is_one: whether the weight is known to be one everywhere.
+    """
+
+    term: WeightedDivergence
+    weight: Tensor
+    reference: Tensor | None = None
+    average: Tensor | None = None
+    is_one: bool = False
+
+
+@dataclass(frozen=True)
+class Others:
+    """A weight ``[N, 1]`` of the student's probabilities of all ids but the kept ones.
+
+    These are ``columns [N, K]`` of this shard where ``cut``.
+    """
+
+    weight: Tensor
+    columns: Tensor
+    cut: Tensor
+
+    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Others:
+        """Those of some tokens."""
+        return Others(self.weight[rows].to(dtype), self.columns[rows], self.cut[rows])
+
+    def at_kept(self, values: Tensor) -> Tensor:
+        """``[N, K]`` of values ``[N, V]`` those of the kept ids, zero in place of others."""
+        return values.gather(1, self.columns).masked_fill_(~self.cut, 0.0)
+
+
+@dataclass(frozen=True)
+class SoftmaxWeights:
+    """How the terms at one temperature weigh the tokens in the gradient.
+
+    Attributes:
+        temperature: of the student's softmax.
+        student: ``[N, 1]`` weight of the student's probabilities.
+        teacher: ``[N, 1]`` weight of the teacher's, subtracted; None where no forward KL is.
+        curved: the other terms between logits.
+        points: columns ``[N, K]`` of this shard and what is added there: labels, kept ids.
+        sparse: whether a weight may be zero.
+        others: further weights of the student's probabilities, but for kept ids.
+    """
+
+    temperature: float
+    student: Tensor
+    teacher: Tensor | None
+    curved: tuple[Curved, ...]
+    points: tuple[tuple[Tensor, Tensor], ...]
+    sparse: bool
+    others: tuple[Others, ...] = ()
+
+    @property
+    def unused(self) -> Tensor:
+        """bool ``[N, 1]``, the tokens on which no term between logits and no label counts."""
+        unused = self.student == 0
+        for curved in self.curved:
+            unused = unused & (curved.weight == 0)
+        return unused
+
+    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> SoftmaxWeights:
+        """The weights of some tokens, in the dtype of their exponentials."""
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows].to(dtype)
+
+        return SoftmaxWeights(
+            self.temperature,
+            self.student[rows].to(dtype),
+            cut(self.teacher),
+            tuple(
+                replace(
+                    curved,
+                    weight=curved.weight[rows].to(dtype),
+                    reference=cut(curved.reference),
+                    average=cut(curved.average),
+                )
+                for curved in self.curved
+            ),
+            tuple((columns[rows], values[rows].to(dtype)) for columns, values in self.points),
+            self.sparse,
+            tuple(others.rows(rows, dtype) for others in self.others),
+        )
+
+    def with_slopes(self, slopes: Mapping[str, tuple[Tensor, Tensor]]) -> SoftmaxWeights:
+        """The same, with reference and average ``[N, 1]`` of each term by its key."""
+        curved = []
+        for one in self.curved:
+            reference, average = slopes[one.term.key]
+            curved.append(replace(one, reference=reference, average=average))
+        return replace(self, curved=tuple(curved))
+
+    def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
+        """The same, the weights of blends shared out: ``[N, 1]`` each, the part of forward KL."""
+        if not blends:
+            return self
+        student, teacher, curved = self.student, self.teacher, []
+        for one in self.curved:
+            blend = blends.get(one.term.key)
+            if blend is None:
+                curved.append(one)
+                continue
+            forward = _unless_zero(one.weight, blend)
+            student = student + forward
+            teacher = forward if teacher is None else teacher + forward
+            weight = _unless_zero(one.weight, 1 - blend)
+            curved.append(replace(one, weight=weight, is_one=False))
+        return replace(self, student=student, teacher=teacher, curved=tuple(curved))
+
+
+def softmax_weights(
+    sweep: Sweep,
+    divergence_weights: Tensor,
+    label_weights: Tensor | None,
+    labels: Tensor | None,
+    shard: VocabShard,
+    kept: Sequence[tuple[KeptTerm, RowGradient]] = (),
+) -> tuple[SoftmaxWeights, ...]:
+    """Weights for each temperature that has a gradient.
+
+    Shapes: all ``[N]``; labels are global ids, given if the label weights are.
+    """
+    temperatures = dict.fromkeys(
+        (*sweep.temperatures, *(one.term.temperature for one, _ in kept)),
+    )
+    weights = []
+    for temperature in temperatures:
+        student = nothing = torch.zeros_like(divergence_weights).unsqueeze(1)
+        teacher: Tensor | None = None
+        curved: list[Curved] = []
+        points: list[tuple[Tensor, Tensor]] = []
+        used: list[Tensor] = []
+        others: list[Others] = []
+        if temperature == 1.0 and label_weights is not None and labels is not None:
+            student = label_weights.unsqueeze(1)
+            owned = torch.where(shard.owns(labels), label_weights, 0.0)
+            points.append((shard.local(labels).unsqueeze(1), -owned.unsqueeze(1)))
+        for term in sweep.terms:
+            if term.temperature == temperature:
+                weight = (divergence_weights * (term.coefficient / temperature)).unsqueeze(1)
+                used.append(weight)
+                if term.divergence.is_linear:
+                    student = student + weight
+                    teacher = weight if teacher is None else teacher + weight
+                else:
+                    curved.append(Curved(term, weight, is_one=_is_one(weight)))
+        for one, solved in kept:
+            if one.term.temperature == temperature:
+                weight = (divergence_weights * (one.term.coefficient / temperature)).unsqueeze(1)
+                used.append(weight)
+                reach = _unless_zero(weight, solved.slope.unsqueeze(1))
+                if solved.cut is None:
+                    student = student + reach
+                else:
+                    others.append(Others(reach, solved.columns, solved.cut))
+                points.append((solved.columns, _unless_zero(weight, solved.excess)))
+        if used or points:
+            if student is not nothing:
+                used.append(student)
+            sparse = _may_be_zero(*used)
+            weights.append(
+                SoftmaxWeights(
+                    temperature,
+                    student,
+                    teacher,
+                    tuple(curved),
+                    tuple(points),
+                    sparse,
+                    tuple(others),
+                )
+            )
+    return tuple(weights)
+
+
+def _unless_zero(weight: Tensor, values: Tensor) -> Tensor:
+    """The product; a token of weight zero counts as zero whatever its values are."""
+    return torch.where(weight == 0, 0.0, weight * values.to(weight.dtype))
+
+
+def scale_rows_(
+    values: Tensor, weight: Tensor, *, sparse: bool, factor: Tensor | None = None
+) -> Tensor:
+    """Multiply rows ``[N, V]`` by weights and factors ``[N, 1]``, in place.
+
+    If ``sparse``, a row of weight zero becomes zero whatever stands in it. The products are rounded
+    before they are subtracted from others, which a fused multiply-add would not do: equal rows with
+    equal weights leave exactly nothing.
+    """
+    values.mul_(weight if factor is None else weight * factor)
+    # Zero times NaN is NaN.
+    return clear_rows_(values, weight == 0) if sparse else values
+
+
+def difference_of_rows(
+    left: Tensor, left_factor: Tensor, right: Tensor, right_factor: Tensor, out: Tensor
+) -> Tensor:
+    """``left left_factor - right right_factor`` of ``[N, V]`` and ``[N, 1]`` into ``out``.
+
+    Overwrites both; the products are rounded, see `scale_rows_`.
+    """
+    return torch.sub(left.mul_(left_factor), right.mul_(right_factor), out=out)
+
+
+def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:
+    """Set rows of ``[N, V]`` to zero where ``unused [N, 1]``, whatever stands there."""
+    if values.device.type != "cpu":
+        return values.masked_fill_(unused, 0.0)
+    return values.index_fill_(0, unused.squeeze(1).nonzero().squeeze(1), 0.0)
+
+
+def scale_softmax_(
+    softmax: Tensor,
+    weights: SoftmaxWeights,
+    spare: Callable[[str], Tensor],
+    *,
+    student: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Multiply the student's softmax ``[N, V]`` by all its weights, in place.
+
+    ``student`` stands in for that of the weights; ``spare`` makes a named buffer to overwrite.
+    """
+    base = weights.student if student is None else student
+    sparse = weights.sparse
+    if not weights.others:
+        return scale_rows_(softmax, base, sparse=sparse, factor=factor)
+    first, *further = weights.others
+    added: Tensor | None = None
+    for others in further:
+        part = spare("others" if added is None else "further others").copy_(softmax)
+        part.scatter_add_(1, others.columns, others.at_kept(part).neg_())
+        scale_rows_(part, others.weight, sparse=True, factor=factor)
+        added = part if added is None else added.add_(part)
+    own = _unless_zero(base if factor is None else base * factor, first.at_kept(softmax))
+    scale_rows_(softmax, base + first.weight, sparse=True, factor=factor)
+    # Taken from itself, nothing is left of what the weight of the others is too large for.
+    softmax.scatter_add_(1, first.columns, first.at_kept(softmax).neg_())
+    softmax.scatter_add_(1, first.columns, own)
+    return softmax if added is None else softmax.add_(added)
+
+
+def _is_one(weight: Tensor) -> bool:
+    """Whether all are one; a GPU is not asked, which would be waited for."""
+    return weight.device.type == "cpu" and bool((weight == 1).all())
+
+
+def _may_be_zero(*weights: Tensor) -> bool:
+    """Whether a weight is zero; a GPU is not asked, since the answer would be waited for."""
+    return any(weight.device.type != "cpu" or bool((weight == 0).any()) for weight in weights)

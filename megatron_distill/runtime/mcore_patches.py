@@ -1,0 +1,403 @@
+"""Every change that lets Megatron-Core run without CUDA and without Transformer Engine.
+
+Megatron-Core names CUDA in three ways, and each has one remedy here:
+
+* calls into ``torch.cuda`` (device, streams, random state): replaced by host equivalents;
+* literals inside functions (``device="cuda"``, ``"torch.cuda.FloatTensor"``): the constant in the
+  function's compiled code is replaced, so that the rest of the function stays upstream's own;
+* features that need a CUDA kernel: replaced functions.
+
+Each entry is checked when it is applied: a missing function or literal is an error, because it
+means that the installed release is not the one these entries were written for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import ConfigError
+
+SUPPORTED_RELEASES = ("0.16.1",)
+
+# Remarks of Megatron-Core about things that are optional or its own to mend.
+_UPSTREAM_REMARKS = (
+    r"Apex is not installed.*",
+    r".*[Tt]ransformer[ _]?[Ee]ngine.*not (installed|found).*",
+    r"full scope is deprecated.*",
+    r"`torch\.distributed\.\w+` is deprecated.*",
+    r"The \.grad attribute of a Tensor that is not a leaf.*",  # views of the distributed optimizer
+    r"`load_state_dict` is deprecated.*",  # its sharded checkpoints' own use of torch's
+    r"Please use DTensor instead.*",
+)
+
+# And one that only matters where there are CUDA streams.
+_CUDA_REMARKS = (r"When using async grad allreduce it is recommended to set .*",)
+
+_FLOAT = {"torch.cuda.FloatTensor": "torch.FloatTensor"}
+_HALF = {
+    ("torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor"): (
+        "torch.HalfTensor",
+        "torch.BFloat16Tensor",
+    )
+}
+_DEVICE = {"cuda": "cpu"}
+
+
+@dataclass(frozen=True)
+class LiteralChange:
+    """Constants to replace in one upstream function, and why it needs it."""
+
+    module: str
+    function: str
+    constants: dict[Any, Any]
+    reason: str
+
+
+LITERAL_CHANGES = (
+    LiteralChange(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_no_pipelining",
+        _DEVICE,
+        "the token counter is created on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_pipelining_without_interleaving",
+        _DEVICE,
+        "the token counter is created on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_pipelining_with_interleaving",
+        _DEVICE,
+        "the token counter is created on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.optimizer",
+        "MixedPrecisionOptimizer.__init__",
+        _DEVICE,
+        "the overflow flag and the unit scale are created on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.optimizer",
+        "FP32Optimizer.__init__",
+        _DEVICE,
+        "the unit scale is created on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.optimizer",
+        "Float16OptimizerWithFloat16Params.__init__",
+        {**_FLOAT, **_HALF},
+        "parameters are sorted by the name of their CUDA tensor type",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        {**_FLOAT, **_HALF},
+        "parameters are sorted by the name of their CUDA tensor type",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.__init__",
+        _HALF,
+        "half-precision parameters are found by the name of their CUDA tensor type",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.clip_grads",
+        "get_grad_norm_fp32",
+        _DEVICE,
+        "the norm is accumulated on the CUDA device",
+    ),
+    LiteralChange(
+        "megatron.core.optimizer.clip_grads",
+        "clip_grad_by_total_norm_fp32",
+        {**_FLOAT, **_DEVICE},
+        "gradients are checked by the name of their CUDA tensor type",
+    ),
+)
+
+
+class HostStream:
+    """A stream that has nothing to order: work on the host is already sequential."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, _: object) -> None:
+        """Return at once; the other stream's work is done."""
+
+    def wait_event(self, _: object) -> None:
+        """Return at once; the event has happened."""
+
+    def synchronize(self) -> None:
+        """Return at once; the stream's work is done."""
+
+    def record_event(self, _: object = None) -> HostEvent:
+        """Return an event that has happened."""
+        return HostEvent()
+
+
+class HostEvent:
+    """An event that has always happened."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        """Do nothing; the event has happened."""
+
+    def wait(self, *_: object) -> None:
+        """Return at once; the event has happened."""
+
+    def synchronize(self) -> None:
+        """Return at once; the event has happened."""
+
+    def query(self) -> bool:
+        """Return True; the event has happened."""
+        return True
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _host_stream_context(_: object) -> Iterator[None]:
+    yield
+
+
+def _host_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _host_tensor(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor
+
+
+def _host_rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_host_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _fork_host_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Run a block under one of the tracker's named random states.
+
+    Upstream's version warns when the host state moved during the block; here the host state is
+    the state that is meant to move.
+    """
+    outside = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
+
+
+# name in torch.cuda -> host equivalent
+TORCH_CUDA_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "current_device": _host_device,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": _host_rng_state,
+    "set_rng_state": _set_host_rng_state,
+    "Stream": HostStream,
+    "Event": HostEvent,
+    "stream": _host_stream_context,
+    "current_stream": HostStream,
+    "default_stream": HostStream,
+}
+
+
+def _upstream(module: str, path: str) -> tuple[Any, str, Any]:
+    """Return (owner, attribute name, object) of a dotted path inside an upstream module."""
+    parts = path.split(".")
+    try:
+        owner = reduce(getattr, parts[:-1], importlib.import_module(module))
+        return owner, parts[-1], getattr(owner, parts[-1])
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"megatron-core {version('megatron-core')} has no {module}.{path}, which the CPU "
+            f"patches change; install one of {', '.join(SUPPORTED_RELEASES)}"
+        ) from error
+
+
+def _with_constants(
+    code: types.CodeType, constants: dict[Any, Any], seen: set[Any]
+) -> types.CodeType:
+    """Return the code object with constants exchanged, nested functions included."""
+
+    def exchange(constant: Any) -> Any:
+        if isinstance(constant, types.CodeType):
+            return _with_constants(constant, constants, seen)
+        if isinstance(constant, str | tuple) and constant in constants:
+            seen.add(constant)
+            return constants[constant]
+        return constant
+
+    return code.replace(co_consts=tuple(exchange(constant) for constant in code.co_consts))
+
+
+def change_literals(change: LiteralChange) -> None:
+    """Exchange the literals of one upstream function in place.
+
+    Raises ConfigError when the function or one of the literals does not exist.
+    """
+    _, _, found = _upstream(change.module, change.function)
+    function = inspect.unwrap(getattr(found, "__func__", found))  # class methods are bound
+    seen: set[Any] = set()
+    code = _with_constants(function.__code__, change.constants, seen)
+    missing = set(change.constants) - seen
+    if missing:
+        raise ConfigError(
+            f"{change.module}.{change.function} no longer holds {sorted(map(str, missing))}, which "
+            f"the CPU patches replace ({change.reason}); install megatron-core "
+            f"{', '.join(SUPPORTED_RELEASES)}"
+        )
+    function.__code__ = code
+
+
+def prepare_megatron_core(*, on_cuda: bool) -> None:
+    """Import Megatron-Core quietly, and patch it where CUDA or Transformer Engine are missing.
+
+    Must come before any other import of `megatron.core`; a second call does nothing. Raises
+    ConfigError when there is no CUDA and the installed release is not a known one.
+    """
+    for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
+        warnings.filterwarnings("ignore", message=message)
+    if on_cuda:
+        importlib.import_module("megatron.core")
+    else:
+        _patch_for_cpu()
+        mend_gathering()
+    if find_spec("transformer_engine") is None:
+        # The router asks whether this name is None, but it is set only when the import succeeds.
+        router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        vars(router)["te_general_gemm"] = None
+    mend_gradient_norm()
+    mend_loading()
+
+
+def _patch_for_cpu() -> None:
+    if torch.cuda.current_device is _host_device:
+        return
+    release = version("megatron-core")
+    if release not in SUPPORTED_RELEASES:
+        raise ConfigError(
+            f"megatron-core {release} is installed, and running it without CUDA is known for "
+            f"{', '.join(SUPPORTED_RELEASES)} only; install one of those"
+        )
+    # Fused element-wise functions are compiled by decoration at import. Nothing here uses them, and
+    # loading the compiler costs every process four seconds.
+    with patch.object(torch, "compile", _leave_uncompiled):
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    for name, replacement in TORCH_CUDA_REPLACEMENTS.items():
+        setattr(torch.cuda, name, replacement)
+    # The optimizer's checkpoint moves what it sends with `.cuda()`.
+    torch.Tensor.cuda = _host_tensor  # type: ignore[assignment,method-assign]
+    for change in LITERAL_CHANGES:
+        change_literals(change)
+    for module, path, replacement in _function_replacements():
+        owner, name, _ = _upstream(module, path)
+        setattr(owner, name, replacement)
+
+
+def _leave_uncompiled(function: Any = None, **_: object) -> Any:
+    return function if function is not None else lambda decorated: decorated
+
+
+def _function_replacements() -> tuple[tuple[str, str, Any], ...]:
+    """Return (module, path, replacement) for what no literal change can mend."""
+    random = "megatron.core.tensor_parallel.random"
+    return (
+        # They reach into torch._C for the CUDA generators.
+        (random, "_get_cuda_rng_state", _host_rng_state),
+        (random, "_set_cuda_rng_state", _set_host_rng_state),
+        # Recomputation and dropout fork a CUDA state and insist that the host state stays put.
+        (random, "CudaRNGStatesTracker.fork", _fork_host_rng),
+    )
+
+
+def mend_loading() -> None:
+    """Let the distributed optimizer be loaded from tensors that are not all there.
+
+    torch's Adam counts its steps per parameter; the count is loaded on its own, but upstream looks
+    for it among the parameter's tensors. In fp32 the weights that the optimizer steps are the
+    model's own, which need no second place in a checkpoint. What is missing stays as it is. A
+    second call does nothing.
+    """
+    kind = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    upstream = kind._set_main_param_and_optimizer_states  # noqa: SLF001
+    if upstream.__module__ == __name__:
+        return
+
+    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        present = self._get_main_param_and_optimizer_states(model_param)
+        upstream(self, model_param, {**present, **tensors})
+
+    kind._set_main_param_and_optimizer_states = set_states  # noqa: SLF001
+
+
+def mend_gathering() -> None:
+    """Gather parameters as late as asked for, but wait for them; for gloo.
+
+    Its all-gather, asynchronous and coalesced, corrupts the heap of a process that allocates
+    meanwhile: with torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A
+    second call does nothing.
+    """
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    kind = buffers._ParamAndGradBucketGroup  # noqa: SLF001
+    upstream = kind.start_param_sync
+    if upstream.__module__ == __name__:
+        return
+
+    def start_param_sync(self: Any, **_: object) -> None:
+        upstream(self, force_sync=True)
+
+    kind.start_param_sync = start_param_sync
+
+
+def mend_gradient_norm() -> None:
+    """Measure and scale gradients where they are, if neither Transformer Engine nor Apex does it.
+
+    Upstream's stand-in for their kernels fetches the norm of every gradient to the host, one by
+    one, and scales into temporaries. A second call changes nothing.
+    """
+    gradients = importlib.import_module("megatron.core.optimizer.clip_grads")
+    stand_ins = importlib.import_module("megatron.core.utils")
+    if gradients.multi_tensor_applier is stand_ins.local_multi_tensor_applier:
+        vars(gradients)["l2_norm_impl"] = _norm
+        vars(gradients)["multi_tensor_scale_impl"] = _scale
+
+
+def _norm(_: int, __: Tensor, lists: Sequence[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
+    """Return the Euclidean norm of all gradients as one vector, fp32 [1]."""
+    norms = torch._foreach_norm(lists[0])  # noqa: SLF001
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _scale(_: int, __: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
+    """Scale gradients in place; upstream names each list as its own destination."""
+    sources, destinations = lists
+    assert all(a is b for a, b in zip(sources, destinations, strict=True))
+    torch._foreach_mul_(destinations, factor)

@@ -1,0 +1,70 @@
+"""A teacher's words on disk: written once by any number of processes, read by sample id."""
+
+from megatron_distill.store.binary import pack, unpack
+from megatron_distill.store.manifest import Manifest, ShardProof, Totals
+from megatron_distill.store.maxtext import convert_maxtext
+from megatron_distill.store.plan import (
+    UNKNOWN,
+    CaptureSettings,
+    Identity,
+    Plan,
+    Support,
+    tokenizer_folder,
+)
+from megatron_distill.store.reader import StoreReader, StoreSet, find_stores
+from megatron_distill.store.records import (
+    DrawnEntries,
+    PositionScalars,
+    SampleRecord,
+    SampleTokens,
+    TopKEntries,
+    cut_to_k,
+    cut_to_mass,
+)
+from megatron_distill.store.sampling import draw_ids
+from megatron_distill.store.to_signals import sampled_signal, top_k_signal
+from megatron_distill.store.verify import (
+    CodecError,
+    Problem,
+    VerificationReport,
+    measure_codec,
+    repair,
+    verify,
+)
+from megatron_distill.store.writer import ShardWriter, StoreWriter
+
+__all__ = [
+    "UNKNOWN",
+    "CaptureSettings",
+    "CodecError",
+    "DrawnEntries",
+    "Identity",
+    "Manifest",
+    "Plan",
+    "PositionScalars",
+    "Problem",
+    "SampleRecord",
+    "SampleTokens",
+    "ShardProof",
+    "ShardWriter",
+    "StoreReader",
+    "StoreSet",
+    "StoreWriter",
+    "Support",
+    "TopKEntries",
+    "Totals",
+    "VerificationReport",
+    "convert_maxtext",
+    "cut_to_k",
+    "cut_to_mass",
+    "draw_ids",
+    "find_stores",
+    "measure_codec",
+    "pack",
+    "repair",
+    "sampled_signal",
+    "tokenizer_folder",
+    "top_k_signal",
+    "unpack",
+    "verify",
+]

@@ -1,0 +1,283 @@
+"""What a store is to hold: capture settings, identity, and which shard holds which samples."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from megatron_distill.errors import StoreError
+from megatron_distill.store.codecs import CODECS
+from megatron_distill.store.sealed import sealed, unsealed
+
+__all__ = [
+    "CaptureSettings",
+    "FORMAT",
+    "Identity",
+    "Mode",
+    "Plan",
+    "Support",
+    "UNKNOWN",
+    "VERSION",
+    "data_name",
+    "plan_differences",
+    "require_version",
+    "shard_folder",
+    "sidecar_name",
+    "tokenizer_folder",
+]
+
+FORMAT: Final = "megatron-distill teacher store"
+VERSION: Final = 1
+PLAN: Final = "plan.json"
+MANIFEST: Final = "manifest.json"
+UID_BYTES: Final = 8
+UNKNOWN: Final = "unknown"  # a digest that a store's source did not tell
+
+Mode = Literal["top_k", "sampled"]
+Support = Literal["tail", "renormalized", "raw"]
+Normalisation = Literal["vocabulary", "kept"]
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What is stored of a teacher's distributions.
+
+    Attributes:
+        k: ids per position, or draws where `mode` is sampled.
+        vocab_size: real ids, without padding columns.
+        sequence_length: positions S of a sample.
+        mode: the most probable ids, or ids drawn with replacement.
+        codec: f32 (every bit), f16 or u8.
+        top_p: mass after which a position's ids were cut, or None.
+        temperatures: further ones at which the normaliser and the tail are known exactly.
+        sampling_seed: of the draws.
+        normalised_over: "kept" where the source knew nothing but k logits: the records then have no
+            tail and no scalars.
+
+    Raises:
+        StoreError: a value is out of range, or two do not go together.
+    """
+
+    k: int
+    vocab_size: int
+    sequence_length: int
+    mode: Mode = "top_k"
+    codec: str = "u8"
+    top_p: float | None = None
+    temperatures: tuple[float, ...] = ()
+    sampling_seed: int | None = None
+    normalised_over: Normalisation = "vocabulary"
+
+    def __post_init__(self) -> None:
+        for wrong in self._problems():
+            raise StoreError(f"capture settings: {wrong}")
+
+    def _problems(self) -> Iterator[str]:
+        if not 1 <= self.vocab_size <= 1 << 31:
+            yield f"vocab_size is {self.vocab_size}; it must be between 1 and {1 << 31}"
+        if not 1 <= self.k <= (self.vocab_size if self.mode == "top_k" else 65535):
+            yield (
+                f"k is {self.k}; it must be between 1 and the vocabulary of {self.vocab_size}, or "
+                "65535 draws"
+            )
+        if not 1 <= self.sequence_length < 1 << 31:
+            yield f"sequence_length is {self.sequence_length}; it must be at least 1"
+        if self.mode not in get_args(Mode):
+            yield f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}"
+        if self.codec not in CODECS:
+            yield f"codec is {self.codec!r}; it must be one of {', '.join(CODECS)}"
+        if self.top_p is not None and not 0 < self.top_p < 1:
+            yield f"top_p is {self.top_p}; it must be between 0 and 1, or null to keep k ids"
+        if not all(0 < t < math.inf and t != 1.0 for t in self.temperatures):
+            yield f"temperatures are {self.temperatures}; they must be positive and not 1"
+        if list(self.temperatures) != sorted(set(self.temperatures)) or len(self.temperatures) > 99:
+            yield f"temperatures are {self.temperatures}; they must ascend, 99 at most"
+        if (self.mode == "sampled") != (self.sampling_seed is not None):
+            yield "sampling_seed belongs to mode: sampled, and to no other"
+        if self.normalised_over not in get_args(Normalisation):
+            yield f"normalised_over is {self.normalised_over!r}; it must be vocabulary or kept"
+        needs_normaliser = self.mode == "sampled" or self.top_p is not None or self.temperatures
+        if self.normalised_over == "kept" and needs_normaliser:
+            yield "top_p, temperatures and mode: sampled need normalised_over: vocabulary"
+        if self.mode == "sampled" and (self.top_p is not None or self.temperatures):
+            yield "top_p and temperatures belong to mode: top_k"
+
+    @property
+    def supports(self) -> tuple[Support, ...]:
+        """Supports of a top-k that records can serve; empty where ids are drawn."""
+        if self.mode == "sampled":
+            return ()
+        return ("renormalized",) if self.normalised_over == "kept" else get_args(Support)
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What the records do not know of their teacher."""
+        if self.normalised_over == "vocabulary":
+            return ()
+        return ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose words a store holds, about which tokens.
+
+    Attributes:
+        teacher: digest of the weights.
+        tokenizer: digest of its files.
+        dataset: digest of corpus, packing and order.
+        settings: anything else in plain JSON values, such as names.
+    """
+
+    teacher: str
+    tokenizer: str
+    dataset: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`samples` records in shards of `samples_per_shard`, the last one shorter.
+
+    Raises:
+        StoreError: there is nothing to hold.
+    """
+
+    settings: CaptureSettings
+    identity: Identity
+    samples: int
+    samples_per_shard: int
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "samples_per_shard"):
+            if getattr(self, name) < 1:
+                raise StoreError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return -(-self.samples // self.samples_per_shard)
+
+    def first(self, shard: int) -> int:
+        """Id of the first sample of a shard."""
+        return shard * self.samples_per_shard
+
+    def count(self, shard: int) -> int:
+        """Samples of a shard."""
+        return min(self.samples_per_shard, self.samples - self.first(shard))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: what plan.json holds."""
+        identity = asdict(self.identity) | {"settings": dict(self.identity.settings)}
+        capture = asdict(self.settings) | {"temperatures": list(self.settings.temperatures)}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "capture": capture,
+            "identity": identity,
+            "samples": self.samples,
+            "samples_per_shard": self.samples_per_shard,
+        }
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of plan.json."""
+        return sealed(self.as_json())
+
+    @cached_property  # asked for with every record
+    def uid(self) -> bytes:
+        """Eight bytes that tie records to this plan: the head of SHA-256 of plan.json."""
+        return hashlib.sha256(self.content).digest()[:UID_BYTES]
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan:
+        """The plan of a store. Raises StoreError: no store, another version, or damaged."""
+        path = folder / PLAN
+        if not path.is_file():
+            raise StoreError(f"{folder}: no teacher store, it has no {PLAN}; correct the path")
+        value = unsealed(path, advice="restore it from a copy, nothing else can")
+        require_version(path, value)
+        try:
+            capture = dict(value["capture"])
+            capture["temperatures"] = tuple(capture["temperatures"])
+            plan = cls(
+                CaptureSettings(**capture),
+                Identity(**value["identity"]),
+                value["samples"],
+                value["samples_per_shard"],
+            )
+        except (KeyError, TypeError, ValueError, StoreError) as error:
+            raise StoreError(f"{path}: not what this release writes ({error})") from error
+        if plan.content != sealed({name: part for name, part in value.items() if name != "seal"}):
+            raise StoreError(f"{path}: holds more than this release knows; use a later one")
+        return plan
+
+    def require_same(
+        self, found: Plan, path: Path, *, named: Callable[[str], str] | None = None
+    ) -> None:
+        """Raise StoreError naming what differs, unless the plans are equal.
+
+        `named` has words for what differs, such as `capture.k`; None: the last of these.
+        """
+        differences = plan_differences(found.as_json(), self.as_json(), named or _own_name)
+        if differences:
+            raise StoreError(
+                f"{path}: the store was begun with another plan ({'; '.join(differences)}); restore"
+                " these settings to go on with it, or name another folder"
+            )
+
+
+def require_version(path: Path, value: Any) -> None:
+    """Raise StoreError unless a JSON value is of this format and version."""
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise StoreError(f"{path}: not of a {FORMAT}; correct the path")
+    if value.get("version") != VERSION:
+        raise StoreError(
+            f"{path}: version {value.get('version')} of the store's format; this release reads "
+            f"version {VERSION}: use the release that wrote it, or capture anew"
+        )
+
+
+def plan_differences(
+    there: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    named: Callable[[str], str],
+    prefix: str = "",
+) -> list[str]:
+    """Say of two plans, or of parts of them below `prefix`, each value that differs."""
+    found = []
+    for key in sorted(there.keys() | wanted.keys()):
+        one, other = there.get(key), wanted.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += plan_differences(one, other, named, f"{prefix}{key}.")
+        elif one != other:
+            found.append(f"{named(f'{prefix}{key}')} is {one!r} there and {other!r} here")
+    return found
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("capture.").removeprefix("identity.").removeprefix("settings.")
+
+
+def shard_folder(folder: Path) -> Path:
+    """Where a store's shards are."""
+    return folder / "shards"
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a store keeps the tokenizer of its tokens; no reader of records needs it."""
+    return folder / "tokenizer"
+
+
+def data_name(shard: int) -> str:
+    """File name of a shard's records."""
+    return f"logits-{shard:06d}.array_record"
+
+
+def sidecar_name(shard: int) -> str:
+    """File name of what proves a shard."""
+    return f"logits-{shard:06d}.json"

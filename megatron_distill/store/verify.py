@@ -1,0 +1,299 @@
+"""Reads all of a store, says what is wrong with it, and takes bad shards out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.errors import StoreError
+from megatron_distill.runtime.atomic_files import flush_folder, write_errors
+from megatron_distill.store.binary import decode, pack, require_record, unpack
+from megatron_distill.store.checks import repeated_ids, value_problems
+from megatron_distill.store.codecs import CODECS
+from megatron_distill.store.container import RecordFile
+from megatron_distill.store.manifest import Manifest, ShardProof, file_sha256
+from megatron_distill.store.plan import (
+    MANIFEST,
+    CaptureSettings,
+    Plan,
+    data_name,
+    shard_folder,
+    sidecar_name,
+)
+from megatron_distill.store.records import (
+    Floats,
+    Integers,
+    PositionScalars,
+    SampleRecord,
+    TopKEntries,
+)
+from megatron_distill.store.sealed import repair_advice
+
+__all__ = ["CodecError", "Problem", "VerificationReport", "measure_codec", "repair", "verify"]
+
+
+_READ_RECORDS: Final = 8
+QUARANTINE: Final = "quarantine"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        file: path inside of the store.
+        shard: its number, or None for a file of the whole store.
+        sample_id: None where it is the file as a whole.
+        text: what is wrong.
+    """
+
+    file: str
+    shard: int | None
+    sample_id: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """What `verify` found.
+
+    Attributes:
+        plan: of the store.
+        problems: all of them, by shard and sample.
+        missing: planned shards that are not there, which is no problem of the shards that are.
+        samples: how many were read and found good.
+    """
+
+    plan: Plan
+    problems: tuple[Problem, ...]
+    missing: tuple[int, ...]
+    samples: int
+
+    @property
+    def bad_shards(self) -> tuple[int, ...]:
+        """Shards that hold a problem."""
+        return tuple(sorted({p.shard for p in self.problems if p.shard is not None}))
+
+
+def verify(
+    folder: Path, *, progress: Callable[[int, int], None] | None = None
+) -> VerificationReport:
+    """Read every byte of a store and check everything that can be checked without the teacher.
+
+    Args:
+        progress: called after each shard with how many are done, of how many.
+
+    Raises:
+        StoreError: there is no plan that could be believed.
+    """
+    plan = Plan.load(folder)
+    problems, missing, good = [], [], 0
+    manifest: Manifest | None = None
+    try:
+        manifest = Manifest.load(folder, plan)
+    except StoreError as error:
+        problems.append(Problem(MANIFEST, None, None, _plain(error, folder / MANIFEST, folder)))
+    for shard in range(plan.shards):
+        there = shard_folder(folder) / sidecar_name(shard)
+        if manifest is None and not there.exists():
+            missing.append(shard)
+        else:
+            expected = None if manifest is None else manifest.shards[shard]
+            found = list(_shard_problems(folder, plan, shard, expected))
+            bad_samples = {problem.sample_id for problem in found}
+            good += 0 if None in bad_samples else plan.count(shard) - len(bad_samples)
+            problems += found
+        if progress is not None:
+            progress(shard + 1, plan.shards)
+    return VerificationReport(plan, tuple(problems), tuple(missing), good)
+
+
+def _shard_problems(
+    folder: Path, plan: Plan, shard: int, expected: ShardProof | None
+) -> Iterator[Problem]:
+    path = shard_folder(folder) / data_name(shard)
+    name = str(path.relative_to(folder))
+    proof: ShardProof | None = expected
+    try:
+        proof = ShardProof.load(folder, plan, shard)
+    except StoreError as error:
+        sidecar = path.with_name(sidecar_name(shard))
+        text = _plain(error, sidecar, folder)
+        yield Problem(str(sidecar.relative_to(folder)), shard, None, text)
+    if proof is not None and expected is not None and proof != expected:
+        yield Problem(name, shard, None, f"{MANIFEST} and {sidecar_name(shard)} do not agree")
+    try:
+        file = RecordFile(path, count=plan.count(shard))
+    except StoreError as error:
+        yield Problem(name, shard, None, _plain(error, path, folder))
+        return
+    try:
+        if proof is not None and file_sha256(path) != proof.sha256:
+            yield Problem(name, shard, None, "its bytes do not match the SHA-256 of its sidecar")
+        yield from _record_problems(file, plan, shard, name, proof)
+    finally:
+        file.close()
+
+
+def _record_problems(
+    file: RecordFile, plan: Plan, shard: int, name: str, proof: ShardProof | None
+) -> Iterator[Problem]:
+    root = hashlib.blake2b(digest_size=32)
+    is_whole = True
+    for position, content, damage in _contents(file, plan.count(shard)):
+        sample_id = plan.first(shard) + position
+        if damage is not None or content is None:
+            is_whole = False
+            yield Problem(name, shard, sample_id, damage or "missing")
+            continue
+        try:
+            header = require_record(
+                content, capture_uid=plan.uid, sample_id=sample_id, settings=plan.settings
+            )
+            record = decode(content, header)
+        except StoreError as error:
+            is_whole = False
+            yield Problem(name, shard, sample_id, str(error))
+            continue
+        root.update(header.digest)
+        for problems in (value_problems(record, plan.settings), repeated_ids(record)):
+            for text in problems:
+                yield Problem(name, shard, sample_id, text)
+    if proof is not None and is_whole and root.hexdigest() != proof.token_root:
+        yield Problem(name, shard, None, "its tokens do not match the token root of its sidecar")
+
+
+def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None, str | None]]:
+    """Position, content and damage of all records; one bad record does not hide its neighbours."""
+    for start in range(0, count, _READ_RECORDS):
+        positions = range(start, min(start + _READ_RECORDS, count))
+        try:
+            together = file.read(positions)
+        except StoreError:
+            for position in positions:
+                try:
+                    yield position, file.read([position])[0], None
+                except StoreError as error:
+                    yield position, None, _plain(error, file.path, file.path.parent.parent)
+            continue
+        for position, content in zip(positions, together, strict=True):
+            yield position, content, None
+
+
+def repair(folder: Path, report: VerificationReport) -> list[Path]:
+    """Move bad shards to quarantine, so that they are holes of the writer, and say what was moved.
+
+    A manifest that is damaged, or that counts shards moved, goes too: the writer makes it anew.
+    An interrupted repair leaves whole shards or holes, and is done by running it again.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    shards = shard_folder(folder)
+    moved = []
+    names = [Path(name) for shard in report.bad_shards for name in _names(shard)]
+    wanted = [shards / name for name in names]
+    if report.bad_shards or any(problem.file == MANIFEST for problem in report.problems):
+        # First what vouches for a file, then the file.
+        wanted.insert(0, folder / MANIFEST)
+    with write_errors(folder / QUARANTINE):
+        for path in wanted:
+            if path.exists():
+                (folder / QUARANTINE).mkdir(exist_ok=True)
+                target = _free_name(folder / QUARANTINE / path.name)
+                path.rename(target)
+                flush_folder(path.parent)
+                moved.append(target)
+        if moved:
+            flush_folder(folder / QUARANTINE)
+    return moved
+
+
+def _names(shard: int) -> tuple[str, str]:
+    return sidecar_name(shard), data_name(shard)
+
+
+def _free_name(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _plain(error: StoreError, path: Path, folder: Path) -> str:
+    """An error without the path and the advice, which a report has no need of."""
+    text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.parent}: ")
+    for is_file in (True, False):
+        text = text.removesuffix(f"; {repair_advice(folder, file=is_file)}")
+    return text
+
+
+@dataclass(frozen=True)
+class CodecError:
+    """KL divergence of decoded from exact distributions over the kept ids and the tail, in nats.
+
+    Attributes:
+        codec: which one.
+        bytes_per_token: of a whole record, without the container.
+        mean: over positions.
+        p99: its 99th percentile.
+        largest_log_prob: largest error of a kept log-probability whose probability is above 1e-4.
+    """
+
+    codec: str
+    bytes_per_token: float
+    mean: float
+    p99: float
+    largest_log_prob: float
+
+
+def measure_codec(
+    codec: str, ids_SK: Integers, log_probs_SK: Floats, log_tail_S: Floats, *, vocab_size: int
+) -> CodecError:
+    """Store and read back S positions with a codec, and compare.
+
+    Shapes: ids and log-probs ``[S, K]``, descending, and log tails ``[S]`` that complete them.
+    """
+    positions, k = ids_SK.shape
+    assert codec in CODECS
+    settings = CaptureSettings(k=k, vocab_size=vocab_size, sequence_length=positions, codec=codec)
+    zeros = np.zeros(positions, np.float32)
+    record = SampleRecord(
+        sample_id=0,
+        tokens_S1=np.zeros(positions + 1, np.int32),
+        document_ids_S1=np.zeros(positions + 1, np.int32),
+        flags_S1=np.full(positions + 1, 3, np.uint8),
+        entries=TopKEntries(ids_SK, log_probs_SK, log_tail_S),
+        scalars=PositionScalars(zeros, zeros, zeros),
+    )
+    packed = pack(record, settings, bytes(8))
+    decoded = unpack(packed).top_k
+    assert decoded.log_tail_S is not None
+    exact = _distribution(log_probs_SK, log_tail_S)
+    found = _distribution(decoded.log_probs_SK, decoded.log_tail_S)
+    with np.errstate(invalid="ignore"):
+        terms = np.where(exact > -np.inf, np.exp(exact) * (exact - found), 0.0)
+    divergence = terms.sum(1)
+    counts = log_probs_SK > np.log(1e-4)
+    error = np.abs(log_probs_SK.astype(np.float64) - decoded.log_probs_SK)[counts]
+    return CodecError(
+        codec=codec,
+        bytes_per_token=len(packed) / positions,
+        mean=float(divergence.mean()),
+        p99=float(np.quantile(divergence, 0.99)),
+        largest_log_prob=float(error.max(initial=0.0)),
+    )
+
+
+def _distribution(log_probs_SK: Floats, log_tail_S: Floats) -> NDArray[np.float64]:
+    """Log-probabilities [S, K + 1] whose rows sum to one in fp64."""
+    values = np.concatenate([log_probs_SK, log_tail_S[:, None]], axis=1).astype(np.float64)
+    total: NDArray[np.float64] = values - np.logaddexp.reduce(values, axis=1, keepdims=True)
+    return total

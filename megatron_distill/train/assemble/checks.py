@@ -1,0 +1,71 @@
+"""What a job is told before any of its data is read: models, stores, files, an earlier run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_distill.config import JobConfig, ModelConfig, RunConfig
+from megatron_distill.errors import ConfigError
+from megatron_distill.store import find_stores
+from megatron_distill.train.assemble.identity import require_files
+from megatron_distill.train.assemble.models import build_terms, check_vocabularies, read_origin
+from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.checkpoint.folder import complete_checkpoints
+from megatron_distill.train.metrics import require_installed
+
+__all__ = ["check_models", "check_start", "newest_checkpoint"]
+
+
+def check_start(config: JobConfig) -> None:
+    """Raise a MegatronDistillError for all that neither tokenizer nor data decide.
+
+    Nothing is written, so that a start that fails here leaves everything as it was. Needs no world;
+    to be called on the rank that reads, inside of `together`.
+    """
+    check_models(config, Vocabulary.unknown())
+    for model in config.models.values():
+        for entry in model.store or ():
+            find_stores([entry.path])
+    require_files(config)
+    if isinstance(config, RunConfig):
+        newest_checkpoint(config)
+        require_installed(
+            tensorboard=config.logging.tensorboard, wandb=config.logging.wandb is not None
+        )
+
+
+def check_models(config: JobConfig, vocabulary: Vocabulary) -> None:
+    """Raise ConfigError or CheckpointError unless the models are there and fit the job.
+
+    Reads configurations and the files' headers, no weights. Needs no world.
+    """
+    found = {
+        role: read_origin(model, role, config, vocabulary).architecture
+        for role, model in config.models.items()
+        if _is_named(model)
+    }
+    if isinstance(config, RunConfig) and vocabulary.is_known:
+        build_terms(config, found["student"])
+        if "teacher" in found:
+            check_vocabularies(config, found["student"], found["teacher"])
+
+
+def _is_named(model: ModelConfig) -> bool:
+    """Return whether a section names a model, and not only stores of what one computed."""
+    others = (model.hf, model.checkpoint, model.architecture)
+    return model.store is None or any(source is not None for source in others)
+
+
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """Return the newest complete checkpoint of an earlier start, for this one to go on from.
+
+    Raises ConfigError: there is one, and `checkpoint.resume` is off.
+    """
+    complete = complete_checkpoints(Path(config.output) / "checkpoints")
+    newest = complete[-1] if complete else None
+    if newest is not None and config.checkpoint.save and not config.checkpoint.resume:
+        raise ConfigError(
+            f"checkpoint.resume=false, but an earlier run left {newest}; the two would mix: remove "
+            "it, change `output`, or set checkpoint.resume=true"
+        )
+    return newest if config.checkpoint.resume else None

@@ -1,0 +1,154 @@
+"""From a configuration to tokens: training stream, held-out batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_distill.config import DataConfig, RunConfig
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.samples import SampleSource
+from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.tokenizers.open import (
+    Tokenizer,
+)
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.collectives import on_first_rank
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.assemble.sources import data_options, source_names, source_specs
+from megatron_distill.train.assemble.stored import Stored, stored_held_out, stored_source
+from megatron_distill.train.source_metrics import LabelTotals
+
+_LOGGER = get_logger(__name__)
+
+
+def open_training_loader(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> StepLoader:
+    """Open the training stream on the first rank and a loader on every rank.
+
+    Without sources the samples are those of the stores. Raises DataError on all ranks.
+    """
+
+    def opened() -> SampleSource | None:
+        if stored is not None and not config.data.sources:
+            return stored_source(config, stored)
+        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
+        return open_training(
+            source_specs(config.data.sources),
+            tokenizer=tokenizer,
+            options=data_options(config),
+            seed=config.seed,
+        )
+
+    return open_loader(
+        on_first_rank(opened, device=device),
+        config.data,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        groups=groups,
+        device=device,
+        prefetch=2,
+        sources=len(source_names(config, held_out=False)),
+    )
+
+
+def read_validation(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> list[StepBatches]:
+    """Read the held-out samples once; they stay in memory as batches of the training's size.
+
+    Raises DataError or StoreError on all ranks.
+    """
+    if config.validation.samples == 0:
+        return []
+    own = config.data.validation_sources
+    options = data_options(config)
+
+    def opened() -> SampleSource | None:
+        if stored is not None and not config.data.sources:
+            return stored_held_out(config, stored)
+        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
+        return read_held_out(
+            source_specs(own or config.data.sources),
+            tokenizer=tokenizer,
+            options=_whole(options) if own else options,
+            samples=config.validation.samples,
+        )
+
+    steps = -(-config.validation.samples // config.train.global_batch_size)
+    loader = open_loader(
+        on_first_rank(opened, device=device),
+        config.data,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        groups=groups,
+        device=device,
+        prefetch=0,
+        sources=len(source_names(config, held_out=True)),
+    )
+    try:
+        found = [loader.take(step) for step in range(1, steps + 1)]
+    finally:
+        loader.close()
+    _warn_of_empty(config, found)
+    return found
+
+
+def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
+    """Name the sources whose share of the held-out samples has nothing to measure."""
+    names = source_names(config, held_out=True)
+    by_source = LabelTotals.of(steps, names if len(names) > 1 else ()).by_source
+    empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
+    if empty:
+        _LOGGER.warning(
+            "validation.samples=%d leaves nothing held out of %s; raise it, or its weight",
+            config.validation.samples,
+            ", ".join(empty),
+        )
+
+
+def _whole(options: DataOptions) -> DataOptions:
+    return replace(options, validation_fraction=1.0)
+
+
+def open_loader(
+    source: SampleSource | None,
+    data: DataConfig,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    groups: Groups,
+    device: torch.device,
+    prefetch: int,
+    sources: int = 1,
+) -> StepLoader:
+    """Open the loader of a source that lives on the first rank, on every rank."""
+    return StepLoader(
+        source,
+        sequence_length=data.sequence_length,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=groups.data.rank(),
+        data_parallel_size=groups.data.size(),
+        context_parallel_rank=groups.context.rank(),
+        context_parallel_size=groups.context.size(),
+        isolate_documents=data.isolate_documents,
+        device=device,
+        group=groups.world,
+        prefetch=prefetch,
+        sources=sources,
+    )

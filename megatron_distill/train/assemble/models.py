@@ -1,0 +1,421 @@
+"""From a configuration to models: student, teacher, objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.config import (
+    PARAMETERS,
+    ArchitectureConfig,
+    JobConfig,
+    ModelConfig,
+    RunConfig,
+    TermConfig,
+    check_architecture,
+)
+from megatron_distill.errors import CheckpointError, ConfigError
+from megatron_distill.losses import Term
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import HiddenStateGPT, align_head, build_gpt, vocab_shard
+from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.model import (
+    HuggingFaceWeights,
+    ModelDescription,
+    describe,
+)
+from megatron_distill.models.weights import WeightSource, fill
+from megatron_distill.ops import LogitRule, VocabShard
+from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.groups import (
+    Groups,
+    Layout,
+    create_groups,
+    destroy_groups,
+    seed_everything,
+)
+from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint.reader import CheckpointWeights
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.run_state import check_same_model, saved_architecture
+from megatron_distill.train.teachers.live import OnlineTeacher
+
+_TEACHER_SEED_OFFSET = 1
+
+
+def build_student(
+    config: RunConfig, origin: Origin, *, groups: Groups, execution: Execution
+) -> list[HiddenStateGPT]:
+    """Build the student's chunks with the weights of its origin, or random ones."""
+    return _build(origin, groups=groups, execution=execution, seed=config.seed)
+
+
+def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabulary) -> Origin | None:
+    """Return where the live teacher comes from; None without one, or where a store takes its place.
+
+    Raises ConfigError or CheckpointError on all ranks, as `find_origin`, and where the vocabularies
+    differ.
+
+    Collective: world, short objects.
+    """
+    if config.teacher is None or config.teacher.store is not None:
+        return None
+    origin = find_origin(config.teacher, "teacher", config, vocabulary)
+    check_vocabularies(config, student, origin.architecture)
+    return origin
+
+
+def check_vocabularies(config: RunConfig, student: Architecture, teacher: Architecture) -> None:
+    """Raise ConfigError unless student and teacher have vocabularies of one size."""
+    if student.vocab_size == teacher.vocab_size:
+        return
+    change = (
+        f"set student.architecture.vocab_size to {teacher.vocab_size} and use the teacher's "
+        "tokenizer"
+    )
+    if config.student.architecture is None:
+        source = "hf" if config.student.hf is not None else "checkpoint"
+        change = (
+            f"choose a student.{source} with {teacher.vocab_size} tokens, or another teacher; a "
+            "student that starts from random weights has student.architecture.vocab_size"
+        )
+    raise ConfigError(
+        f"the teacher's vocabulary has {teacher.vocab_size} tokens and the student's "
+        f"{student.vocab_size}; distillation on logits needs one vocabulary: {change}"
+    )
+
+
+def build_online_teacher(
+    config: JobConfig,
+    origin: Origin,
+    *,
+    groups: Groups,
+    execution: Execution,
+    shard: VocabShard | None = None,
+) -> OnlineTeacher:
+    """Build the frozen model, its head over the columns of `shard`, or else over its own."""
+    (model,) = _build(
+        origin,
+        groups=groups,
+        execution=execution,
+        seed=teacher_seed(config),
+        interleaved=False,
+    )
+    model.requires_grad_(False)
+    model.eval()
+    own = vocab_shard(origin.architecture, groups)
+    head = None
+    if groups.is_last_stage:
+        weight = model.head_weight().detach()
+        head = align_head(weight, own=own, wanted=shard or own, group=groups.tensor)
+    return OnlineTeacher(
+        model=model,
+        architecture=origin.architecture,
+        head_weight=head,
+        groups=groups,
+        sequence_length=config.data.sequence_length,
+    )
+
+
+def teacher_seed(config: JobConfig) -> int:
+    """Return the seed of a teacher's random weights, which are not the student's."""
+    return config.seed + _TEACHER_SEED_OFFSET
+
+
+def build_objective(
+    config: RunConfig,
+    architecture: Architecture,
+    terms: Sequence[Term],
+    *,
+    settings: CaptureSettings | None,
+    groups: Groups,
+) -> TokenObjective:
+    """Translate the configured objective for a student of this architecture.
+
+    `settings` are those of the stores, where the teacher is read from some.
+    """
+    metrics: tuple[str, ...] = ()
+    if settings is not None:
+        metrics = _stored_metrics(settings)
+    elif config.teacher is not None:
+        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
+        metrics += ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
+    return TokenObjective(
+        ce_weight=config.objective.ce_weight,
+        terms=terms,
+        metrics=metrics,
+        chunk_tokens=config.objective.chunk_tokens,
+        shard=vocab_shard(architecture, groups),
+        logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
+        groups=groups,
+    )
+
+
+def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
+    """Return what reports say of a teacher that was written down."""
+    is_whole = settings.normalised_over == "vocabulary"
+    scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
+    ranked = () if settings.mode == "sampled" else ("top1_agreement", "topk_mass")
+    return (*scalars, "student_entropy", *ranked)
+
+
+def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+    """Translate the configured terms.
+
+    Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
+    """
+    for index, term in enumerate(config.objective.terms):
+        if term.top_k is not None and term.top_k > architecture.vocab_size:
+            raise ConfigError(
+                f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
+                f"{architecture.vocab_size} tokens; lower it, or leave it out to compare all"
+            )
+    schedules = {"weight_schedule", "temperature_schedule"}
+    return tuple(
+        Term(
+            **term.model_dump(exclude={*PARAMETERS, *schedules}),
+            parameters=term.parameters,
+            temperatures=_temperatures(term),
+        )
+        for term in config.objective.terms
+    )
+
+
+def _temperatures(term: TermConfig) -> tuple[float, float] | None:
+    schedule = term.temperature_schedule
+    if schedule is None or schedule.to == term.temperature:
+        return None
+    return term.temperature, schedule.to
+
+
+def _build(
+    origin: Origin,
+    *,
+    groups: Groups,
+    execution: Execution,
+    seed: int,
+    interleaved: bool = True,
+) -> list[HiddenStateGPT]:
+    chunks = build_gpt(
+        origin.architecture,
+        groups=groups,
+        execution=execution,
+        seed=seed if origin.open_weights is None else None,
+        interleaved=interleaved,
+    )
+    if origin.open_weights is not None:
+        origin.fill(chunks, groups)
+    return chunks
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a model is, and how its weights are found; `open_weights` None: they are random."""
+
+    architecture: Architecture
+    open_weights: Callable[[], WeightSource] | None = None
+    keep_layers: tuple[int, ...] | None = None
+
+    def fill(self, chunks: Sequence[HiddenStateGPT], groups: Groups) -> None:
+        """Read this rank's slices of the weights; raises CheckpointError on all ranks."""
+        assert self.open_weights is not None
+        with together():
+            fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
+
+
+def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+    """Return where the model of a section comes from, its architecture fit for this run.
+
+    Raises ConfigError or CheckpointError on all ranks: nothing there, another tokenizer, a
+    vocabulary smaller than the tokenizer's, or a shape that this layout cannot hold.
+
+    Collective: world, short objects.
+    """
+    if model.hf is None:
+        with together():
+            return read_origin(model, role, config, vocabulary)
+    described = _described_on_first_rank(Path(model.hf).expanduser())
+    with together():
+        return _fitted(_from_hugging_face(model.hf, described), model, role, config, vocabulary)
+
+
+def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+    """Return what `find_origin` does, in a process that needs no world.
+
+    Raises ConfigError or CheckpointError. Of a vocabulary that is not known nothing is compared.
+    """
+    if model.hf is not None:
+        folder = Path(model.hf).expanduser()
+        origin = _from_hugging_face(model.hf, _described_and_checked(folder))
+    elif model.checkpoint is not None:
+        origin = _from_checkpoint(model, config, vocabulary)
+    elif model.architecture is not None:
+        origin = Origin(_described(model.architecture, config, vocabulary.size))
+    else:
+        raise ConfigError(
+            f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
+        )
+    return _fitted(origin, model, role, config, vocabulary)
+
+
+def _fitted(
+    origin: Origin, model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary
+) -> Origin:
+    """Return the origin with the layers that are kept; raises ConfigError if it does not fit."""
+    if model.keep_layers is not None or model.num_layers is not None:
+        origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
+    architecture = origin.architecture
+    if vocabulary.is_known and architecture.vocab_size < vocabulary.size:
+        raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
+    shape = ArchitectureConfig.model_validate(architecture.as_dict())
+    problems = check_architecture(shape, role, config.parallel, config.data.sequence_length)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return origin
+
+
+def _too_small(model: ModelConfig, role: str, size: int, wanted: int) -> str:
+    """Say of a vocabulary smaller than the tokenizer's which key there is to change."""
+    source = "hf" if model.hf is not None else "checkpoint"
+    if model.architecture is not None:
+        return (
+            f"{role}.architecture.vocab_size is {size}, but the tokenizer has {wanted} tokens; set "
+            f"it to {wanted} or more"
+        )
+    return (
+        f"{role}.{source} = {getattr(model, source)!r}: its vocabulary has {size} tokens, but the "
+        f"tokenizer has {wanted}; set data.tokenizer.path to the tokenizer of that model"
+    )
+
+
+def _described_and_checked(folder: Path) -> ModelDescription:
+    """Read config.json and every file's header."""
+    described = describe(folder)
+    HuggingFaceWeights(folder, described).check()
+    return described
+
+
+def _described_on_first_rank(folder: Path) -> ModelDescription:
+    """Read a folder's description on one rank; all others take its word."""
+    said: list[tuple[str, dict[str, object]] | None] = [None]
+    with together():
+        if dist.get_rank() == 0:
+            described = _described_and_checked(folder)
+            said = [(described.family.model_type, described.architecture.as_dict())]
+    dist.broadcast_object_list(said, src=0)
+    assert said[0] is not None
+    model_type, fields = said[0]
+    family = family_named(model_type, where=str(folder))
+    return ModelDescription(family, Architecture.from_dict(fields))
+
+
+def _from_hugging_face(source: str, described: ModelDescription) -> Origin:
+    folder = Path(source).expanduser()
+    return Origin(described.architecture, lambda: HuggingFaceWeights(folder, described))
+
+
+def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+    assert model.checkpoint is not None
+    folder = resolve_checkpoint(model.checkpoint)
+    description = Description.read(folder)
+    saved = saved_architecture(description, folder)
+    wanted, identity = saved, vocabulary.identity
+    if model.architecture is not None:
+        size = vocabulary.size if vocabulary.is_known else saved.vocab_size
+        wanted = _described(model.architecture, config, size)
+    if not vocabulary.is_known:
+        identity = description.tokenizer
+    check_same_model(description, wanted, identity, folder)
+    return Origin(wanted, lambda: CheckpointWeights(folder, saved))
+
+
+def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int) -> Architecture:
+    """Return the architecture of a section, `vocab_size` where it names none."""
+    fields = described.model_dump()
+    moe = fields["moe"]
+    if moe is not None:
+        moe["ffn_hidden_size"] = moe["ffn_hidden_size"] or described.ffn_hidden_size
+    heads = described.num_attention_heads
+    defaults = {
+        "num_kv_heads": heads,
+        "head_size": described.hidden_size // heads,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config.data.sequence_length,
+    }
+    for name, value in defaults.items():
+        if fields[name] is None:
+            fields[name] = value
+    return Architecture.from_dict(fields)
+
+
+def _kept(model: ModelConfig, role: str, available: int) -> tuple[int, ...]:
+    """Return the layers to keep; raises ConfigError where the source has fewer."""
+    if model.keep_layers is not None:
+        if model.keep_layers[-1] >= available:
+            raise ConfigError(
+                f"{role}.keep_layers = {list(model.keep_layers)}: the source has {available} "
+                f"layers, 0 to {available - 1}"
+            )
+        return model.keep_layers
+    count = model.num_layers
+    assert count is not None
+    if count > available:
+        raise ConfigError(
+            f"{role}.num_layers = {count}: the source has {available} layers; keep at most these"
+        )
+    return evenly_spread(count, available)
+
+
+def evenly_spread(count: int, available: int) -> tuple[int, ...]:
+    """Return `count` of `available` layers at even distances, the first and the last among them."""
+    if count == 1:
+        return (0,)
+    gaps = count - 1
+    return tuple((2 * i * (available - 1) + gaps) // (2 * gaps) for i in range(count))
+
+
+def _shallower(origin: Origin, kept: tuple[int, ...]) -> Origin:
+    if origin.open_weights is None:
+        raise CheckpointError("layers can be kept of weights only, and these are random")
+    architecture = origin.architecture
+    sliding = architecture.sliding_layers
+    if sliding is not None:
+        sliding = tuple(index for index, layer in enumerate(kept) if layer in sliding)
+    shape = replace(architecture, num_layers=len(kept), sliding_layers=sliding)
+    return replace(origin, architecture=shape, keep_layers=kept)
+
+
+@contextmanager
+def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
+    """Make the process groups of a job and the random state that goes with them.
+
+    Only a job that trains cuts its stages into chunks. The groups are gone afterwards, so that
+    another job may follow in the same processes. Raises ConfigError on all ranks.
+    """
+    parallel = config.parallel
+    layout = Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline if trains else None,
+        context=parallel.context,
+        expert=parallel.expert,
+        sequence=parallel.sequence,
+    )
+    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    try:
+        seed_everything(config.seed, groups)
+        yield groups
+    finally:
+        destroy_groups()
+
+
+def execution_on(device: Device, *, precision: str, recompute: str = "none") -> Execution:
+    """Return how models are executed on this device."""
+    return Execution(dtype=PRECISIONS[precision], device=device.torch_device, recompute=recompute)

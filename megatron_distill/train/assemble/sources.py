@@ -1,0 +1,90 @@
+"""From a configuration to plain values about its corpora."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_distill.config import (
+    CaptureConfig,
+    ConversationConfig,
+    JobConfig,
+    RunConfig,
+    SourceConfig,
+)
+from megatron_distill.data.chat.conversations import ConversationSpec
+from megatron_distill.data.chat.source import ConversationOptions
+from megatron_distill.data.sources import DataOptions
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.train.capture.order import working_folder
+
+
+def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
+    """Translate the configured sources into plain values."""
+    return [
+        SourceSpec(
+            format=source.format,
+            paths=source.paths,
+            weight=source.weight,
+            text_key=source.text_key,
+            documents=source.documents,
+            conversation=_conversation_spec(source.conversation),
+        )
+        for source in sources
+    ]
+
+
+def source_names(config: RunConfig, *, held_out: bool) -> tuple[str, ...]:
+    """Return what the log calls the sources of the training samples, or of those held out."""
+    own = config.data.validation_sources if held_out else ()
+    corpora = own or config.data.sources
+    if corpora:
+        return tuple(source.log_name for source in corpora)
+    assert config.teacher is not None
+    assert config.teacher.store is not None
+    return tuple(entry.log_name for entry in config.teacher.store)
+
+
+def _conversation_spec(conversation: ConversationConfig | None) -> ConversationSpec | None:
+    if conversation is None:
+        return None
+    return ConversationSpec(
+        messages_key=conversation.messages_key,
+        role_key=conversation.role_key,
+        content_key=conversation.content_key,
+        roles=conversation.roles,
+        prompt_keys=conversation.prompt_key,
+        response_key=conversation.response_key,
+        system_key=conversation.system_key,
+        tools_key=conversation.tools_key,
+        weight_key=conversation.weight_key,
+        leading_assistant=conversation.leading_assistant,
+        chat_template=conversation.chat_template,
+        separator=conversation.separator,
+        template_options=conversation.template_options,
+    )
+
+
+def data_options(config: JobConfig) -> DataOptions:
+    """Translate how sources are read into plain values; own held-out files hold nothing back."""
+    data = config.data
+    folder, is_capture = Path(config.folder), isinstance(config, CaptureConfig)
+    shows_progress = config.logging.progress if isinstance(config, RunConfig) else True
+    return DataOptions(
+        sequence_length=data.sequence_length,
+        validation_fraction=0.0 if data.validation_sources else data.validation_fraction,
+        shuffle_buffer=data.shuffle_buffer,
+        shuffle_samples=data.shuffle_samples,
+        on_error=data.on_error,
+        index_cache=Path(data.cache) if data.cache else None,
+        conversations=ConversationOptions(
+            cache=Path(data.cache or (working_folder(folder) if is_capture else folder) / "cache"),
+            distill_on_prompt=data.distill_on_prompt,
+            train_on=data.train_on,
+            truncation=data.truncation,
+            packing_buffer=data.packing_buffer,
+            workers=data.workers,
+            shows_progress=shows_progress,
+            keeps_weights=not is_capture,
+        ),
+    )

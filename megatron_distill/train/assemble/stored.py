@@ -1,0 +1,265 @@
+"""From a configuration to a teacher that is a store, and to samples that are the store's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.config import RunConfig, StoreSourceConfig
+from megatron_distill.data.samples import SampleList
+from megatron_distill.data.stored import (
+    Share,
+    StoredSamples,
+    held_out_numbers,
+    read_held_out_numbers,
+)
+from megatron_distill.errors import ConfigError, StoreError
+from megatron_distill.log import get_logger
+from megatron_distill.losses import Term
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.store import (
+    UNKNOWN,
+    CaptureSettings,
+    StoreReader,
+    StoreSet,
+    find_stores,
+)
+from megatron_distill.store.plan import plan_differences
+from megatron_distill.train.assemble.identity import dataset_settings, teacher_digest
+from megatron_distill.train.assemble.models import find_origin, teacher_seed
+from megatron_distill.train.assemble.store_keys import configured
+from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.teachers.stored import StoredTeacher
+
+_LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What all ranks know of the stores of a run, and what reads them on the ranks that do.
+
+    Attributes:
+        settings: of the capture, the same for all stores.
+        samples: of all stores.
+        identities: of each store, by what it was captured with.
+        teacher: answers micro-batches.
+        corpus: the stores as the first rank reads samples of them; None elsewhere.
+    """
+
+    settings: CaptureSettings
+    samples: int
+    identities: tuple[str, ...]
+    teacher: StoredTeacher
+    corpus: StoreSet | None
+
+    def close(self) -> None:
+        """Close what is open."""
+        self.teacher.close()
+        if self.corpus is not None:
+            self.corpus.close()
+
+
+def open_stored(
+    config: RunConfig,
+    *,
+    student: Architecture,
+    terms: Sequence[Term],
+    vocabulary: Vocabulary,
+    groups: Groups,
+    device: torch.device,
+) -> Stored | None:
+    """Open the stores of `teacher.store` and check that they serve this run; None without.
+
+    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or of
+    another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
+
+    Collective: world, short objects.
+    """
+    entries = None if config.teacher is None else config.teacher.store
+    if entries is None:
+        return None
+    is_first = dist.get_rank() == 0
+    is_reader = groups.is_last_stage and groups.tensor.rank() == 0
+    said: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
+    corpus = reading = None
+    with together():
+        if is_first:
+            corpus = _open(config, entries, vocabulary, student)
+            _check(config, corpus, terms)
+            first = corpus.stores[0]
+            identities = tuple(store.plan.uid.hex() for store in corpus.stores)
+            said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
+            _LOGGER.info("the teacher is read from %s", _described(corpus))
+        if is_reader:
+            reading = _open(config, entries, vocabulary, student)
+    dist.broadcast_object_list(said, src=0)
+    assert said[0] is not None
+    settings, samples, identities, digest = said[0]
+    _check_teacher(config, digest, vocabulary)
+    teacher = StoredTeacher(reading, settings, terms=terms, groups=groups, device=device)
+    return Stored(settings, samples, identities, teacher, corpus)
+
+
+def _open(
+    config: RunConfig,
+    entries: Sequence[StoreSourceConfig],
+    vocabulary: Vocabulary,
+    student: Architecture,
+) -> StoreSet:
+    """All stores, entry by entry, so that each entry's samples are numbered in a row."""
+    stores: list[StoreReader] = []
+    for entry in entries:
+        for folder in find_stores([entry.path]):
+            if any(store.folder.samefile(folder) for store in stores):
+                raise ConfigError(f"teacher.store: {folder} is named twice; name each store once")
+            store = StoreReader.open(
+                folder,
+                vocab_size=student.vocab_size,
+                sequence_length=config.data.sequence_length,
+            )
+            _check_tokenizer(store, vocabulary)
+            stores.append(store)
+    return StoreSet(stores)
+
+
+def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
+    if store.identity.tokenizer == UNKNOWN:
+        _LOGGER.warning(
+            "%s does not say of which tokenizer its ids are; nothing can check that it is this "
+            "run's",
+            store.folder,
+        )
+    elif store.identity.tokenizer != vocabulary.identity:
+        raise StoreError(
+            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, this run's "
+            f"{vocabulary.identity[:12]}; leave data.tokenizer out to use the store's, or capture "
+            "a store with this one"
+        )
+
+
+def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
+    """Raise StoreError unless the stores serve the objective and the length of the run."""
+    for store in stores.stores:
+        for index, term in enumerate(terms):
+            if store.settings.mode == "sampled":
+                _check_sampled(store, term, index)
+            else:
+                store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
+        _check_documents(config, store)
+    if not config.data.sources:
+        return
+    if len(stores.stores) > 1:
+        raise StoreError(
+            f"teacher.store: {len(stores.stores)} stores are named and data.sources are given; join"
+            " one store with them, or leave data.sources out to train on the stores' samples"
+        )
+    needed = config.train.steps * config.train.global_batch_size
+    if needed > stores.samples:
+        raise StoreError(
+            f"{stores.stores[0].folder}: holds {stores.samples} samples, and train.steps="
+            f"{config.train.steps} of train.global_batch_size={config.train.global_batch_size} "
+            f"read {needed}; lower train.steps, capture more, or leave data.sources out to go "
+            "through the store's samples more than once"
+        )
+    _check_corpus(config, stores.stores[0])
+
+
+def _check_documents(config: RunConfig, store: StoreReader) -> None:
+    captured = store.identity.settings.get("dataset", {})
+    isolated = captured.get("isolate_documents", config.data.isolate_documents)
+    if isolated != config.data.isolate_documents:
+        raise StoreError(
+            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, so that"
+            " its teacher saw other contexts than this student would; set it so here too"
+        )
+
+
+def _check_corpus(config: RunConfig, store: StoreReader) -> None:
+    """Raise StoreError, naming the keys, unless a corpus is the one the store was captured on."""
+    there = store.identity.settings.get("dataset")
+    if there is None:
+        return  # not captured by this library; every sample's tokens are compared all the same
+    here = dataset_settings(config)
+    differences = plan_differences(there, here, configured, "identity.settings.dataset.")
+    if differences:
+        raise StoreError(
+            f"{store.folder}: captured on another stream of samples ({'; '.join(differences)}); "
+            "restore these settings, or leave data.sources out to train on the store's samples"
+        )
+
+
+def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
+    """Raise StoreError, on all ranks, if the model beside `teacher.store` did not say all this.
+
+    Collective: world, those of `find_origin` and `teacher_digest`.
+    """
+    teacher = config.teacher
+    assert teacher is not None
+    described = (teacher.hf, teacher.checkpoint, teacher.architecture)
+    if digest == UNKNOWN or all(source is None for source in described):
+        return
+    origin = find_origin(teacher, "teacher", config, vocabulary)
+    assert dist.group.WORLD is not None
+    found = teacher_digest(origin, seed=teacher_seed(config), group=dist.group.WORLD)
+    if found != digest:
+        source = teacher.hf or teacher.checkpoint or "teacher.architecture"
+        raise StoreError(
+            f"teacher.store was captured from a teacher of weights {digest[:19]}, and {source} has "
+            f"{found[:19]}; name that teacher, or only teacher.store"
+        )
+
+
+def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
+    is_at_one = term.temperature == 1.0 and term.temperatures is None
+    if not term.is_forward_kl or not is_at_one or term.top_k is not None:
+        raise StoreError(
+            f"{store.folder}: holds ids drawn at temperature 1, which serve forward_kl at "
+            f"temperature 1 and nothing else; change objective.terms.{index}, or capture a store "
+            "with mode: top_k"
+        )
+
+
+def _described(stores: StoreSet) -> str:
+    settings = stores.stores[0].settings
+    folders = ", ".join(str(store.folder) for store in stores.stores)
+    entries = "draws" if settings.mode == "sampled" else "ids"
+    return f"{folders}: {stores.samples} samples, {settings.k} {entries} per token"
+
+
+def stored_source(config: RunConfig, stored: Stored) -> StoredSamples | None:
+    """The training stream of the stores' own samples, on the first rank; raises DataError."""
+    if stored.corpus is None:
+        return None
+    return StoredSamples(
+        stored.corpus,
+        _shares(config, stored.corpus),
+        seed=config.seed,
+        held_out=held_out_numbers(stored.samples, config.validation.samples),
+    )
+
+
+def stored_held_out(config: RunConfig, stored: Stored) -> SampleList | None:
+    """The held-out samples of the stores, on the first rank; raises DataError or StoreError."""
+    if stored.corpus is None:
+        return None
+    numbers = held_out_numbers(stored.samples, config.validation.samples)
+    return read_held_out_numbers(stored.corpus, _shares(config, stored.corpus), numbers)
+
+
+def _shares(config: RunConfig, corpus: StoreSet) -> list[Share]:
+    """Return the samples of each entry of `teacher.store`."""
+    shares = []
+    first = 0
+    assert config.teacher is not None
+    assert config.teacher.store is not None
+    for entry in config.teacher.store:
+        folders = find_stores([entry.path])
+        count = sum(store.samples for store in corpus.stores if store.folder in folders)
+        shares.append(Share(range(first, first + count), entry.weight))
+        first += count
+    return shares

@@ -1,0 +1,124 @@
+"""From a configuration to a tokenizer, on the one rank that reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.config import JobConfig
+from megatron_distill.data.sources import sample_texts
+from megatron_distill.data.tokenizers.open import (
+    Tokenizer,
+    holds_tokenizer,
+    load_tokenizer,
+    open_named_encoding,
+    train_bpe,
+)
+from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.collectives import together
+from megatron_distill.store import find_stores, tokenizer_folder
+from megatron_distill.train.assemble.sources import data_options, source_specs
+
+_LOGGER = get_logger(__name__)
+_ANY_SIZE = 1 << 15
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What every rank must know of the tokenizer, which only the first rank holds.
+
+    `is_known` False: the tokenizer is still to be trained or loaded; its size is then made up, and
+    nothing is compared with it.
+    """
+
+    size: int
+    identity: str
+    is_known: bool = True
+
+    @classmethod
+    def unknown(cls) -> Vocabulary:
+        """Return what stands for the tokenizer before there is one."""
+        return cls(_ANY_SIZE, "", is_known=False)
+
+
+def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:
+    """Load or train the tokenizer on the first rank and tell all ranks about it.
+
+    A trained tokenizer is kept under `<output>/tokenizer` and found there by a resumed run. Raises
+    DataError on all ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+    tokenizer: Tokenizer | None = None
+    with together():
+        if dist.get_rank() == 0:
+            tokenizer = read_tokenizer(config)
+            _check_models(config, tokenizer)
+    said = [Vocabulary(tokenizer.vocab_size, tokenizer.identity) if tokenizer else None]
+    dist.broadcast_object_list(said, src=0)
+    assert said[0] is not None
+    return tokenizer, said[0]
+
+
+def read_tokenizer(config: JobConfig) -> Tokenizer:
+    """Load or train the tokenizer of a job, without a world. Raises DataError or ConfigError."""
+    wanted = config.data.tokenizer
+    if wanted.path is not None:
+        return load_tokenizer(wanted.path)
+    if wanted.encoding is not None:
+        return open_named_encoding(wanted.encoding)
+    if wanted.train_vocab_size is None:
+        return load_tokenizer(next(_tokenizer_folders(config))[1])
+    folder = Path(config.folder) / "tokenizer"
+    if (folder / "tokenizer.json").is_file():
+        _LOGGER.info("using the tokenizer that an earlier start trained: %s", folder)
+        return load_tokenizer(folder)
+    texts = sample_texts(
+        source_specs(config.data.sources),
+        options=data_options(config),
+        characters=wanted.train_bytes,
+    )
+    tokenizer = train_bpe(texts, vocab_size=wanted.train_vocab_size)
+    try:
+        for leftover in folder.parent.glob(".tokenizer.partial-*"):
+            shutil.rmtree(leftover)
+        tokenizer.save(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.folder}: cannot keep the tokenizer there ({error.strerror}); free disk space "
+            "or name another folder"
+        ) from error
+    _LOGGER.info("trained a tokenizer of %d tokens: %s", tokenizer.vocab_size, folder)
+    return tokenizer
+
+
+def _tokenizer_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and folder of each tokenizer that a model or a store brings along."""
+    for role, model in config.models.items():
+        if model.hf is not None:
+            yield f"{role}.hf", model.hf
+    for role, model in config.models.items():
+        for source in model.store or ():
+            for store in find_stores([source.path]):
+                yield f"{role}.store", str(tokenizer_folder(store))
+
+
+def _check_models(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError where a model's own tokenizer gives a token another id."""
+    ours = tokenizer.vocabulary()
+    for key, folder in _tokenizer_folders(config):
+        if not holds_tokenizer(Path(folder).expanduser()):
+            continue
+        theirs = load_tokenizer(folder).vocabulary()
+        for token, number in ours.items():
+            if theirs.get(token) != number:
+                other = f"the id {theirs[token]}" if token in theirs else "no id"
+                raise ConfigError(
+                    f"{key} = {folder!r}: its tokenizer gives {token!r} {other}, that of "
+                    f"data.tokenizer gives it {number}; use one tokenizer for data and models"
+                )

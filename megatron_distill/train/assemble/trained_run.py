@@ -1,0 +1,81 @@
+"""From a configuration to figures and text of trained models, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from megatron_distill.config import RunConfig
+from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.models.architecture import Execution
+from megatron_distill.runtime.launch import Device
+from megatron_distill.train.assemble.distillation import assemble_distillation, assemble_held_out
+from megatron_distill.train.assemble.models import (
+    build_student,
+    execution_on,
+    find_origin,
+    job_groups,
+)
+from megatron_distill.train.assemble.tokenizer import open_tokenizer
+from megatron_distill.train.next_token import NextToken
+from megatron_distill.train.optimizer import wrap_data_parallel
+from megatron_distill.train.source_metrics import PUBLIC_NAMES
+from megatron_distill.train.step import Student
+from megatron_distill.train.validation import validate
+
+
+def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
+    """Return the held-out figures of the student, and of its teacher if the configuration has one.
+
+    Names are those of the `validation` objects of a run's metrics, and so is `sources`.
+
+    Raises a MegatronDistillError on all ranks together.
+    """
+    if config.validation.samples == 0:
+        raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
+    with job_groups(config, trains=False) as groups, ExitStack() as resources:
+        tokenizer, vocabulary = open_tokenizer(config)
+        origin = find_origin(config.student, "student", config, vocabulary)
+        architecture = origin.architecture
+        execution = _execution(config, device)
+        distillation = assemble_distillation(
+            config,
+            vocabulary,
+            architecture,
+            execution=execution,
+            groups=groups,
+            device=device.torch_device,
+            resources=resources,
+        )
+        chunks = build_student(config, origin, groups=groups, execution=execution)
+        for chunk in chunks:
+            chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
+        wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
+        student = Student(chunks, wrapped, groups, config.data.sequence_length)
+        held_out = assemble_held_out(
+            config, tokenizer, distillation, groups=groups, device=device.torch_device
+        )
+        means, sources = validate(student, held_out)
+        found = {PUBLIC_NAMES.get(name, name): value for name, value in means.items()}
+        return {**found, "sources": sources} if sources else {**found}
+
+
+@contextmanager
+def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Tokenizer | None]]:
+    """Build the student for writing text; the tokenizer is there on the first rank only.
+
+    Raises a MegatronDistillError on all ranks together.
+    """
+    with job_groups(config, trains=False) as groups:
+        tokenizer, vocabulary = open_tokenizer(config)
+        origin = find_origin(config.student, "student", config, vocabulary)
+        architecture = origin.architecture
+        execution = _execution(config, device)
+        (model,) = build_student(config, origin, groups=groups, execution=execution)
+        model.eval()
+        yield NextToken(model, architecture, groups, device.torch_device), tokenizer
+
+
+def _execution(config: RunConfig, device: Device) -> Execution:
+    return execution_on(device, precision=config.train.precision, recompute=config.train.recompute)

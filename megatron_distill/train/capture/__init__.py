@@ -1,0 +1,1 @@
+"""A teacher's signals, written to a store."""

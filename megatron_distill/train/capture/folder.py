@@ -1,0 +1,126 @@
+"""The folder of a store while it is captured: begun, held by one start of each job, finished."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_distill.data.tokenizers.open import Tokenizer, holds_tokenizer
+from megatron_distill.errors import StoreError
+from megatron_distill.runtime.atomic_files import flush_folder, write_errors
+from megatron_distill.runtime.collectives import together
+from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
+from megatron_distill.store.plan import MANIFEST, PLAN
+from megatron_distill.train.assemble.store_keys import configured
+from megatron_distill.train.capture.order import working_folder
+from megatron_distill.train.run_folder import take_lock
+from megatron_distill.train.tokenizer_files import write_tokenizer
+
+# What other nodes wrote may take a while to be seen through a network file system.
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 1.0
+
+
+def open_store(folder: Path, plan: Plan) -> StoreWriter:
+    """Begin a store, or go on with one of the same plan. Raises StoreError."""
+    return StoreWriter(
+        folder,
+        settings=plan.settings,
+        identity=plan.identity,
+        samples=plan.samples,
+        samples_per_shard=plan.samples_per_shard,
+        named=configured,
+    )
+
+
+def open_begun_store(folder: Path, plan: Plan) -> StoreWriter:
+    """Open a store that rank 0 has begun. Raises StoreError: this rank does not see it."""
+    if not (folder / PLAN).is_file():
+        raise StoreError(
+            f"rank {dist.get_rank()} on {socket.gethostname()} does not see {folder / PLAN}, which "
+            "rank 0 wrote; set store.path to a folder that all nodes share"
+        )
+    return open_store(folder, plan)
+
+
+def is_complete(store: StoreWriter) -> bool:
+    """Return whether the manifest and every shard are there. Raises StoreError."""
+    return (store.folder / MANIFEST).is_file() and not store.holes()
+
+
+@contextmanager
+def held_for_job(folder: Path, job: int) -> Iterator[None]:
+    """Hold a job's part of a store against another start of it, on rank 0.
+
+    Raises ConfigError or StoreError on all ranks: another start keeps it, or the folder cannot be
+    written.
+
+    Collective: world, one all-gather of a short object per rank.
+    """
+    lock: int | None = None
+    try:
+        with together():
+            if dist.get_rank() == 0:
+                working = working_folder(folder)
+                with write_errors(working):
+                    working.mkdir(exist_ok=True)
+                    named = f"store.path={folder} store.job={job}"
+                    lock = take_lock(working / f"job-{job}.lock", named=named)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
+    """Copy the tokenizer into a store, where it is not there yet; on one rank.
+
+    Raises StoreError.
+    """
+    folder = tokenizer_folder(store)
+    if holds_tokenizer(folder):
+        return
+    partial = working_folder(store) / f"tokenizer-{socket.gethostname()}-{os.getpid()}"
+    with write_errors(folder):
+        write_tokenizer(tokenizer, partial)
+        flush_folder(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not holds_tokenizer(folder):  # else another job was faster
+                raise
+        flush_folder(store)
+
+
+def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
+    """Write the manifest where no shard is missing; None while other jobs still have some to write.
+
+    Raises StoreError: this job's shards, all committed by their ranks, are not to be seen.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    holes = store.holes()
+    while any(shard % jobs == job for shard in holes):
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"{store.folder}: rank 0 does not see {len(holes)} shards that were written; set "
+                "store.path to a folder that all nodes share, and start again"
+            )
+        time.sleep(_POLL_SECONDS)
+        holes = store.holes()
+    if holes:
+        return None
+    manifest = store.finish()
+    remove_working_folder(store.folder)
+    return manifest
+
+
+def remove_working_folder(store: Path) -> None:
+    """Remove what a finished store has no need of, as far as it is there."""
+    shutil.rmtree(working_folder(store), ignore_errors=True)

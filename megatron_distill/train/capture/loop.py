@@ -1,0 +1,118 @@
+"""The loop of a capture: take the samples of missing shards, ask the teacher, write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.errors import StoreError
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.collectives import agree, sum_over
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.train.capture.order import CaptureOrder, HoleSource, StreamPlaces
+from megatron_distill.train.capture.positions import PositionCapture, build_records
+from megatron_distill.train.capture.progress import CaptureProgress, Done
+from megatron_distill.train.capture.writer import ShardFiller
+from megatron_distill.train.teachers.live import OnlineTeacher
+
+
+@dataclass(frozen=True)
+class CaptureParts:
+    """Everything a capture works with.
+
+    Attributes:
+        order: which sample stands where.
+        teacher: whose words are kept.
+        loader: brings the samples in that order.
+        positions: what is kept of each.
+        filler: on the ranks that write, one of each replica.
+        source: what the loader reads from, on the rank that reads.
+        places: where the stream's states are kept.
+        progress: on the rank that shows it.
+        groups: of this rank.
+        device: of this rank.
+    """
+
+    order: CaptureOrder
+    teacher: OnlineTeacher
+    loader: StepLoader
+    positions: PositionCapture
+    filler: ShardFiller | None
+    source: HoleSource | None
+    places: StreamPlaces
+    progress: CaptureProgress | None
+    groups: Groups
+    device: torch.device
+
+
+def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
+    """Capture and write every hole; return whether it came to the end, or was asked to stop.
+
+    After a request the step is finished; what is not committed then is for the next start. Raises
+    on all ranks what goes wrong on one.
+
+    Collective: per step the loader's broadcasts, the teacher's forward pass, those of the capture,
+    and over the world one all-reduce of 40 bytes.
+    """
+    done = Done()
+    try:
+        for step in range(1, parts.order.steps + 1):
+            is_asked, done = _exchange(parts, is_asked=termination.received)
+            if is_asked:
+                return False
+            if parts.progress is not None:
+                parts.progress.update(done)
+            _hear(parts, parts.loader.take(step))
+        if parts.filler is not None:
+            parts.filler.flush()
+        _, done = _exchange(parts, is_asked=False)
+        return True
+    finally:
+        if parts.progress is not None:
+            parts.progress.close(done)
+
+
+def _hear(parts: CaptureParts, batches: StepBatches) -> None:
+    """Let the teacher speak about a step's micro-batches, and keep what it says."""
+    signals = parts.teacher.signals(batches.micro_batches)
+    samples = [] if parts.filler is None else parts.loader.taken_samples()
+    for index, (batch, signal) in enumerate(zip(batches.micro_batches, signals, strict=True)):
+        if signal is None:
+            continue
+        found = parts.positions(signal, batch).whole(batch, parts.groups.context)
+        if parts.filler is not None:
+            settings = parts.positions.settings
+            parts.filler.submit(build_records(samples[index], found.on_host(), settings))
+
+
+def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
+    """Tell all ranks what went wrong on one, whether one is asked to stop, and what is done.
+
+    Collective: world, one all-reduce of 40 bytes.
+    """
+    filler = parts.filler
+    failure = None if filler is None else filler.failure
+    failure = failure or _keep_places(parts)
+    counts = (0, 0, 0) if filler is None else (filler.shards, filler.samples, filler.file_bytes)
+    said = torch.tensor(
+        [failure is not None, is_asked, *counts], dtype=torch.int64, device=parts.device
+    )
+    failures, asked, *done = sum_over(said, parts.groups.world).tolist()
+    if failures:
+        agree(failure)
+    return bool(asked), Done(*done)
+
+
+def _keep_places(parts: CaptureParts) -> StoreError | None:
+    """Keep where the stream has come to; return what went wrong."""
+    if parts.source is None:
+        return None
+    passed = dict(parts.source.passed.popleft() for _ in range(len(parts.source.passed)))
+    try:
+        parts.places.save(passed)
+    except StoreError as error:
+        return error
+    return None

@@ -1,0 +1,210 @@
+"""Which sample stands in which row of a capture's steps, and the source that brings them so.
+
+Where the training stream stands at the beginnings of shards, kept while a store is captured.
+
+A start after a kill then goes on where the first missing shard begins, and does not tokenise all
+that comes before it again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.data.samples import Sample, SampleSource, State, untrained_sample
+from megatron_distill.errors import StoreError
+from megatron_distill.runtime.atomic_files import publish_first, remove_stale
+from megatron_distill.store.sealed import sealed, unsealed
+
+
+@dataclass(frozen=True)
+class CaptureOrder:
+    """Missing shards dealt out to replicas: replica d writes holes d, d + D, d + 2 D and so on.
+
+    Its rows are its shards' samples one after another, so that it fills one shard at a time. Rows
+    of a step are counted as in `BatchLayout`.
+
+    Attributes:
+        holes: shards to write, ascending.
+        samples: of the whole store.
+        samples_per_shard: the last shard may have fewer.
+        replicas: data-parallel size D.
+        micro_batch_size: samples in one forward pass of a replica.
+        micro_batches: of a step.
+    """
+
+    holes: tuple[int, ...]
+    samples: int
+    samples_per_shard: int
+    replicas: int
+    micro_batch_size: int
+    micro_batches: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of a step over all replicas."""
+        return self.replicas * self.micro_batch_size * self.micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Steps until every hole is filled."""
+        rows = self.micro_batch_size * self.micro_batches
+        return max((-(-self._rows(d) // rows) for d in range(self.replicas)), default=0)
+
+    @property
+    def wanted_samples(self) -> int:
+        """Samples of all holes."""
+        return sum(self._count(shard) for shard in self.holes)
+
+    def _count(self, shard: int) -> int:
+        return min(self.samples_per_shard, self.samples - shard * self.samples_per_shard)
+
+    def _rows(self, replica: int) -> int:
+        return sum(self._count(shard) for shard in self.holes[replica :: self.replicas])
+
+    def sample(self, row: int) -> int | None:
+        """Id of the sample in a row counted over all steps; None: nothing is left for it."""
+        step, in_step = divmod(row, self.global_batch_size)
+        micro_batch, in_micro_batch = divmod(in_step, self.micro_batch_size * self.replicas)
+        replica, in_replica = divmod(in_micro_batch, self.micro_batch_size)
+        of_replica = (step * self.micro_batches + micro_batch) * self.micro_batch_size + in_replica
+        # Only the last hole can be a short shard, so that it is the last of its replica too.
+        turn, offset = divmod(of_replica, self.samples_per_shard)
+        place = replica + turn * self.replicas
+        if place >= len(self.holes):
+            return None
+        sample = self.holes[place] * self.samples_per_shard + offset
+        return sample if sample < self.samples else None
+
+
+class HoleSource:
+    """A training stream's samples in the order of a capture; a `SampleSource`.
+
+    Sample n of the stream is sample n of the store. What no row wants is read and left out, unless
+    the stream's state at the beginning of a later shard is known. Rows for which nothing is left
+    are untrained samples with the id -1. Memory: one shard's tokens for each replica but one.
+
+    Attributes:
+        passed: the stream's states at the beginnings of shards that were passed and not known
+            before, as (shard, state); for whoever keeps them to take out.
+    """
+
+    def __init__(
+        self,
+        stream: SampleSource,
+        order: CaptureOrder,
+        *,
+        known: Mapping[int, State],
+        sequence_length: int,
+        padding_token: int,
+    ) -> None:
+        self._stream = stream
+        self._order = order
+        self._known = dict(known)
+        self._sequence_length = sequence_length
+        self._padding_token = padding_token
+        self._left = deque(order.holes)
+        self._position = 0  # the stream's next sample
+        self._given = 0
+        self._held: dict[int, Sample] = {}
+        self.passed: deque[tuple[int, State]] = deque()
+
+    def next_sample(self) -> Sample:
+        """The sample of the next row. Raises DataError."""
+        wanted = self._order.sample(self._given)
+        self._given += 1
+        if wanted is None:
+            return untrained_sample(self._sequence_length, token=self._padding_token, sample_id=-1)
+        while wanted not in self._held:
+            self._read()
+        sample = self._held.pop(wanted)
+        # One more for each one given, or else every turn of all replicas would begin with a wait.
+        ahead = (self._order.replicas - 1) * self._order.samples_per_shard
+        if self._left and len(self._held) < ahead:
+            self._read()
+        return sample
+
+    def _read(self) -> None:
+        """Read the next sample of a hole."""
+        size = self._order.samples_per_shard
+        first = self._left[0] * size
+        if self._position < first:
+            self._go_to(self._left[0])
+        sample = self._advance()
+        self._held[sample.sample_id] = sample
+        if self._position == min(first + size, self._order.samples):
+            self._left.popleft()
+
+    def _go_to(self, shard: int) -> None:
+        size = self._order.samples_per_shard
+        nearest = max((n for n in self._known if n <= shard), default=0)
+        if nearest * size > self._position:
+            self._stream.load_state_dict(self._known[nearest])
+            self._position = nearest * size
+        while self._position < shard * size:
+            self._advance()
+
+    def _advance(self) -> Sample:
+        shard, offset = divmod(self._position, self._order.samples_per_shard)
+        if offset == 0 and shard > 0 and shard not in self._known:
+            self._known[shard] = self._stream.state_dict()
+            self.passed.append((shard, self._known[shard]))
+        sample = self._stream.next_sample()
+        assert sample.sample_id == self._position, (sample.sample_id, self._position)
+        self._position += 1
+        return sample
+
+    def state_dict(self) -> State:
+        """Rows given; the way back is the store itself, whose holes a later start is told of."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go nowhere: only the state of the beginning is known, before anything was read."""
+        assert state == self.state_dict(), "a capture goes on from the holes of its store"
+
+
+_FORMAT: Final = "megatron-distill place in a training stream"
+_NAME: Final = re.compile(r"stream-(\d{6,})\.json")
+_ADVICE: Final = "remove it, and the stream is read from an earlier place"
+
+
+def working_folder(store: Path) -> Path:
+    """Return where a capture keeps what it needs to go on; a finished store has none."""
+    return store / "capture"
+
+
+class StreamPlaces:
+    """States of the stream by the shard that begins there, one sealed file each.
+
+    They belong to the plan whose uid they name. What is lost costs time, nothing else.
+    """
+
+    def __init__(self, folder: Path, uid: bytes) -> None:
+        self._folder = folder
+        self._uid = uid.hex()
+
+    def load(self) -> dict[int, State]:
+        """Every state that is kept. Raises StoreError: damaged, or of another store."""
+        remove_stale(self._folder)
+        found: dict[int, State] = {}
+        for path in sorted(self._folder.glob("stream-*.json")):
+            name = _NAME.fullmatch(path.name)
+            value = unsealed(path, advice=_ADVICE)
+            if name is None or value.get("format") != _FORMAT or value.get("shard") != int(name[1]):
+                raise StoreError(f"{path}: not what its name says; {_ADVICE}")
+            if value.get("capture_uid") != self._uid:
+                raise StoreError(f"{path}: of another store, {value.get('capture_uid')}; {_ADVICE}")
+            found[int(name[1])] = value["state"]
+        return found
+
+    def save(self, states: Mapping[int, State]) -> None:
+        """Keep states. Raises StoreError: they cannot be written."""
+        for shard, state in states.items():
+            if not self._folder.is_dir():
+                return  # another job has finished the store
+            said = {"format": _FORMAT, "capture_uid": self._uid, "shard": shard, "state": state}
+            publish_first(self._folder / f"stream-{shard:06d}.json", sealed(said))

@@ -1,0 +1,81 @@
+"""Packs and writes a replica's records in a thread, while the teacher speaks on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megatron_distill.errors import StoreError
+from megatron_distill.store import SampleRecord, ShardWriter, StoreWriter
+
+
+class ShardFiller:
+    """Takes records in the order of their ids, whole shards of them, and commits shard by shard.
+
+    What cannot be written is kept in `failure` and ends the writing; the ranks have to hear of it
+    together, so that it is not raised here.
+
+    Attributes:
+        failure: what went wrong, or None.
+        shards: committed so far.
+        samples: written so far, of the open shard too.
+        file_bytes: of the committed shards.
+    """
+
+    def __init__(self, store: StoreWriter, *, most_waiting: int) -> None:
+        """`most_waiting`: batches of records that wait at most, before `submit` does."""
+        self._store = store
+        self._most_waiting = most_waiting
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
+        self._waiting: deque[Future[None]] = deque()
+        self._open: ShardWriter | None = None
+        self.failure: StoreError | None = None
+        self.shards = 0
+        self.samples = 0
+        self.file_bytes = 0
+
+    def submit(self, records: Iterable[SampleRecord]) -> None:
+        """Let records be built and written; waits where too many do."""
+        while len(self._waiting) >= self._most_waiting:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(self._write, records))
+
+    def flush(self) -> None:
+        """Wait until all that was submitted is written."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """Forget what waits, and drop an open shard without a trace."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()
+        self._drop()
+
+    def _write(self, records: Iterable[SampleRecord]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            for record in records:
+                self._add(record)
+        except StoreError as error:
+            self.failure = error
+            self._drop()
+
+    def _add(self, record: SampleRecord) -> None:
+        plan = self._store.plan
+        shard = record.sample_id // plan.samples_per_shard
+        if self._open is None:
+            self._open = self._store.shard(shard).__enter__()
+        self._open.add(record)
+        self.samples += 1
+        if record.sample_id + 1 == plan.first(shard) + plan.count(shard):
+            ended, self._open = self._open, None
+            ended.__exit__(None, None, None)
+            self.shards += 1
+            self.file_bytes += self._store.shard_bytes(shard)
+
+    def _drop(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
+            self._open = None

@@ -1,0 +1,328 @@
+"""Sharded checkpoints of a student: written aside, renamed when complete, found again by step.
+
+    <output>/checkpoints/step_0000020/          complete
+    <output>/checkpoints/step_0000040.partial/  being written, or left behind by a killed run
+
+A folder is complete if and only if it has its final name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.log import get_logger
+from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
+from megatron_distill.runtime.atomic_files import flush_folder
+from megatron_distill.runtime.collectives import any_rank, together
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.checkpoint.writer import (
+    Snapshot,
+    first_failure,
+    take_snapshot,
+    write_common,
+    write_shards,
+)
+
+_LOGGER = get_logger(__name__)
+_FINISHED = re.compile(r"step_(\d{7,})")
+_PARTIAL = ".partial"
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+DESCRIPTION_FILE = "description.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint holds, readable without Megatron: `description.json` in its folder."""
+
+    step: int
+    tokens: int
+    bad_steps: int
+    architecture: dict[str, object]
+    tokenizer: str  # content hash
+    layout: str  # of the run that wrote it
+    data: dict[str, Any]  # the loader's position
+    balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
+    # What feature losses there were and what they passed through; None: none.
+    features: dict[str, Any] | None = None
+    # The settings of the run that wrote it; empty in imports and those of older versions.
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the file and flush it to disk."""
+        path = folder / DESCRIPTION_FILE
+        with path.open("w") as stream:
+            json.dump(vars(self), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Description:
+        """Read the description of a complete checkpoint; raises CheckpointError."""
+        path = folder / DESCRIPTION_FILE
+        try:
+            found = cls(**json.loads(path.read_text()))
+            if not isinstance(found.architecture, dict):
+                raise TypeError("its architecture is no object")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; name a run's output "
+                "folder or one of its checkpoints/step_* folders"
+            ) from None
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from None
+        return found
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _FINISHED.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def resolve_checkpoint(path: str) -> Path:
+    """Return the checkpoint folder that a user's path means: itself, or the newest of a run.
+
+    Raises CheckpointError when there is none.
+    """
+    given = Path(path)
+    for root in (given / "checkpoints", given):
+        complete = complete_checkpoints(root)
+        if complete:
+            return complete[-1]
+    if (given / DESCRIPTION_FILE).is_file():
+        return given
+    _refuse_pickle(given)
+    raise CheckpointError(
+        f"{path} holds no complete checkpoint; name a run's output folder or one of its "
+        "checkpoints/step_* folders"
+    )
+
+
+def _refuse_pickle(given: Path) -> None:
+    """Raise CheckpointError for what other programs, old Megatron-LM among them, saved whole."""
+    globs = (f"{folder}*{suffix}" for folder in ("", "*/", "*/*/") for suffix in _PICKLES)
+    found = (path for glob in globs for path in sorted(given.glob(glob)))
+    # A checkpoint that a killed run left behind has one of our own.
+    strange = (path for path in found if path.name != COMMON_STATE_FNAME)
+    pickle = given if given.suffix in _PICKLES else next(strange, None)
+    if pickle is not None and pickle.is_file():
+        raise CheckpointError(
+            f"{pickle} is a pickle, which can run code when it is read, and is refused; convert "
+            "the model to safetensors where it was made, and import that"
+        )
+
+
+def assets_of(checkpoint: Path) -> Path:
+    """Return where a checkpoint, or the run that it belongs to, keeps its Hugging Face files."""
+    own = checkpoint / ASSETS_FOLDER
+    return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
+
+
+def sharding_metadata(groups: Groups) -> dict[str, Any]:
+    """Return Megatron-Core's switches for a format that every other layout can read."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.data_context,
+    }
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One checkpoint on its way: where it is written, and what it will be."""
+
+    partial: Path
+    final: Path
+    description: Description
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: saves and prunes.
+
+    Every method is called by all ranks together. `close` must be called at the end.
+    """
+
+    def __init__(self, root: Path, *, keep: int, asynchronous: bool) -> None:
+        self._root = root
+        self._keep = keep
+        self._writer: ThreadPoolExecutor | None = None
+        self._writer_group: dist.ProcessGroup | None = None
+        self._pending: tuple[_Attempt, Future[str | None]] | None = None
+        if asynchronous:
+            # The thread talks to the other ranks' threads while these train.
+            self._writer_group = dist.new_group(backend="gloo")
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+
+    def prepare(self) -> None:
+        """Make the folder and remove what a killed run left behind; raises CheckpointError.
+
+        Collective: world, one all-gather of a short object per rank.
+        """
+        with together():
+            if dist.get_rank() == 0:
+                try:
+                    self._root.mkdir(parents=True, exist_ok=True)
+                    for leftover in self._root.glob(f"*{_PARTIAL}"):
+                        shutil.rmtree(leftover)
+                except OSError as error:
+                    raise self._unwritable(error) from error
+
+    def save(self, state: dict[str, Any], description: Description) -> None:
+        """Write one checkpoint; with asynchronous saving, start to.
+
+        Raises CheckpointError on all ranks when the folder cannot be written or the disk is full;
+        nothing but a `.partial` folder, which is removed, is left of the attempt.
+
+        Collective: world, Megatron-Core's checkpoint planning, and barriers.
+        """
+        self.finish()
+        name = f"step_{description.step:07d}"
+        attempt = _Attempt(self._root / (name + _PARTIAL), self._root / name, description)
+        self._begin(attempt)
+        snapshot = take_snapshot(state, copied=self._writer is not None)
+        self._check_space(snapshot, attempt)
+        with together():
+            if dist.get_rank() == 0:
+                try:
+                    write_common(snapshot.common, attempt.partial)
+                except OSError as error:
+                    raise self._failed(attempt, str(error.strerror)) from error
+        if self._writer is None:
+            self._complete(attempt, write_shards(snapshot, attempt.partial))
+            return
+        writing = self._writer.submit(write_shards, snapshot, attempt.partial, self._writer_group)
+        self._pending = (attempt, writing)
+
+    def poll(self) -> None:
+        """Publish an asynchronous checkpoint that has been written meanwhile.
+
+        Collective: world, one all-reduce of an integer while one is being written.
+        """
+        if self._pending is not None:
+            writing = not self._pending[1].done()
+            if not any_rank(writing, device=torch.device(torch.cuda.current_device())):
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for an asynchronous checkpoint that is still being written, and publish it."""
+        if self._pending is not None:
+            attempt, writing = self._pending
+            self._pending = None
+            self._complete(attempt, writing.result())
+
+    def close(self) -> None:
+        """End the writing thread; a checkpoint that was not finished stays partial."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=True)
+            dist.destroy_process_group(self._writer_group)
+            self._writer = None
+
+    def _begin(self, attempt: _Attempt) -> None:
+        """Make the folder of an attempt, which every rank must see."""
+        with together():
+            if dist.get_rank() == 0:
+                try:
+                    attempt.partial.mkdir(parents=True)
+                except OSError as error:
+                    raise self._unwritable(error) from error
+        with together():
+            if not attempt.partial.is_dir():
+                raise CheckpointError(
+                    f"rank {dist.get_rank()} does not see {attempt.partial}, which rank 0 made; "
+                    "set `output` to a folder that all nodes share"
+                )
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"cannot write a checkpoint in {self._root}: {error.strerror}; free disk space or "
+            "change `output`"
+        )
+
+    def _check_space(self, snapshot: Snapshot, attempt: _Attempt) -> None:
+        """Refuse to start what the disk cannot hold."""
+        sizes: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sizes, snapshot.shard_bytes)
+        with together():
+            if dist.get_rank() == 0:
+                free = shutil.disk_usage(self._root).free
+                if free < sum(sizes):
+                    shutil.rmtree(attempt.partial, ignore_errors=True)
+                    raise CheckpointError(
+                        f"no space left for a checkpoint in {self._root}: it needs "
+                        f"{sum(sizes) / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; free some, "
+                        "lower checkpoint.keep, or change `output`"
+                    )
+
+    def _complete(self, attempt: _Attempt, failure: str | None) -> None:
+        """Give a written checkpoint its final name, and remove what is older than is kept."""
+        with together():
+            if dist.get_rank() == 0:
+                if failure is not None:
+                    raise self._failed(attempt, failure)
+                try:
+                    attempt.description.write(attempt.partial)
+                    flush_folder(attempt.partial)
+                    if attempt.final.exists():
+                        _remove(attempt.final)
+                    attempt.partial.rename(attempt.final)
+                    flush_folder(self._root)
+                except OSError as error:
+                    raise self._failed(attempt, str(error.strerror)) from error
+                for old in complete_checkpoints(self._root)[: -self._keep]:
+                    _remove(old)
+                _LOGGER.info("saved %s", attempt.final)
+
+    def _failed(self, attempt: _Attempt, reason: str) -> CheckpointError:
+        """Remove the attempt and return the error that says why."""
+        shutil.rmtree(attempt.partial, ignore_errors=True)
+        return CheckpointError(
+            f"saving {attempt.final} failed: {reason}; earlier checkpoints are untouched; free "
+            "disk space or change `output`, and start again"
+        )
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a complete checkpoint; killed half-way, it leaves none that looks complete."""
+    doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Read a checkpoint into the tensors that `state` describes, and return the filled state.
+
+    Raises CheckpointError when it does not fit the model or is damaged.
+
+    Collective: world, Megatron-Core's checkpoint planning.
+    """
+    try:
+        return dist_checkpointing.load(state, str(folder))
+    except CheckpointException as error:
+        raise _unreadable(folder, first_failure(error)) from error
+    except (CheckpointingException, OSError, KeyError, RuntimeError, ValueError) as error:
+        raise _unreadable(folder, str(error)) from error
+
+
+def _unreadable(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} is damaged or does not fit this model: {reason}; remove it to continue from an "
+        "earlier one, or name a checkpoint of the same architecture"
+    )

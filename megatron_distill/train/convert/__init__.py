@@ -1,0 +1,1 @@
+"""Hugging Face folders to checkpoints and back."""

@@ -1,0 +1,1 @@
+"""Teachers of a training step: live models and stores."""

@@ -1,0 +1,370 @@
+"""The teacher that is a store: nothing is computed, everything is checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_distill.errors import StoreError
+from megatron_distill.losses import Term
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.collectives import agree, any_rank
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Recorded, Sampled, TopK
+from megatron_distill.store import (
+    CaptureSettings,
+    DrawnEntries,
+    PositionScalars,
+    SampleRecord,
+    SampleTokens,
+    StoreSet,
+    Support,
+    TopKEntries,
+    cut_to_k,
+    sampled_signal,
+    top_k_signal,
+    unpack,
+)
+
+__all__ = ["HostBatch", "StoredTeacher", "on_device", "recorded_signal", "require_same_tokens"]
+
+
+@dataclass
+class _Step:
+    """The records of one step on their way: read by one rank, sent to others, decoded by each."""
+
+    batches: Sequence[Batch]
+    on_host: Sequence[HostBatch]
+    is_exchanged: bool = False
+    reading: Future[list[bytes]] | None = None
+    decoding: Future[list[Recorded]] | None = None
+
+
+class StoredTeacher:
+    """Answers micro-batches from stores; on the last pipeline stage, the only one that needs it.
+
+    `stores` are open on the first tensor rank of that stage and None elsewhere. `expect` announces
+    the micro-batches of a step: their records are then read and decoded by a thread of each rank
+    while earlier steps run. Micro-batches that nobody announced are answered as well.
+    """
+
+    def __init__(
+        self,
+        stores: StoreSet | None,
+        settings: CaptureSettings,
+        *,
+        terms: Sequence[Term],
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        self._stores = stores
+        self._settings = settings
+        self._terms = tuple(terms)
+        self._groups = groups
+        self._device = device
+        self._is_listener = groups.is_last_stage
+        assert (stores is not None) == (self._is_listener and groups.tensor.rank() == 0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+        self._expected: deque[_Step] = deque()
+
+    def expect(self, batches: Sequence[Batch]) -> None:
+        """Begin to read what will be asked for next."""
+        self._expected.append(self._begin(batches))
+
+    def signals(self, batches: Sequence[Batch]) -> Sequence[Recorded] | Sequence[None]:
+        """Return one signal per micro-batch on the last pipeline stage, None elsewhere.
+
+        Raises StoreError on all ranks alike: a record is missing or damaged, or is not about these
+        tokens; naming shard and sample. A step that was announced may raise it one step early.
+
+        Collective: world, one all-reduce of 8 bytes per step; tensor group of the last stage, two
+        broadcasts per step: 8 bytes per sample and the packed records.
+        """
+        if self._expected and self._expected[0].batches is batches:
+            step = self._expected.popleft()
+        else:
+            step = self._begin(batches)
+        self._exchange(step)
+        found = None if step.decoding is None else step.decoding.result()
+        if self._expected:
+            self._exchange(self._expected[0])
+        if found is None:
+            return [None] * len(batches)
+        return [on_device(signal, self._device) for signal in found]
+
+    def close(self) -> None:
+        """End the reading thread and close the stores."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._expected.clear()
+        if self._stores is not None:
+            self._stores.close()
+
+    def _begin(self, batches: Sequence[Batch]) -> _Step:
+        if not self._is_listener:
+            return _Step(batches, ())
+        step = _Step(batches, [HostBatch.of(batch) for batch in batches])
+        if self._stores is not None:
+            step.reading = self._thread.submit(_read, self._stores, step.on_host)
+        return step
+
+    def _decode(self, packed: Sequence[bytes], batches: Sequence[HostBatch]) -> list[Recorded]:
+        signals, remaining = [], iter(packed)
+        for batch in batches:
+            own = [next(remaining) for _ in batch.sample_ids]
+            signals.append(recorded_signal(own, batch, self._terms, self._settings))
+        return signals
+
+    def _exchange(self, step: _Step) -> None:
+        """Bring the packed records to every rank that needs them, and have them decoded."""
+        if step.is_exchanged:
+            return
+        step.is_exchanged = True
+        packed: list[bytes] = []
+        failure: StoreError | None = None
+        if step.reading is not None:
+            try:
+                packed = step.reading.result()
+            except StoreError as error:
+                failure = error
+        # A failure is rare and its words are long: first one number says whether there is one.
+        if any_rank(failure is not None, device=self._device):
+            agree(failure)
+        if not self._is_listener:
+            return
+        count = sum(len(batch.sample_ids) for batch in step.on_host)
+        packed = _broadcast(packed, count, group=self._groups.tensor, device=self._device)
+        step.decoding = self._thread.submit(self._decode, packed, step.on_host)
+
+
+def _read(stores: StoreSet, batches: Sequence[HostBatch]) -> list[bytes]:
+    """Records of all samples, micro-batch by micro-batch, each about the tokens of its row."""
+    packed = []
+    for batch in batches:
+        for row, number in enumerate(batch.sample_ids):
+            if not batch.is_trained_b[row]:
+                packed.append(b"")
+                continue
+            content, tokens = stores.packed_with_tokens(number)
+            require_same_tokens(tokens, batch, row, stores.place(number))
+            packed.append(content)
+    return packed
+
+
+def _broadcast(
+    packed: list[bytes], count: int, *, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """What the first rank of the group has: `count` byte strings.
+
+    Collective: the group, two broadcasts: 8 bytes per string, and the strings.
+    """
+    if group.size() == 1:
+        return packed
+    is_sender = group.rank() == 0
+    lengths = torch.zeros(count, dtype=torch.int64)
+    if is_sender:
+        lengths = torch.tensor([len(one) for one in packed], dtype=torch.int64)
+    lengths = _sent(lengths, group, device)
+    content = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+    if is_sender:
+        content = torch.from_numpy(np.frombuffer(b"".join(packed), np.uint8).copy())
+    content = _sent(content, group, device)
+    if is_sender:
+        return packed
+    whole, sizes = content.numpy().tobytes(), lengths.tolist()
+    ends = accumulate(sizes)
+    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _sent(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The tensor of the first rank, in the memory of the host."""
+    tensor = tensor if dist.get_backend(group) == "gloo" else tensor.to(device)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor.cpu()
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What decides which records a micro-batch needs, in the memory of the host."""
+
+    tokens_bs: NDArray[np.int64]
+    labels_bs: NDArray[np.int64]
+    document_ids_bS: NDArray[np.int64] | None  # None where documents are not told apart
+    sequence_index_s: NDArray[np.int64]
+    sample_ids: tuple[int, ...]
+    is_trained_b: tuple[bool, ...]  # rows without a trained label need no record
+
+    @classmethod
+    def of(cls, batch: Batch) -> HostBatch:
+        """Those parts of a micro-batch, read from what the loader copied to the device."""
+        host = batch.on_host
+        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1)
+        return cls(
+            tokens_bs=host.tokens_bs.numpy(),
+            labels_bs=host.labels_bs.numpy(),
+            document_ids_bS=host.document_ids_bS.numpy() if host.isolate_documents else None,
+            sequence_index_s=host.sequence_index_s.numpy(),
+            sample_ids=tuple(host.sample_ids_b.tolist()),
+            is_trained_b=tuple(is_trained.tolist()),
+        )
+
+
+def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: str) -> None:
+    """Raise StoreError unless a record is about the tokens and documents of a row."""
+    index_s = batch.sequence_index_s
+    tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
+    for mine, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
+        if not np.array_equal(mine, stored):
+            place = int(index_s[np.flatnonzero(mine != stored)[0]])
+            raise StoreError(
+                f"{where}: the store's tokens are not those of this run's sample, first at "
+                f"position {place}; use the corpus, seed and packing of the capture, or leave "
+                "data.sources out to train on the samples of the store"
+            )
+    if batch.document_ids_bS is not None and not np.array_equal(
+        batch.document_ids_bS[row], found.document_ids_S1[:-1]
+    ):
+        raise StoreError(
+            f"{where}: documents end elsewhere in the store than in this run's sample; use the "
+            "corpus and packing of the capture"
+        )
+
+
+def recorded_signal(
+    packed: Sequence[bytes], batch: HostBatch, terms: Sequence[Term], settings: CaptureSettings
+) -> Recorded:
+    """What the records of a micro-batch say to each term, at this rank's positions.
+
+    `packed` holds checked records, or nothing for a row that is not trained.
+    """
+    records = [
+        unpack(content, is_checked=True) if content else _blank(settings, number)
+        for content, number in zip(packed, batch.sample_ids, strict=True)
+    ]
+    known: dict[tuple[object, ...], TopK | Sampled] = {}
+    by_term = []
+    for term in terms:
+        key = (term.top_k, *_reading(term, settings))
+        if key not in known:
+            known[key] = _kept(records, term, settings, batch.sequence_index_s)
+        by_term.append(known[key])
+    entropy = label_log_prob = None
+    scalars = [record.scalars for record in records]
+    if settings.normalised_over == "vocabulary":
+        index_s = batch.sequence_index_s
+        entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
+        label_log_prob = _joined(
+            [one.label_log_prob_S[index_s] for one in scalars if one is not None]
+        )
+    return Recorded(tuple(by_term), entropy, label_log_prob)
+
+
+def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
+    """At which temperature records are read for a term, and for which support.
+
+    Ratios of probabilities are known at every temperature, so that renormalised ones are read as
+    they were stored; the objective renormalises them.
+    """
+    if term.support != "renormalized":
+        return term.temperature, "tail"
+    return 1.0, "renormalized" if settings.normalised_over == "kept" else "tail"
+
+
+def _kept(
+    records: Sequence[SampleRecord],
+    term: Term,
+    settings: CaptureSettings,
+    index_s: NDArray[np.int64],
+) -> TopK | Sampled:
+    rows_n = torch.from_numpy(
+        np.concatenate([index_s + row * settings.sequence_length for row in range(len(records))])
+    )
+    if settings.mode == "sampled":
+        drawn = sampled_signal(records)
+        return Sampled(drawn.ids[rows_n], drawn.counts[rows_n])
+    k = term.top_k or settings.k
+    temperature, support = _reading(term, settings)
+    whole = top_k_signal(
+        [cut_to_k(record, k) for record in records], temperature=temperature, support=support
+    )
+    if len(index_s) == settings.sequence_length:
+        return whole
+    return replace(
+        whole,
+        ids=whole.ids[rows_n],
+        log_probs=whole.log_probs[rows_n],
+        log_tail=whole.log_tail[rows_n],
+    )
+
+
+def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
+    """A record that says something of the right shape; nobody is trained on it."""
+    positions, k, temperatures = settings.sequence_length, settings.k, settings.temperatures
+    ids = np.zeros((positions, k), np.int32)
+    knows = settings.normalised_over == "vocabulary"
+    entries: TopKEntries | DrawnEntries
+    if settings.mode == "sampled":
+        counts = np.zeros_like(ids)
+        counts[:, 0] = k
+        entries = DrawnEntries(ids, counts)
+    else:
+        log_probs = np.full((positions, k), -np.inf, np.float32)
+        log_probs[:, 0] = 0.0
+        nothing = np.full(positions, -np.inf, np.float32)
+        further: dict[str, Any] = {}
+        if temperatures:
+            further = {
+                "temperatures": temperatures,
+                "log_sum_exp_TS": np.zeros((len(temperatures), positions), np.float32),
+                "log_tail_TS": np.tile(nothing, (len(temperatures), 1)),
+            }
+        entries = TopKEntries(ids, log_probs, nothing if knows else None, **further)
+    zeros = np.zeros(positions, np.float32)
+    return SampleRecord(
+        sample_id=sample_id,
+        tokens_S1=np.zeros(positions + 1, np.int32),
+        document_ids_S1=np.full(positions + 1, -1, np.int32),
+        flags_S1=np.zeros(positions + 1, np.uint8),
+        entries=entries,
+        scalars=PositionScalars(zeros, zeros, zeros) if knows else None,
+    )
+
+
+def on_device(signal: Recorded, device: torch.device) -> Recorded:
+    """The same signal in the memory of a device; what terms share stays shared."""
+    if device.type == "cpu":
+        return signal
+    moved: dict[int, TopK | Sampled] = {}
+    for own in signal.by_term:
+        if id(own) not in moved:
+            moved[id(own)] = _moved(own, device)
+    entropy, label_log_prob = signal.entropy, signal.label_log_prob
+    return Recorded(
+        tuple(moved[id(own)] for own in signal.by_term),
+        None if entropy is None else entropy.to(device),
+        None if label_log_prob is None else label_log_prob.to(device),
+    )
+
+
+def _moved(signal: TopK | Sampled, device: torch.device) -> TopK | Sampled:
+    if isinstance(signal, Sampled):
+        return Sampled(signal.ids.to(device), signal.counts.to(device))
+    return replace(
+        signal,
+        ids=signal.ids.to(device),
+        log_probs=signal.log_probs.to(device),
+        log_tail=signal.log_tail.to(device),
+    )
