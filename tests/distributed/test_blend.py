@@ -19,8 +19,8 @@ from megatron_distill.data.sources import DataOptions, open_training, read_held_
 from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.runtime.batch import LabelCounts
 from tests.distributed.pool import Pool
-from tests.unit.data_fixtures import ByteTokenizer, story, write_jsonl
-from tests.unit.indexed_corpus import numbered, write_indexed
+from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
+from tests.support.indexed_corpus import numbered, write_indexed
 
 LENGTH = 16
 OPTIONS = DataOptions(sequence_length=LENGTH, validation_fraction=0.2, shuffle_samples=4)

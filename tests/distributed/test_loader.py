@@ -18,8 +18,8 @@ from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from tests.distributed.pool import Pool
-from tests.unit.data_fixtures import ByteTokenizer, story, write_jsonl
-from tests.unit.indexed_corpus import numbered, write_indexed
+from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
+from tests.support.indexed_corpus import numbered, write_indexed
 
 LENGTH = 16
 ROWS = 8

@@ -22,7 +22,7 @@ from megatron_distill.signals import Recorded, TopK
 from megatron_distill.store import StoreSet, top_k_signal
 from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
-from tests.unit.store_samples import settings, tokens_of, write_store
+from tests.support.store_samples import settings, tokens_of, write_store
 
 SAMPLES, MICRO, STEPS = 12, 2, 3
 LAYOUTS = {

@@ -18,7 +18,7 @@ from megatron_distill.store import UNKNOWN, Identity, convert_maxtext
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import Inputs, assembled, failure, quick_and_slow, records, run
-from tests.unit.store_maxtext_files import example, sequence, write
+from tests.support.store_maxtext_files import example, sequence, write
 
 STEPS, ROWS = 8, 8
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=2")

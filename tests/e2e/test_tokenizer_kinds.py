@@ -28,7 +28,7 @@ from tests.e2e.captures import run_in, write_capture
 from tests.e2e.failing import Ending, call, call_script, message, script
 from tests.e2e.processes import ROOT, torchrun
 from tests.e2e.runs import Inputs, course, quick_and_slow, step_records
-from tests.unit.tokenizer_kinds import byte_level, ranks_of, sentencepiece_model, write_tiktoken
+from tests.support.tokenizer_kinds import byte_level, ranks_of, sentencepiece_model, write_tiktoken
 
 KINDS = ("sentencepiece", "tiktoken")
 RULES = {"pattern": "gpt2", "special_tokens": {"<|endoftext|>": 425, "<|begin|>": 426},

@@ -21,8 +21,8 @@ from megatron_distill.ops.torch_rows import Block
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair, neighbours
-from tests.unit.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
-from tests.unit.test_losses_objective_terms import (
+from tests.support.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
+from tests.unit.losses.test_objective_terms import (
     BETWEEN,
     KEPT,
     PLAIN,
@@ -30,7 +30,7 @@ from tests.unit.test_losses_objective_terms import (
     assert_close,
     found,
 )
-from tests.unit.test_losses_objective_terms import expected as expected_objective
+from tests.unit.losses.test_objective_terms import expected as expected_objective
 
 # The interpreter cuts off what bf16 cannot hold, a GPU rounds.
 CUT_OFF = {**GRADIENT_TOLERANCE, torch.bfloat16: 2**-7}

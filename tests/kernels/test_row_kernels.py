@@ -66,8 +66,8 @@ def test_interpreted(some: str) -> None:
 
 @pytest.mark.slow
 def test_the_oracles_of_all_losses_interpreted() -> None:
-    tests = ("losses_divergences", "losses_objective_terms", "known_defects_degenerate")
-    files = [f"tests/unit/test_{name}.py" for name in tests]
+    tests = ("divergences", "objective_terms", "known_defects_degenerate")
+    files = [f"tests/unit/losses/test_{name}.py" for name in tests]
     assert_passed(child(*PYTEST, "-k", NOT_INTERPRETED, *files, interpreted=True))
 
 

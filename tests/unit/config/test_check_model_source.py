@@ -1,0 +1,85 @@
+"""Rules on where a model comes from: each one broken alone, for student and teacher.
+
+Regimes: two sources of one model; layers taken from nowhere, or from a teacher; layers twice, out
+of order or below zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.sample_configs import ARCHITECTURE, MINIMAL, complaints, load_tree
+
+HF = {"hf": "folder"}
+CHECKPOINT = {"checkpoint": "folder"}
+SHAPE = {"architecture": ARCHITECTURE}
+NEEDS = "needs student.hf or student.checkpoint to take layers from, and no student.architecture"
+# student, teacher -> the complaint
+BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "hf and shape": (
+        HF | SHAPE, None, "student.hf = 'folder' and student.architecture are both given",
+    ),
+    "hf and checkpoint": (
+        HF | CHECKPOINT, None, "student.hf = 'folder' and student.checkpoint are both given",
+    ),
+    "the teacher's": (
+        HF, HF | SHAPE, "teacher.hf = 'folder' and teacher.architecture are both given",
+    ),
+    "nothing": ({}, None, "neither student.hf nor student.architecture nor student.checkpoint"),
+    "layers of a shape": (SHAPE | {"num_layers": 2}, None, f"student.num_layers = 2: {NEEDS}"),
+    "layers of a shape, listed": (
+        SHAPE | {"keep_layers": [0, 1]}, None, f"student.keep_layers = [0, 1]: {NEEDS}",
+    ),
+    "layers of a shape with weights": (
+        SHAPE | CHECKPOINT | {"num_layers": 2}, None, f"student.num_layers = 2: {NEEDS}",
+    ),
+    "layers of a teacher": (
+        HF, HF | {"num_layers": 2}, "teacher.num_layers = 2: a teacher keeps all its layers",
+    ),
+    "listed layers of a teacher": (
+        HF, HF | {"keep_layers": [0]}, "teacher.keep_layers = [0]: a teacher keeps all its layers",
+    ),
+    "both": (
+        HF | {"num_layers": 2, "keep_layers": [0, 1]}, None,
+        "student.keep_layers and student.num_layers are both given; give only one of the two",
+    ),
+    "out of order": (HF | {"keep_layers": [2, 1]}, None, "student.keep_layers = [2, 1]: list"),
+    "twice": (HF | {"keep_layers": [1, 1]}, None, "student.keep_layers = [1, 1]: list"),
+    "negative": (HF | {"keep_layers": [-1, 1]}, None, "student.keep_layers = [-1, 1]: list"),
+}  # fmt: skip
+
+
+def tree(student: dict[str, Any], teacher: dict[str, Any] | None) -> dict[str, Any]:
+    return MINIMAL | {"student": student} | ({"teacher": teacher} if teacher else {})
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_contradiction_is_said(tmp_path: Path, case: str) -> None:
+    student, teacher, expected = BROKEN[case]
+    assert any(expected in said for said in complaints(load_tree, tmp_path, tree(student, teacher)))
+
+
+@pytest.mark.parametrize(
+    "student",
+    [
+        HF, CHECKPOINT, SHAPE | CHECKPOINT, HF | {"num_layers": 1}, HF | {"keep_layers": [0, 5, 7]},
+        CHECKPOINT | {"keep_layers": [3]},
+    ],
+)  # fmt: skip
+def test_what_is_not_contradictory_passes(tmp_path: Path, student: dict[str, Any]) -> None:
+    config = load_tree(tmp_path, tree(student, None))
+    assert config.student.keep_layers is None or config.student.keep_layers[-1] >= 0
+
+
+@pytest.mark.parametrize("count", [0, -2, "two"])
+def test_a_number_of_layers_is_positive(tmp_path: Path, count: object) -> None:
+    (said,) = complaints(load_tree, tmp_path, tree(HF | {"num_layers": count}, None))
+    assert "student.num_layers" in said
+
+
+def test_a_list_without_a_layer_is_refused(tmp_path: Path) -> None:
+    (said,) = complaints(load_tree, tmp_path, tree(HF | {"keep_layers": []}, None))
+    assert "student.keep_layers" in said

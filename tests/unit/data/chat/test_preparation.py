@@ -1,0 +1,267 @@
+"""Preparation and its cache: hits, what invalidates it, bad rows, workers, and what failures leave.
+
+The same conversations by this process and by workers; a worker that is killed; a disk that is full;
+files that move.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_distill.data.chat import cache as conversation_cache
+from megatron_distill.data.chat.cache import PreparedConversations
+from megatron_distill.data.chat.conversations import ConversationSpec
+from megatron_distill.data.chat.prepare import prepared_conversations, worker_map
+from megatron_distill.data.chat.source import ConversationOptions
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.errors import DataError
+from tests.support.chat_fixtures import FOLDER, chat_tokenizer, tool_dialogue, turns, write_rows
+from tests.support.worker_functions import dying, refusing, slow
+
+ROWS = [{"messages": turns(f"ask {index}", f"say {index}")} for index in range(30)]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("megatron_distill")
+    before = logger.propagate
+    logger.propagate = True
+    caplog.set_level(logging.INFO, "megatron_distill")
+    yield caplog
+    logger.propagate = before
+
+
+def prepare(
+    path: Path, *, style: str = "qwen25", skip_bad: bool = False, spec: Any = None, **options: Any
+) -> PreparedConversations:
+    source = SourceSpec("jsonl", (str(path),), conversation=spec or ConversationSpec())
+    chosen = ConversationOptions(cache=path.parent / "cache", workers=0)
+    return prepared_conversations(
+        source, chat_tokenizer(style), options=replace(chosen, **options), skip_bad=skip_bad
+    )
+
+
+def test_the_cache_is_found_again_by_content(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    first = prepare(path)
+    assert "cache hit" not in said.text
+    moved = path.rename(tmp_path / "b.jsonl")
+    os.utime(moved, (0, 0))
+    again = prepare(moved)
+    assert "cache hit" in said.text
+    assert again.folder == first.folder
+    assert again.place(3) == f"{moved}:4"
+    assert isinstance(again.tokens_n, np.memmap)
+    np.testing.assert_array_equal(first.tokens_n, again.tokens_n)
+
+
+def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    template = tmp_path / "own.jinja"
+    template.write_text((FOLDER / "gemma.jinja").read_text())
+    own = ConversationSpec(chat_template=str(template))
+    found = [
+        prepare(path),
+        prepare(path, style="qwen3"),
+        prepare(path, spec=own),
+        prepare(path, spec=ConversationSpec(template_options={"x": 1})),
+        prepare(path, distill_on_prompt=True),
+        prepare(path, train_on="last_response"),
+    ]
+    template.write_text(template.read_text() + "{# #}")
+    found.append(prepare(path, spec=own))
+    write_rows(path, [*ROWS[:-1], ROWS[0]])
+    found.append(prepare(path))
+    assert len({one.folder for one in found}) == len(found)
+    # What is decided when samples are made does not.
+    assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
+
+
+def test_what_is_damaged_is_prepared_anew(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    first = prepare(path)
+    expected = np.array(first.tokens_n)
+    with (first.folder / "tokens").open("r+b") as stream:
+        stream.truncate(8)
+    np.testing.assert_array_equal(prepare(path).tokens_n, expected)
+    assert "cache hit" not in said.text
+    (first.folder / "manifest.json").write_text("{")
+    np.testing.assert_array_equal(prepare(path).tokens_n, expected)
+
+
+def test_bad_rows_stop_or_are_counted_from_the_cache_too(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS[:4], {"text": 1}, 5, *ROWS[4:]])
+    message = f"{path}:5: it has no 'messages'"
+    with pytest.raises(DataError, match=message):
+        prepare(path)
+    assert list((tmp_path / "cache").iterdir()) == []
+    found = prepare(path, skip_bad=True)
+    assert len(found) == len(ROWS)
+    assert (found.manifest.rows, found.manifest.bad_rows) == (len(ROWS) + 2, 2)
+    assert message in said.text
+    assert f"{path}:6: not a JSON object but int" in said.text
+    assert "2 bad rows skipped" in said.text
+    with pytest.raises(DataError, match=message):
+        prepare(path)
+    said.clear()
+    prepare(path, skip_bad=True)
+    assert message in said.text
+
+
+OPEN_ENDED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_turns_without_an_end_are_warned_of_once_per_source(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"messages": turns("a", "b", "c")}])
+    template = tmp_path / "open.jinja"
+    template.write_text(OPEN_ENDED)
+    spec = ConversationSpec(chat_template=str(template))
+    first = prepare(path, style="phi3", spec=spec)
+    again = prepare(path, style="phi3", spec=spec)
+    assert first.manifest.unclosed == again.manifest.unclosed == len(ROWS)
+    warnings = [one.getMessage() for one in said.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"jsonl {path}: the chat template writes no token that ends the")
+    assert "after the last response of 30 of 31 conversations" in warnings[0]
+    assert "data.sources.conversation.chat_template" in warnings[0]
+    said.clear()
+    assert prepare(path).manifest.unclosed == 0
+    assert not [one for one in said.records if one.levelname == "WARNING"]
+
+
+def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    greeting = {"role": "assistant", "content": "Welcome."}
+    greeted = {"messages": [greeting, greeting, *turns("ask", "say")]}
+    path = write_rows(tmp_path / "a.jsonl", [greeted, *ROWS])
+    for _ in range(2):
+        said.clear()
+        assert prepare(path).manifest.dropped == 2
+        assert "2 responses before the first prompt dropped" in said.text
+    with pytest.raises(DataError, match=f"{path}:1: message 0 is a response, and no prompt"):
+        prepare(path, spec=ConversationSpec(leading_assistant="refuse"))
+    kept = prepare(path, spec=ConversationSpec(leading_assistant="keep"))
+    assert kept.manifest.dropped == 0
+    assert kept.manifest.ce_labels > prepare(path).manifest.ce_labels
+    # Messages are counted as the template gets them.
+    call = {**greeting, "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    write_rows(path, [{"messages": [greeting, *turns("a"), call]}])
+    reason = "message 1: .* not write its tool calls.* .messages are counted without the 1 before"
+    with pytest.raises(DataError, match=reason):
+        prepare(path, style="llama3")
+
+
+def test_workers_give_arguments_as_text_as_one_process_does(tmp_path: Path) -> None:
+    template = tmp_path / "text.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ '{' + c.function.arguments + '}' }}{% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    rows = [{"messages": tool_dialogue(says=None, also=["why " * 900, "so"])} for _ in range(400)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert path.stat().st_size > 1 << 20  # several blocks
+    spec = ConversationSpec(chat_template=str(template))
+    alone = prepare(path, style="phi3", spec=spec)
+    together = prepare(path, style="phi3", spec=spec, cache=tmp_path / "other", workers=2)
+    assert alone.manifest == together.manifest
+    assert alone.manifest.conversations == len(rows)
+    start, stop = alone.bounds(0)
+    text = chat_tokenizer("phi3").decode(alone.tokens_n[start:stop].tolist())
+    assert '<|assistant|>{{"city": "Paris"}}<|end|>' in text
+
+
+def data_workers() -> list[str]:
+    """Workers that are left, whatever other processes the session has."""
+    return [child.name for child in active_children() if child.name.startswith("data-worker")]
+
+
+def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
+    many = [{"messages": turns(f"ask {index} " + "why " * 900, "so")} for index in range(400)]
+    path = write_rows(tmp_path / "a.jsonl", many)
+    assert path.stat().st_size > 1 << 20  # several blocks
+    alone = prepare(path)
+    together = prepare(path, cache=tmp_path / "other", workers=2)
+    assert alone.manifest == together.manifest
+    for name in ("tokens", "flags", "index"):
+        ours, theirs = (one.folder / name for one in (alone, together))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert data_workers() == []
+
+
+def interrupted() -> None:
+    with worker_map(slow, range(99), workers=2) as found:
+        next(found)
+        raise KeyboardInterrupt
+
+
+def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
+    with worker_map(slow, range(40), workers=2) as results:
+        found = list(results)
+    assert [item for item, _ in found] == list(range(40))
+    assert len({process for _, process in found}) == 2
+    with pytest.raises(DataError, match="five"), worker_map(refusing, range(9), workers=2) as found:
+        list(found)
+    with (
+        pytest.raises(DataError, match="ended before its work was done"),
+        worker_map(dying, range(9), workers=2) as found,
+    ):
+        list(found)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert data_workers() == []
+
+
+@pytest.mark.slow
+def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
+    root = Path(__file__).parents[4]
+    command = [sys.executable, "-m", "tests.support.killed_parent"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversation_cache.os, "fsync", full)
+    with pytest.raises(DataError, match="cannot be written .No space left on device.; free disk"):
+        prepare(path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    folder = prepare(path).folder
+    left = folder.rename(folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-99999999"))
+    assert prepare(path).folder == folder
+    assert not left.exists()

@@ -1,0 +1,125 @@
+"""Parquet, Arrow and saved datasets: as documents and as conversations, from files and globs.
+
+The datasets library writes what is read; places to go on, damaged files, missing columns.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_distill.data.chat.conversations import (
+    ConversationSpec,
+    conversation_of,
+    read_blocks,
+    rows_of,
+)
+from megatron_distill.data.text.corpora import SourceSpec, source_files
+from megatron_distill.data.text.documents import Cursor, DocumentReader, reading_table
+from megatron_distill.data.text.files import DamagedFileError, record_batches
+from megatron_distill.errors import DataError
+from tests.support.chat_fixtures import tool_dialogue, turns, write_rows
+
+TEXTS = [f"text {index}" for index in range(700)]
+
+
+def written(folder: Path, kind: str, table: dict[str, list[Any]]) -> tuple[str, str]:
+    """Write a table in some way; returns the source's format and path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        pq.write_table(pa.table(table), folder / "a.parquet", row_group_size=300)
+        return "parquet", str(folder / "a.parquet")
+    if kind == "arrow file":
+        data = pa.table(table)
+        with pa.ipc.new_file(folder / "a.arrow", data.schema) as writer:
+            writer.write_table(data, max_chunksize=400)
+        return "arrow", str(folder / "a.arrow")
+    datasets.Dataset.from_dict(table).save_to_disk(folder / "saved", num_shards=2)
+    return "arrow", str(folder / "saved")
+
+
+KINDS = ("parquet", "arrow file", "saved dataset")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_column_is_read_as_documents_from_any_place_on(tmp_path: Path, kind: str) -> None:
+    format, path = written(tmp_path, kind, {"body": TEXTS, "number": list(range(700))})
+    files = source_files(SourceSpec(format, (path,)))
+    reader = DocumentReader(files, read=reading_table("body")[format, "file"], skip_bad=False)
+    documents = list(reader.documents(range(len(files)), Cursor()))
+    assert [document.text for document in documents] == TEXTS
+    for number in (0, 255, 256, 299, 300, 511, 699):
+        rest = reader.documents(range(len(files)), documents[number].after)
+        assert [document.text for document in rest] == TEXTS[number + 1 :]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "jsonl"])
+def test_rows_are_conversations_with_their_numbers(tmp_path: Path, kind: str) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    table = {"messages": [turns("a", "b"), tool_dialogue(), turns("c", "d")], "other": [1, 2, 3]}
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    if kind == "jsonl":
+        format, path = "jsonl", str(write_rows(tmp_path / "a.jsonl", rows))
+    else:
+        format, path = written(tmp_path, kind, table)
+    spec = ConversationSpec()
+    required, optional = spec.columns
+    files = source_files(SourceSpec(format, (path,)))
+    blocks = list(read_blocks(files, format=format, required=required, optional=optional))
+    found = [(block.file, row, one) for block in blocks for row, one in rows_of(block)]
+    conversations = [conversation_of(one, spec).messages for _, _, one in found]
+    assert conversations == [conversation_of(row, spec).messages for row in rows]
+    numbers = [(file, row) for file, row, _ in found]
+    # Two shards of a saved dataset hold two rows and one.
+    assert numbers == ([(0, 1), (0, 2), (1, 1)] if "saved" in kind else [(0, 1), (0, 2), (0, 3)])
+    assert tools  # (columns that a row need not have)
+
+
+def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    long = '{"a": "' + "x" * (3 << 20) + '"}'
+    path.write_text('{"a": 1}\n\n' + long + '\n{"a": 2}\nnot json\n[1]\n{"a": 3}')
+    blocks = read_blocks([path], format="jsonl", required=(), optional=())
+    found = [(row, one) for block in blocks for row, one in rows_of(block)]
+    assert [row for row, _ in found] == [1, 3, 4, 5, 6, 7]
+    assert [one["a"] for _, one in found if isinstance(one, dict) and one["a"] in (1, 2, 3)] == [
+        1,
+        2,
+        3,
+    ]
+    assert found[3][1].startswith("not a JSON object (")
+    assert found[4][1] == "not a JSON object but list"
+
+
+def test_saved_datasets_are_found_by_their_folders(tmp_path: Path) -> None:
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
+    splits.save_to_disk(tmp_path / "d")
+    assert len(source_files(SourceSpec("arrow", (str(tmp_path / "d" / "train"),)))) == 1
+    with pytest.raises(DataError, match="holds the splits of a dataset; name one of .*d/train"):
+        source_files(SourceSpec("arrow", (str(tmp_path / "d"),)))
+    with pytest.raises(DataError, match="without state.json is no saved dataset"):
+        source_files(SourceSpec("arrow", (str(tmp_path),)))
+    glob = str(tmp_path / "d" / "*" / "*.arrow")
+    assert source_files(SourceSpec("arrow", (glob,))) == source_files(
+        SourceSpec("arrow", (str(tmp_path / "d" / "train"),))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_and_missing_columns_name_the_file(tmp_path: Path, kind: str) -> None:
+    format, path = written(tmp_path, kind, {"body": TEXTS})
+    (file, *_) = source_files(SourceSpec(format, (path,)))
+    with pytest.raises(DataError, match=f"{file}: has no column 'text' .its columns: body"):
+        list(record_batches(file, required=("text",)))
+    cut = tmp_path / "cut"
+    shutil.copy(file, cut)
+    with cut.open("r+b") as stream:
+        stream.truncate(cut.stat().st_size * 2 // 3)
+    with pytest.raises(DamagedFileError, match=f"{cut}: damaged or cut off"):
+        list(record_batches(cut, required=("body",)))

@@ -1,0 +1,246 @@
+"""The fused objective against its float64 oracle: total, report and gradients in fp32 and bf16,
+several terms, soft-caps and scales, every kind of teacher."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import Term, fused_linear_objective, token_divergence
+from megatron_distill.ops import VocabShard
+from megatron_distill.signals import DenseLogits, HiddenState
+from tests.reference.distillation import Problem, capped, row_error, solve
+from tests.support.objective_runs import Rule, assert_same, run
+
+
+@pytest.mark.parametrize("ce_coefficient", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
+def test_total_report_and_gradients_equal_the_oracle(
+    temperature: float, ce_coefficient: float
+) -> None:
+    problem = Problem.random(vocab=1003, seed=1)
+    term = Term(weight=0.3, temperature=temperature)
+    total, report, hidden, weight = run(problem, [term], ce_coefficient=ce_coefficient)
+    answer = solve(problem, [(0.3, temperature)], ce_coefficient=ce_coefficient)
+    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
+    assert total.dtype is torch.float32
+    # Of a row's largest entry, over the sum of a thousand columns that cancel.
+    assert row_error(hidden, answer.hidden_gradient) < 2e-6
+    assert float((weight - answer.weight_gradient).abs().max()) < 1e-6 * float(
+        answer.weight_gradient.abs().max()
+    )
+    for name, expected in answer.report.items():
+        assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
+        assert not report[name].requires_grad
+    assert float(report[term.name]) == pytest.approx(float(answer.report["kd"]) / 0.3, rel=1e-6)
+
+
+def test_terms_add_up_with_their_weights() -> None:
+    problem = Problem.random(seed=2)
+    terms = [Term(weight=0.3), Term(weight=2.0, temperature=2.0, scale_by_temperature_squared=True)]
+    total, report, hidden, weight = run(problem, terms)
+    answer = solve(problem, [(0.3, 1.0), (8.0, 2.0)])
+    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
+    assert row_error(hidden, answer.hidden_gradient) < 2e-6
+    kd = 0.3 * report["forward_kl"] + 2.0 * report["forward_kl_t2"]
+    assert float(report["kd"]) == pytest.approx(float(kd), rel=1e-6)
+    assert float(report["kd"]) == pytest.approx(float(answer.report["kd"]), rel=1e-6)
+    # The factor T^2 is part of the reported term as it is of the loss.
+    plain = run(problem, [Term(temperature=2.0)])[1]["forward_kl_t2"]
+    assert float(report["forward_kl_t2"]) == pytest.approx(4 * float(plain), rel=1e-6)
+
+
+def test_bf16_products_with_fp32_statistics() -> None:
+    problem = Problem.random(vocab=1003, seed=3, dtype=torch.bfloat16)
+    total, report, hidden, weight = run(problem, [Term(temperature=2.0)])
+
+    class Bf16Product(torch.autograd.Function):
+        """The product as the hardware rounds it, with the gradient of the exact one."""
+
+        @staticmethod
+        def forward(ctx, left: Tensor, right: Tensor) -> Tensor:
+            ctx.save_for_backward(left, right)
+            return (left.bfloat16() @ right.bfloat16()).double()
+
+        @staticmethod
+        def backward(ctx, upstream: Tensor) -> tuple[Tensor, Tensor]:
+            left, right = ctx.saved_tensors
+            return upstream @ right.t(), left.t() @ upstream
+
+    answer = solve(problem, [(1.0, 2.0)], product=Bf16Product.apply)
+    assert total.dtype is torch.float32
+    assert (hidden.dtype, weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
+    for name, expected in answer.report.items():
+        assert float(report[name]) == pytest.approx(float(expected), rel=2e-6), name
+    assert row_error(hidden, answer.hidden_gradient) < 2e-2
+    error = (weight.double() - answer.weight_gradient).abs().max()
+    assert float(error) < 2e-2 * float(answer.weight_gradient.abs().max())
+
+
+def test_bf16_weight_gradient_is_accumulated_in_fp32() -> None:
+    # One token a chunk: bf16 accumulation would lose most of 400 equal contributions.
+    problem = Problem.random(400, 4, 16, dtype=torch.bfloat16)
+    problem = replace(
+        problem,
+        hidden_NH=problem.hidden_NH[:1].repeat(400, 1),
+        teacher_hidden=problem.teacher_hidden[:1].repeat(400, 1),
+        labels_N=problem.labels_N[:1].repeat(400),
+    ).with_weights(torch.ones(400), torch.ones(400))
+    many = run(problem, chunk_tokens=1)[3].double()
+    one = run(
+        replace(
+            problem,
+            hidden_NH=problem.hidden_NH[:1],
+            teacher_hidden=problem.teacher_hidden[:1],
+            labels_N=problem.labels_N[:1],
+        ).with_weights(torch.ones(1), torch.ones(1))
+    )[3].double()
+    assert float((many - 400 * one).abs().max()) < 2**-7 * float((400 * one).abs().max())
+
+
+@pytest.mark.parametrize("student_rule", [(None, 1.0), (3.0, 1.0), (None, 0.25), (3.0, 0.5)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_softcap_and_scale_in_loss_and_gradient(student_rule: Rule, temperature: float) -> None:
+    problem, teacher_rule = Problem.random(seed=4), (5.0, 1.5)
+    terms = [Term(temperature=temperature)]
+    total, report, hidden, weight = run(
+        problem, terms, student_rule=student_rule, teacher_rule=teacher_rule
+    )
+    answer = solve(
+        problem, [(1.0, temperature)], student_rule=student_rule, teacher_rule=teacher_rule
+    )
+    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
+    assert row_error(hidden, answer.hidden_gradient) < 2e-6
+    assert float((weight - answer.weight_gradient).abs().max()) < 2e-6 * float(
+        answer.weight_gradient.abs().max()
+    )
+    for name, expected in answer.report.items():
+        assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
+
+
+@pytest.mark.parametrize("rule", [(None, 1.0), (2.0, 0.5)])
+def test_gradcheck_through_the_public_entry(rule: Rule) -> None:
+    problem = Problem.random(6, 3, 11, seed=5, dtype=torch.float64)
+    signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rule)
+    terms = [Term(weight=0.5), Term(temperature=2.0, scale_by_temperature_squared=True)]
+
+    def objective(hidden: Tensor, weight: Tensor) -> Tensor:
+        return fused_linear_objective(
+            hidden,
+            weight,
+            signal,
+            problem.labels_N % 9,
+            ce_weights=problem.ce_weights_N,
+            kd_weights=problem.kd_weights_N,
+            terms=terms,
+            chunk_tokens=4,
+            shard=VocabShard(9, 0, 11),
+            student_softcap=rule[0],
+            student_scale=rule[1],
+        )[0]
+
+    leaves = problem.hidden_NH.requires_grad_(), problem.weight_GH.requires_grad_()
+    assert torch.autograd.gradcheck(objective, leaves)
+
+
+def test_given_logits_equal_the_head_that_makes_them() -> None:
+    problem = Problem.random(seed=12)
+    logits = capped(problem.teacher_hidden @ problem.teacher_weight.t(), 4.0, 0.5)
+    assert_same(
+        run(problem, signal=DenseLogits(logits)), run(problem, teacher_rule=(4.0, 0.5)), 2e-6
+    )
+
+
+def test_divergence_of_the_objective_is_the_token_divergence() -> None:
+    problem = Problem.random(seed=13)
+    tokens = token_divergence(
+        problem.hidden_NH @ problem.weight_GH.t(),
+        DenseLogits(problem.teacher_hidden @ problem.teacher_weight.t()),
+        divergence="forward_kl",
+        temperature=2.0,
+        scale_by_temperature_squared=True,
+    )
+    term = Term(temperature=2.0, scale_by_temperature_squared=True)
+    report = run(problem, [term])[1]
+    expected = (tokens * problem.kd_weights_N).sum()
+    assert float(report["forward_kl_t2"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_labels_alone_need_no_teacher() -> None:
+    problem = Problem.random(seed=14)
+    hidden = problem.hidden_NH.requires_grad_()
+    total, report = fused_linear_objective(
+        hidden,
+        problem.weight_GH,
+        None,
+        problem.labels_N,
+        ce_weights=problem.ce_weights_N,
+        kd_weights=problem.kd_weights_N,
+        terms=[],
+        chunk_tokens=4,
+        ce_coefficient=2.0,
+    )
+    answer = solve(problem, [], ce_coefficient=2.0)
+    assert set(report) == {"ce"}
+    assert float(total.detach()) == pytest.approx(float(answer.total), rel=1e-6)
+    assert float(report["ce"]) == pytest.approx(float(answer.report["ce"]), rel=1e-6)
+    (gradient,) = torch.autograd.grad(total, hidden)
+    assert row_error(gradient, answer.hidden_gradient) < 2e-6
+
+
+def test_a_teacher_without_terms_is_only_reported() -> None:
+    problem = Problem.random(seed=15)
+    total, report, hidden, _ = run(problem, [])
+    answer = solve(problem, [])
+    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
+    assert row_error(hidden, answer.hidden_gradient) < 2e-6
+    assert float(report["kd"]) == 0.0
+    expected = float(answer.report["teacher_entropy"])
+    assert float(report["teacher_entropy"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_teacher_gets_no_gradient() -> None:
+    problem = Problem.random(seed=17)
+    teacher = problem.teacher_hidden.requires_grad_(), problem.teacher_weight.requires_grad_()
+    total, _ = fused_linear_objective(
+        problem.hidden_NH.requires_grad_(),
+        problem.weight_GH,
+        HiddenState(*teacher),
+        problem.labels_N,
+        ce_weights=problem.ce_weights_N,
+        kd_weights=problem.kd_weights_N,
+        terms=[Term()],
+        chunk_tokens=8,
+    )
+    total.backward()
+    assert problem.hidden_NH.grad is not None
+    assert [leaf.grad for leaf in teacher] == [None, None]
+
+
+def test_misuse_is_named() -> None:
+    problem = Problem.random()
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        run(problem, chunk_tokens=0)
+    with pytest.raises(ValueError, match="labels has 22 rows for 23 tokens"):
+        run(replace(problem, labels_N=problem.labels_N[1:]))
+    with pytest.raises(ValueError, match="kd_weights has 22 rows for 23 tokens"):
+        run(replace(problem, kd_weights_N=problem.kd_weights_N[1:]))
+    with pytest.raises(ValueError, match="teacher_hidden has 22 rows"):
+        run(replace(problem, teacher_hidden=problem.teacher_hidden[1:]))
+    with pytest.raises(ValueError, match="teacher has 202 vocabulary columns; .* has 203"):
+        run(replace(problem, teacher_weight=problem.teacher_weight[1:]))
+    with pytest.raises(ValueError, match=r"of shape \(1, 23, 12\)"):
+        run(replace(problem, hidden_NH=problem.hidden_NH[None]))
+    with pytest.raises(ValueError, match="1 divergence terms need a teacher's signal"):
+        fused_linear_objective(
+            problem.hidden_NH,
+            problem.weight_GH,
+            None,
+            problem.labels_N,
+            ce_weights=problem.ce_weights_N,
+            kd_weights=problem.kd_weights_N,
+            terms=[Term()],
+            chunk_tokens=8,
+        )

@@ -1,0 +1,158 @@
+"""Sums of each part of the tokens: what an objective of that part alone says.
+
+Regimes: a part without a token; tokens that count for nothing; what is not finite in another part;
+chunks that cut a part; every kind of teacher and of term; parts that do not add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import Term
+from megatron_distill.ops import VocabShard, vocab_parallel_topk
+from megatron_distill.ops.fused_linear import Partition
+from megatron_distill.signals import DenseLogits, Recorded, Signal, TopK
+from tests.reference.distillation import Problem, cross_entropy, entropy, solve
+from tests.support.objective_runs import run
+
+TOKENS, PARTS = 61, 4
+EMPTY = 2
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return Problem.random(tokens=TOKENS, seed=21)
+
+
+@pytest.fixture
+def partition() -> Partition:
+    """Unequal parts that lie between each other, one of them empty."""
+    ids = torch.randint(0, 7, (TOKENS,), generator=torch.Generator().manual_seed(4))
+    return Partition(torch.tensor([0, 0, 0, 0, 1, 1, 3])[ids], PARTS)
+
+
+def only(problem: Problem, partition: Partition, part: int) -> Problem:
+    """The same problem, in which the tokens of the other parts count for nothing."""
+    is_mine = partition.ids == part
+    return problem.with_weights(problem.ce_weights_N * is_mine, problem.kd_weights_N * is_mine)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
+def test_each_part_is_the_oracles_answer_for_its_tokens(
+    problem: Problem, partition: Partition, chunk_tokens: int
+) -> None:
+    terms = [Term(weight=0.3), Term(weight=2.0, temperature=2.0, scale_by_temperature_squared=True)]
+    report = run(problem, terms, chunk_tokens=chunk_tokens, partition=partition)[1]
+    for part in range(PARTS):
+        answer = solve(only(problem, partition, part), [(0.3, 1.0), (8.0, 2.0)])
+        for name, expected in answer.report.items():
+            assert report[name].shape == (1 + PARTS,)
+            assert float(report[name][1 + part]) == pytest.approx(float(expected), rel=1e-6), name
+        assert (float(report["ce"][1 + part]) == 0) == (part == EMPTY)
+
+
+KEPT = [
+    Term("forward_kl", 0.6, top_k=8),
+    Term("reverse_kl", 0.3, 2.0, top_k=5),
+    Term("js_divergence", 0.8, top_k=8, support="renormalized"),
+]
+CURVED = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
+
+
+def recorded(problem: Problem, terms: Sequence[Term]) -> Recorded:
+    logits = problem.teacher_hidden @ problem.teacher_weight.t()
+    by_term = []
+    for term in terms:
+        kept = vocab_parallel_topk(logits, term.top_k or 1, temperature=term.temperature)
+        by_term.append(TopK(kept.ids, kept.log_probs, kept.log_tail, term.temperature))
+    double = logits.double()
+    label = -cross_entropy(double, problem.labels_N)
+    return Recorded(tuple(by_term), entropy(double).float(), label.float())
+
+
+CASES: dict[str, tuple[list[Term], str]] = {
+    "no term": ([], "live"),
+    "curved terms": (CURVED, "live"),
+    "kept ids of a live teacher": (KEPT, "live"),
+    "given logits": ([Term(), *CURVED], "logits"),
+    "recorded": (KEPT, "recorded"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_add_up_and_change_nothing_else(
+    problem: Problem, partition: Partition, case: str
+) -> None:
+    terms, kind = CASES[case]
+    logits = problem.teacher_hidden @ problem.teacher_weight.t()
+    signals: dict[str, Signal | None] = {
+        "live": None,
+        "logits": DenseLogits(logits),
+        "recorded": recorded(problem, KEPT),
+    }
+    signal = signals[kind]
+    total, report, hidden, weight = run(problem, terms, signal=signal, partition=partition)
+    plain = run(problem, terms, signal=signal)
+    assert torch.equal(total, plain[0])
+    assert torch.equal(hidden, plain[2])
+    assert torch.equal(weight, plain[3])
+    assert report.keys() == plain[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(report[name][0], value), name
+        parts = report[name][1:]
+        assert float(parts.double().sum()) == pytest.approx(float(value), rel=1e-6), name
+        for part in range(PARTS):
+            alone = run(only(problem, partition, part), terms, signal=signal)[1][name]
+            assert float(parts[part]) == pytest.approx(float(alone), rel=1e-6, abs=1e-9), name
+
+
+def test_what_is_not_finite_stays_in_its_part(problem: Problem, partition: Partition) -> None:
+    problem.ce_weights_N[:] = problem.kd_weights_N[:] = 1 / TOKENS
+    spoiled = int((partition.ids == 1).nonzero()[3])
+    hidden = problem.hidden_NH.clone()
+    plain = run(problem, partition=partition)[1]
+    problem.hidden_NH[spoiled] = torch.nan
+    report = run(problem, partition=partition)[1]
+    problem.hidden_NH[:] = hidden
+    for name in ("ce", "kd", "student_entropy"):
+        assert report[name].isnan().tolist() == [True, False, True, False, False], name
+        assert torch.equal(report[name][[1, 3, 4]], plain[name][[1, 3, 4]]), name
+
+
+def test_a_shard_without_real_columns_and_no_token_at_all(partition: Partition) -> None:
+    empty = Problem.random(tokens=0, seed=1)
+    none = Partition(torch.zeros(0, dtype=torch.int64), PARTS)
+    report = run(empty, partition=none, shard=VocabShard(203, 0, 203))[1]
+    assert all(bool((value == 0).all()) and value.shape == (5,) for value in report.values())
+
+
+def test_ids_of_another_number_of_tokens_are_refused(problem: Problem) -> None:
+    wrong = Partition(torch.zeros(3, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match=f"partition has 3 rows for {TOKENS} tokens"):
+        run(problem, partition=wrong)
+
+
+def test_labels_alone_have_parts_as_well(problem: Problem, partition: Partition) -> None:
+    from megatron_distill.losses import fused_linear_objective
+
+    def report(given: Problem, partition: Partition | None) -> Tensor:
+        return fused_linear_objective(
+            given.hidden_NH,
+            given.weight_GH,
+            None,
+            given.labels_N,
+            ce_weights=given.ce_weights_N,
+            kd_weights=given.kd_weights_N,
+            terms=[],
+            partition=partition,
+        )[1]["ce"]
+
+    parts = report(problem, partition)
+    for part in range(PARTS):
+        expected = solve(only(problem, partition, part), []).report["ce"]
+        assert float(parts[1 + part]) == pytest.approx(float(expected), rel=1e-6)
+    assert torch.equal(parts[0], report(problem, None))

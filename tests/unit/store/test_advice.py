@@ -1,0 +1,74 @@
+"""What a reader says of damage: the sample or the sidecar, and the command that repairs.
+
+Regimes: one damaged record among good ones that are read together; a sidecar that is changed, cut
+off, gone, another shard's, or sealed anew over other figures.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.errors import StoreError
+from megatron_distill.store import StoreReader
+from megatron_distill.store.sealed import sealed
+from tests.support.store_samples import settings, write_store
+from tests.unit.store.test_damage import SHARD, read_all, refusal, repair
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store", settings())
+    return tmp_path / "store"
+
+
+def damaged_record(store: Path, sample_id: int) -> None:
+    """Flip a bit in the middle of a record of the second shard."""
+    path = store / SHARD
+    content = bytearray(path.read_bytes())
+    with StoreReader.open(store) as reader:
+        content[content.index(reader.packed(sample_id)) + 200] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_names_sample_and_shard_and_what_to_do(store: Path) -> None:
+    damaged_record(store, 6)
+    said = (
+        f"{store / SHARD}: sample 6: damaged: its bytes do not match their checksums; "
+        f"{repair(store)}"
+    )
+    assert refusal(store) == said
+    with StoreReader.open(store) as reader:
+        assert [record.sample_id for record in reader.read([4, 5, 7])] == [4, 5, 7]
+        with pytest.raises(StoreError) as caught:
+            reader.read([4, 5, 6, 7])
+    assert str(caught.value) == said, "of several samples the damaged one is named"
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])
+def test_a_damaged_sidecar_is_found_when_a_store_is_opened(
+    store: Path, shard: int, damage: str
+) -> None:
+    path = store / f"shards/logits-{shard:06d}.json"
+    content = path.read_bytes()
+    value = json.loads(content)
+    del value["seal"]
+    if damage == "gone":
+        path.unlink()
+    else:
+        changed = {
+            "flipped": content.replace(b'"count": ', b'"count":1', 1),
+            "cut": content[:100],
+            "of another shard": (store / "shards/logits-000001.json").read_bytes(),
+            "resealed": sealed(value | {"sha256": "0" * 64}),
+        }
+        path.write_bytes(changed[damage])
+    with pytest.raises(StoreError) as caught:
+        StoreReader.open(store)
+    assert str(caught.value).startswith(f"{path}: "), caught.value
+    assert str(caught.value).endswith(repair(store)), caught.value
+    path.write_bytes(content)
+    assert read_all(store)

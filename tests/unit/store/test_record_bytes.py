@@ -1,0 +1,58 @@
+"""A record's size before there is one, against the records themselves.
+
+Regimes: each codec and mode, ids of 16 bits and more, temperatures; shards that would be too few,
+too large, or of no sample.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_distill.store import pack
+from megatron_distill.store.binary import (
+    largest_record_bytes,
+    usual_samples_per_shard,
+)
+from tests.support.store_samples import made_up, settings
+from tests.unit.store.test_signals import captured
+
+UID = b"12345678"
+
+
+@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
+@pytest.mark.parametrize("vocab_size", [300, 131_073])
+@pytest.mark.parametrize("k", [8, 70])
+def test_a_full_record_has_the_bytes_that_were_said(codec: str, vocab_size: int, k: int) -> None:
+    wanted = settings(codec=codec, vocab_size=vocab_size, k=k, sequence_length=512)
+    found = len(pack(made_up(1, wanted), wanted, UID))
+    assert found == pytest.approx(largest_record_bytes(wanted), rel=0.02)
+
+
+@pytest.mark.parametrize("codec", ["f32", "u8"])
+def test_temperatures_count(codec: str) -> None:
+    wanted = settings(
+        codec=codec, k=40, vocab_size=500, sequence_length=600, temperatures=(0.5, 2.0)
+    )
+    found = len(pack(captured(wanted)[0], wanted, UID))
+    assert found == pytest.approx(largest_record_bytes(wanted), rel=0.02)
+
+
+def test_draws_have_at_most_the_bytes_that_were_said() -> None:
+    wanted = settings(mode="sampled", sampling_seed=1, k=50, sequence_length=512)
+    sizes = [len(pack(made_up(sample, wanted), wanted, UID)) for sample in range(50)]
+    most = largest_record_bytes(wanted)
+    assert max(sizes) == pytest.approx(most, rel=0.02)
+    assert min(sizes) < most / 4
+
+
+@pytest.mark.parametrize(
+    ("samples", "shards"), [(1, 1), (15, 15), (16, 16), (100, 17), (2000, 16), (10_000_000, None)]
+)
+def test_there_are_sixteen_shards_or_more(samples: int, shards: int | None) -> None:
+    wanted = settings(k=64, sequence_length=4096)
+    per_shard = usual_samples_per_shard(wanted, samples)
+    assert per_shard >= 1
+    if shards is not None:
+        assert -(-samples // per_shard) == shards
+    else:
+        assert per_shard * largest_record_bytes(wanted) == pytest.approx(256e6, rel=0.01)

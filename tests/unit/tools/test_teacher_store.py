@@ -1,0 +1,145 @@
+"""The tool's screens, and one line with status 1 for whatever is wrong."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron_distill.store import StoreReader
+from tests.support.store_maxtext_files import example, sequence, write
+from tests.support.store_samples import begin, contents, fill, settings, write_store
+
+ROOT = Path(__file__).parents[3]
+TOOL = ROOT / "tools" / "teacher_store.py"
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    main = runpy.run_path(str(TOOL))["main"]
+
+    def run(*words: object) -> tuple[int, str, str]:
+        with patch.object(sys, "argv", ["teacher_store.py", *map(str, words)]):
+            status = main()
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_inspect_prints_what_a_store_is(tmp_path: Path, call: Call) -> None:
+    write_store(tmp_path, settings(k=5, top_p=None))
+    status, out, _ = call("inspect", tmp_path)
+    assert status == 0
+    lines = {line.split("  ")[0].strip(): line for line in out.splitlines()}
+    for name, value in {
+        "samples": "10 of 16 positions",
+        "tokens": "160",
+        "size": "GB in 3 shards of 4 samples",
+        "entries": "5 ids per position of a vocabulary of 131,073",
+        "codec": "u8",
+        "temperatures": "1",
+        "serves": "tail, renormalized, raw",
+        "lacks": "nothing",
+        "teacher": "sha256:aa",
+        "tokenizer": "sha256:bb",
+        "dataset": "sha256:cc",
+        "settings.name": "made up",
+    }.items():
+        assert value in lines[name], name
+    assert f"{3 * 131_072 / 160:,.1f}" in lines["bytes/token"]
+
+
+def test_stats_prints_means_over_trained_positions(tmp_path: Path, call: Call) -> None:
+    wanted = settings(codec="f32")
+    write_store(tmp_path, wanted)
+    status, out, _ = call("stats", tmp_path)
+    assert status == 0
+    with StoreReader.open(tmp_path) as reader:
+        totals = reader.manifest.totals
+    assert 0 < totals.positions < 160
+    assert totals.kept == 8 * totals.positions
+    assert f"positions {totals.positions}" in " ".join(out.split())
+    assert f"{totals.kept_mass / totals.positions:.5f}" in out
+    assert f"{totals.entropy / totals.positions:.4f} nat" in out
+    assert f"{-totals.label_log_prob / totals.positions:.4f} nat" in out
+    assert "8 to 15" in out
+    assert "100.00%" in out
+
+
+def test_stats_of_draws(tmp_path: Path, call: Call) -> None:
+    write_store(tmp_path, settings(mode="sampled", sampling_seed=1))
+    status, out, _ = call("stats", tmp_path)
+    assert status == 0
+    assert "kept mass" in out
+    assert "not defined" in out
+    assert "8 draws per position" in call("inspect", tmp_path)[1]
+
+
+def test_verify_and_repair_say_what_they_find(tmp_path: Path, call: Call) -> None:
+    write_store(tmp_path, settings())
+    status, out, _ = call("verify", tmp_path)
+    assert (status, out.splitlines()[-1]) == (
+        0,
+        "10 of 10 samples are good; 0 problems, 0 bad shards, 0 missing",
+    )
+    intact = contents(tmp_path)
+    path = tmp_path / "shards" / "logits-000001.array_record"
+    content = bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1
+    assert "shards/logits-000001.array_record" in out
+    assert "its bytes do not match the SHA-256 of its sidecar" in out
+    status, out, _ = call("repair", tmp_path)
+    assert status == 0
+    assert f"moved to {tmp_path}/quarantine/logits-000001.array_record" in out
+    assert "run the capture again" in out
+    opened = begin(tmp_path, settings())
+    fill(opened)
+    opened.finish()
+    assert {n: c for n, c in contents(tmp_path).items() if "quarantine" not in n} == intact
+
+
+def test_convert_makes_a_store_for_the_renormalised_support(tmp_path: Path, call: Call) -> None:
+    file = write(tmp_path / "part.array_record", [example(sequence(n)) for n in range(3)])
+    store = tmp_path / "store"
+    words = ("convert", "--from", "maxtext", file, "--to", store, "--vocab-size", 1000)
+    status, out, err = call(*words, "--teacher", "sha256:t", "--codec", "f16")
+    assert (status, err) == (0, "")
+    assert "3 samples, 33 tokens" in out
+    assert "renormalized only, because the files lack log_tail" in out
+    _, out, _ = call("inspect", store)
+    assert "log_tail, log_sum_exp, entropy, label_log_prob" in out
+    assert "maxtext" in out
+    _, out, _ = call("stats", store)
+    assert out.count("unknown") == 2
+    status, _, err = call(*words)
+    assert status == 1
+    assert "(codec is 'f16' there and 'u8' here" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "stats", "repair"])
+def test_errors_are_one_line(tmp_path: Path, call: Call, command: str) -> None:
+    status, out, err = call(command, tmp_path)
+    assert (status, out) == (1, "")
+    assert err == f"error: {tmp_path}: no teacher store, it has no plan.json; correct the path\n"
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "inspect", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr

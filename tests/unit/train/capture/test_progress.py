@@ -1,0 +1,80 @@
+"""What a capture says of itself.
+
+Regimes: control characters in a log; a line for every step; a pace that counts the first step; a
+resumed start; sizes before there is a shard.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from megatron_distill import log
+from megatron_distill.train.capture.progress import CaptureProgress, Done, Work
+from megatron_distill.train.progress import duration, short_count, size
+from tests.unit.train.test_progress import Clock, Terminal
+
+WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger = log.configure(0, stream=io.StringIO())
+    logger.addHandler(Kept())
+    return found
+
+
+def play(stream: io.StringIO, seconds: float) -> None:
+    """Six steps of 100 samples, a shard each but for the first."""
+    clock = Clock()
+    progress = CaptureProgress(stream, WORK, samples_per_shard=100, clock=clock)
+    for step in range(6):
+        clock.now += seconds
+        progress.update(Done(max(0, step - 1), 100 * step, 600_000 * max(0, step - 1)))
+    clock.now += seconds
+    progress.close(Done(6, 600, 3_600_000))
+
+
+def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> None:
+    stream = io.StringIO()
+    play(stream, seconds=20.0)
+    assert stream.getvalue() == ""
+    assert lines == [
+        "shards 4/10, samples 100/600",
+        "shards 6/10, samples 300/600, 250 tokens/s, 120.0 bytes/token, eta 1:00",
+        "shards 8/10, samples 500/600, 250 tokens/s, 120.0 bytes/token, eta 0:20",
+        "shards 10/10, samples 600/600, 250 tokens/s, 120.0 bytes/token, eta 0:00, 2:20",
+    ]
+
+
+def test_a_short_capture_says_one_line(lines: list[str]) -> None:
+    play(io.StringIO(), seconds=1.0)
+    assert len(lines) == 1
+    assert lines[0].startswith("shards 10/10, samples 600/600, 5000 tokens/s")
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(lines: list[str]) -> None:
+    stream = Terminal()
+    play(stream, seconds=40.0)
+    assert "shards 8/10, samples 500/600" in stream.getvalue()
+    assert len(lines) == 1, "the log gets the last line alone"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(5, "5 bytes"), (1234, "1.23 kB"), (256e6, "256 MB"), (2.5e12, "2.5 TB")]
+)
+def test_sizes_are_in_the_unit_that_fits(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def test_counts_and_times() -> None:
+    assert [short_count(n) for n in (999, 12_345, 2.5e6, 3e9)] == ["999", "12.3k", "2.5M", "3G"]
+    assert [duration(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]

@@ -1,0 +1,79 @@
+"""Steps taken ahead: the same batches, states of what was handed out, announcements in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_distill.errors import DataError, StoreError
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.train.teachers.lookahead import Lookahead
+from tests.unit.data.test_loader import Numbers, loader_of, sample_ids
+
+LAST = 6
+STORES = ("0a", "0b")
+
+
+def ahead_of(source: Numbers, said: list[Sequence[Batch]] | None = None) -> Lookahead:
+    said = [] if said is None else said
+    return Lookahead(loader_of(source), last_step=LAST, expect=said.append, stores=STORES)
+
+
+def test_it_hands_out_what_the_loader_does_and_says_so_two_steps_before() -> None:
+    plain, said = loader_of(Numbers()), []
+    ahead = ahead_of(Numbers(), said)
+    for step in range(1, LAST + 1):
+        batches = ahead.take(step)
+        assert sample_ids(batches) == sample_ids(plain.take(step))
+        assert ahead.state_dict() == {**plain.state_dict(), "teacher_stores": list(STORES)}
+        assert len(said) == min(step + 2, LAST)
+        # The very object, by which a teacher knows what it was told about.
+        assert said[step - 1] is batches.micro_batches
+
+
+def test_no_step_after_the_last_is_taken() -> None:
+    # The source is broken at the first sample of step 7, which nobody asks for.
+    ahead = ahead_of(Numbers(broken_at=4 * LAST))
+    for step in range(1, LAST + 1):
+        ahead.take(step)
+
+
+def test_it_goes_on_from_any_state() -> None:
+    whole = ahead_of(Numbers())
+    states, batches = [], []
+    for step in range(1, LAST + 1):
+        states.append(whole.state_dict())
+        batches.append(sample_ids(whole.take(step)))
+    for done, state in enumerate(states):
+        again = ahead_of(Numbers())
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        for step in range(done + 1, LAST + 1):
+            assert sample_ids(again.take(step)) == batches[step - 1]
+
+
+def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher() -> None:
+    loader = loader_of(Numbers())
+    for step in range(1, 4):
+        loader.take(step)
+    ahead = ahead_of(Numbers())
+    ahead.load_state_dict(loader.state_dict())
+    assert sample_ids(ahead.take(4))[0][0] == 12
+
+
+@pytest.mark.parametrize("others", [["0b", "0a"], ["0a"], []])
+def test_other_stores_than_those_of_the_steps_before_are_refused(others: list[str]) -> None:
+    ahead = ahead_of(Numbers())
+    ahead.take(1)
+    state = {**ahead.state_dict(), "teacher_stores": others}
+    with pytest.raises(StoreError, match="name the same stores in the same order"):
+        ahead_of(Numbers()).load_state_dict(state)
+
+
+def test_an_error_comes_at_most_two_steps_early() -> None:
+    ahead = ahead_of(Numbers(broken_at=4 * 4))
+    ahead.take(1)
+    ahead.take(2)
+    with pytest.raises(DataError, match="sample 16 is broken"):
+        ahead.take(3)
