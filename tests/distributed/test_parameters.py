@@ -128,7 +128,7 @@ def transformer_engine_layers() -> Iterator[None]:
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_distill.models import specs
+    from megatron_distill.models import layers as specs
     from megatron_distill.models.layers import TorchNorm
 
     provider = transformer_engine_provider()

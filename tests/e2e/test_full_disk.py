@@ -72,9 +72,9 @@ def failure_on_a_disk_that_looks_empty(
 ) -> str:
     """The error of a run that another process takes the disk's space from while it saves."""
     configure(rank, config, (), world)
-    from megatron_distill.train import checkpoint
+    from megatron_distill.train.checkpoint import folder
 
-    with patch.object(checkpoint.shutil, "disk_usage", return_value=Mock(free=1 << 40)):
+    with patch.object(folder.shutil, "disk_usage", return_value=Mock(free=1 << 40)):
         return failure_here(rank, world, config, overrides)
 
 
