@@ -78,7 +78,7 @@ def failure_on_a_disk_that_looks_empty(
         return failure_here(rank, world, config, overrides)
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_real_disk_that_fills_up_while_saving(
     pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path], asynchronous: str
 ) -> None:
