@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.ops.chunk import Chunk, Solved
+from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import softmax_weights
 from megatron_distill.ops.statistics import Packet, Sweep
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
@@ -140,7 +141,7 @@ class _State:
     work: LogitDivergence
     chunk: Chunk
     packet: Packet
-    solved: Solved | None = None
+    normalizers: Normalizers | None = None
     id_terms: tuple[SolvedIdTerm, ...] = ()
 
     @classmethod
@@ -169,11 +170,11 @@ class _State:
         """``[N]`` fp64."""
         term, raw = self.work.id_term, self.chunk.raw["student"]
         if term is None:
-            _, self.solved = self.chunk.solve(self.packet, self.work.group)
-            return self.solved.values[self.work.term.key]
+            _, self.normalizers = self.chunk.solve(self.packet, self.work.group)
+            return self.normalizers.values[self.work.term.key]
         rule, shard, group = self.chunk.rules["student"], self.work.shard, self.work.group
         found = SolvedIdTerm(term, solve_id_term(term, raw, rule, shard, group))
-        self.solved = _normalizers(found, self.packet)
+        self.normalizers = _normalizers(found, self.packet)
         self.id_terms = (found,)
         return found.gradient.value
 
@@ -198,16 +199,16 @@ class _State:
 
     def push(self, upstream: Tensor, out: Tensor) -> None:
         """The gradient on the logits, padding included."""
-        if self.solved is None:
+        if self.normalizers is None:
             self.value()  # nothing but the gradient was kept; one rank alone may ask again
-        assert self.solved is not None
+        assert self.normalizers is not None
         inside = self._without_padding(out)
         if self._only_points:
             self._push_points(upstream, inside)
             return
         sweep, shard = self.chunk.sweep, self.work.shard
         weights = softmax_weights(sweep, upstream, None, None, shard, self.id_terms)
-        self.chunk.push(self.packet, self.solved, weights, inside)
+        self.chunk.write_gradient(self.packet, self.normalizers, weights, inside)
 
     def _without_padding(self, out: Tensor) -> Tensor:
         """The real columns; the others become zero."""
@@ -229,11 +230,11 @@ class _State:
             out.index_put_((rows, columns), added.to(out.dtype), accumulate=True)
 
 
-def _normalizers(found: SolvedIdTerm, packet: Packet) -> Solved:
+def _normalizers(found: SolvedIdTerm, packet: Packet) -> Normalizers:
     """The student's normaliser for the gradient of a term on few ids; sets the packet's peaks."""
     peak, log_normalizer = found.gradient.peak, found.gradient.log_normalizer
     packet.rows["student_peak"].copy_(peak)
     if log_normalizer is None:
-        return Solved(packet.values[:0])
+        return Normalizers(packet.values[:0])
     factor = (peak.double() / found.term.term.temperature - log_normalizer).exp()
-    return Solved(factor.unsqueeze(0))
+    return Normalizers(factor.unsqueeze(0))

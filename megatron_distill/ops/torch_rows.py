@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
+from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.adaptive_kl import TeacherBlock, head_share
 from megatron_distill.ops.divergences import Classes, Model, WeightedDivergence
+from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.row_math import exponentiate, row_sums
 from megatron_distill.ops.softmax_gradient import (
     SoftmaxWeights,
@@ -21,30 +23,11 @@ from megatron_distill.ops.softmax_gradient import (
     scale_rows_,
     scale_softmax_,
 )
-from megatron_distill.ops.statistics import Packet, Softmax, Sweep, gap_beyond_top
-from megatron_distill.ops.workspace import Scratch
+from megatron_distill.ops.statistics import Packet, Softmax, Sweep, gap_beyond_top, measure_block
+from megatron_distill.ops.workspace import Scratch, load_logits, row_blocks
 from megatron_distill.signals import LogitRule
 
-__all__ = ["Block", "Normalisers"]
-
-
-class Normalisers(Protocol):
-    """What makes exponentials probabilities."""
-
-    @property
-    def factors(self) -> Tensor:
-        """``[S, N]`` fp64 of the softmaxes in order, of exponentials relative to the peak."""
-        ...
-
-    @property
-    def top(self) -> Mapping[Model, Tensor]:
-        """``[N, 1]`` each model's logit of the student's top token."""
-        ...
-
-    @property
-    def top_ratios(self) -> Mapping[float, Tensor]:
-        """``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token."""
-        ...
+__all__ = ["Block", "TorchRows"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +42,7 @@ class Block:
     logits: Mapping[Model, Tensor]
     student_rule: LogitRule
     packet: Packet
-    normalisers: Normalisers
+    normalizers: Normalizers
     scratch: Scratch
     _normalised: set[float] = field(default_factory=set)
 
@@ -93,14 +76,14 @@ class Block:
         def log_ratio() -> Tensor:
             gap = gap_beyond_top(
                 self.logits,
-                self.normalisers.top,
+                self.normalizers.top,
                 spare("ratio"),
                 spare=spare("value"),
                 infinite=self.sweep.infinite,
             )
             return gap if temperature == 1.0 else gap.mul_(1 / temperature)
 
-        top_ratio = self.normalisers.top_ratios[temperature].to(self.scratch.dtype)
+        top_ratio = self.normalizers.top_ratios[temperature].to(self.scratch.dtype)
         anchor = _uniform(top_ratio > -math.log(2))
         return Classes(teacher, student, log_ratio, spare, anchor, top_ratio)
 
@@ -161,9 +144,9 @@ class Block:
     def _value(self, term: WeightedDivergence, summands: Tensor) -> Tensor:
         """``[n]`` fp64, what the summands of a term give over this shard."""
         value = row_sums(summands).mul_(term.divergence.scales.value)
-        top_ratio = self.normalisers.top_ratios[term.temperature].squeeze(1)
+        top_ratio = self.normalizers.top_ratios[term.temperature].squeeze(1)
         number = self.sweep.softmaxes.index(("student", term.temperature))
-        factor = self.normalisers.factors[number]
+        factor = self.normalizers.factors[number]
         return self.packet.made_whole(value, term, top_ratio, factor)
 
     def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
@@ -250,13 +233,204 @@ class Block:
     @cached_property
     def _factors(self) -> dict[Softmax, Tensor]:
         """What makes the exponentials of each buffer probabilities, ``[n, 1]``."""
-        factors = self.packet.origins.normalisers(self.normalisers.factors).unsqueeze(2)
+        factors = self.packet.origins.normalisers(self.normalizers.factors).unsqueeze(2)
         return dict(zip(self.sweep.softmaxes, factors.unbind(), strict=True))
 
     def _at_top(self, slope: Tensor) -> Tensor:
         """The slope at the student's top token of this shard, ``[n, 1]``."""
         assert self.packet.top is not None
         return slope.gather(1, self.packet.top.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class TorchRows:
+    """`RowExecutor` on torch operations, block by block, with buffers that all blocks share.
+
+    Tokens near their teacher are measured once more in fp64, in blocks of their own.
+    """
+
+    sweep: Sweep
+    raw: Mapping[Model, Tensor]
+    rules: Mapping[Model, LogitRule]
+    scratch: Scratch
+
+    def measure(self, packet: Packet) -> None:
+        """See `RowExecutor`."""
+        for rows in self._rows():
+            own = packet.part(rows)
+            measure_block(own, self._load(rows), self.scratch)
+            near = own.near_tokens()
+            if near is not None:
+                self._measure_near(own, near, self._load(_at(rows, near), self._double))
+
+    def blends(
+        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+    ) -> dict[str, Tensor]:
+        """See `RowExecutor`."""
+        found = {}
+        for term in self.sweep.curved:
+            if term.divergence.head_mass is not None:
+                blend = head_share(
+                    partial(self._teacher_blocks, packet, normalizers, term.temperature),
+                    packet.values.shape[1],
+                    head_mass=term.divergence.head_mass,
+                    group=group,
+                    device=packet.values.device,
+                )
+                found[term.key] = blend.to(packet.dtype)
+        return found
+
+    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+        """See `RowExecutor`."""
+        terms = self.sweep.curved
+        sums = packet.values.new_zeros(3 * len(terms), packet.values.shape[1])
+        temperatures = {term.temperature for term in terms}
+        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] in temperatures]
+        for block, tokens in self._blocks(packet, normalizers):
+            block.exponentiate(softmaxes)
+            for number, term in enumerate(terms):
+                value, average, reference = block.sum_slopes(term)
+                found = torch.stack((value, average, reference.double()))
+                sums[3 * number : 3 * number + 3, tokens] = found
+        return sums
+
+    def write_gradient(
+        self,
+        packet: Packet,
+        normalizers: Normalizers,
+        weights: Sequence[SoftmaxWeights],
+        out: Tensor,
+    ) -> None:
+        """See `RowExecutor`."""
+        for block, tokens in self._blocks(packet, normalizers):
+            block.exponentiate(self.sweep.softmaxes)
+            self._write_gradient(block, weights, out, tokens)
+
+    def all_sweeps(
+        self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Statistics, slopes and gradient of one block after another, as one rank alone can.
+
+        Returns the values ``[N]`` fp64 of terms with slopes, and the blends ``[N, 1]``.
+        """
+        count = packet.values.shape[1]
+        values = {term.key: packet.values.new_zeros(count) for term in self.sweep.curved}
+        blends = {
+            term.key: packet.values.new_zeros(count, 1)
+            for term in self.sweep.curved
+            if term.divergence.head_mass is not None
+        }
+        for rows in self._rows():
+            own, logits = packet.part(rows), self._load(rows)
+            measure_block(own, logits, self.scratch)
+            parts: list[tuple[Packet, dict[Model, Tensor], slice | Tensor, Scratch]]
+            parts = [(own, logits, rows, self.scratch)]
+            near = own.near_tokens()
+            if near is not None:
+                tokens = _at(rows, near)
+                # Before a gradient takes the place of these logits.
+                near_logits = self._load(tokens, self._double)
+                part = self._measure_near(own, near, near_logits)
+                parts.append((part, near_logits, tokens, self._double))
+            for part, given, tokens, scratch in parts[isinstance(near, slice) :]:
+                known = Normalizers.alone(part)
+                block = Block(self.sweep, given, self.rules["student"], part, known, scratch)
+                for key, blend in blends.items():
+                    known.blends[key] = block.blend(self._term(key))
+                    blend[tokens] = known.blends[key].double()
+                found = self._write_gradient(block, weights, out, tokens, known.blends)
+                for key, value in found.items():
+                    values[key][tokens] = value
+        return values, blends
+
+    def _teacher_blocks(
+        self, packet: Packet, normalizers: Normalizers, temperature: float
+    ) -> Iterator[TeacherBlock]:
+        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] == temperature]
+        for rows in self._rows():
+            block = self._block(packet, normalizers, rows, self.scratch)
+            block.exponentiate(softmaxes)
+            yield block.for_head(rows, temperature)
+
+    def _blocks(
+        self, packet: Packet, normalizers: Normalizers
+    ) -> Iterator[tuple[Block, slice | Tensor]]:
+        """Blocks, and where their tokens stand. Those near their teacher come in one of their own,
+        in fp64, after one that they may be in as well."""
+        for rows in self._rows():
+            near, apart = packet.part(rows).near_tokens(), None
+            if near is not None:
+                tokens = _at(rows, near)
+                # Before a gradient takes the place of these logits.
+                apart = self._block(packet, normalizers, tokens, self._double)
+            if not isinstance(near, slice):
+                yield self._block(packet, normalizers, rows, self.scratch), rows
+            if apart is not None:
+                yield apart, tokens
+
+    def _measure_near(
+        self, packet: Packet, near: slice | Tensor, logits: Mapping[Model, Tensor]
+    ) -> Packet:
+        """Measure the tokens of a block that are near their teacher once more, in fp64: what is
+        between alike models is small beside what fp32 rounds off."""
+        part = packet.in_double(near)
+        measure_block(part, logits, self._double)
+        packet.values[:, near] = part.values
+        return part
+
+    def _write_gradient(
+        self,
+        block: Block,
+        weights: Sequence[SoftmaxWeights],
+        out: Tensor,
+        tokens: slice | Tensor,
+        blends: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """`Block.gradient` of the tokens that stand there in ``out [N, V]``."""
+        dtype = block.scratch.dtype
+        given = [softmax.rows(tokens, dtype).blended(blends) for softmax in weights]
+        if isinstance(tokens, slice):
+            return block.gradient(given, out[tokens])
+        found = out.new_empty(len(tokens), out.shape[1])
+        values = block.gradient(given, found)
+        out.index_copy_(0, tokens, found)
+        return values
+
+    @cached_property
+    def _double(self) -> Scratch:
+        return self.scratch.in_double()
+
+    def _term(self, key: str) -> WeightedDivergence:
+        return next(term for term in self.sweep.terms if term.key == key)
+
+    def _rows(self) -> list[slice]:
+        student = self.raw["student"]
+        if student.shape[1] == 0:
+            return []
+        return list(row_blocks(student.shape[0], student.shape[1], student.device))
+
+    def _block(
+        self, packet: Packet, normalizers: Normalizers, tokens: slice | Tensor, scratch: Scratch
+    ) -> Block:
+        if scratch is self.scratch:
+            assert isinstance(tokens, slice)
+            own = packet.part(tokens)
+        else:
+            own = packet.in_double(tokens)
+        part, rule = normalizers.part(tokens, scratch.dtype), self.rules["student"]
+        return Block(self.sweep, self._load(tokens, scratch), rule, own, part, scratch)
+
+    def _load(self, tokens: slice | Tensor, scratch: Scratch | None = None) -> dict[Model, Tensor]:
+        scratch = self.scratch if scratch is None else scratch
+        return {
+            model: load_logits(self.rules[model], raw[tokens], scratch, f"{model}_logits")
+            for model, raw in self.raw.items()
+        }
+
+
+def _at(rows: slice, tokens: slice | Tensor) -> slice | Tensor:
+    """Where tokens of these rows stand in the chunk."""
+    return rows if isinstance(tokens, slice) else tokens + rows.start
 
 
 def _normalise_(exponentials: Tensor, factor: Tensor) -> None:

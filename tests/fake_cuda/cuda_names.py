@@ -74,14 +74,14 @@ def pretend_cuda() -> None:
 
 def look_at_kernels() -> Counter[str]:
     """Let launches of the row kernels check where their tensors are; returns who was launched."""
-    from megatron_distill.ops.kernels.launch import RowKernels
+    from megatron_distill.ops.kernels.launch import TritonRows
 
     launched: Counter[str] = Counter()
 
-    def launch(self: RowKernels, kernel: Any, *arguments: Any, **_: Any) -> None:
+    def launch(self: TritonRows, kernel: Any, *arguments: Any, **_: Any) -> None:
         for argument in arguments:
             assert not isinstance(argument, Tensor) or argument.device.type == "cuda", kernel
         launched[kernel.__name__] += 1
 
-    patch.object(RowKernels, "_launch", launch).start()
+    patch.object(TritonRows, "_launch", launch).start()
     return launched

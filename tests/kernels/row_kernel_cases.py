@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.ops.kernels.launch import RowKernels
+from megatron_distill.ops.kernels.launch import TritonRows
 from megatron_distill.ops.torch_rows import Block
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
@@ -41,14 +41,14 @@ UPSTREAM = torch.tensor([1.0, -0.5, 0.0, 2.0])
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Tensors here are the kernels' affair; the test fails if none was launched on them."""
     launched = []
-    for name in ("measure", "push"):
-        original = getattr(RowKernels, name)
+    for name in ("measure", "write_gradient"):
+        original = getattr(TritonRows, name)
 
         def counted(*arguments: Any, name: str = name, original: Any = original) -> Any:
             launched.append(name)
             return original(*arguments)
 
-        monkeypatch.setattr(RowKernels, name, counted)
+        monkeypatch.setattr(TritonRows, name, counted)
     yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert launched
 

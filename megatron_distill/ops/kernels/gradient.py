@@ -13,7 +13,7 @@ from megatron_distill.ops.kernels.elementwise import (
 
 __all__ = ["KNOWN", "push_rows"]
 
-# Numbers per token and temperature: those of a `TemperatureRow`, and three weights.
+# Numbers per token and temperature: those of a `_TemperatureRow`, and three weights.
 KNOWN = 11
 _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 

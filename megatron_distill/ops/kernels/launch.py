@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.divergences import Model, WeightedDivergence
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
+from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
 from megatron_distill.ops.statistics import NEAR_KL, Packet
+from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.signals import LogitRule
 
-__all__ = ["RowKernels", "TemperatureRow"]
+__all__ = ["TritonRows"]
 
 # Columns of a row at a time, and warps: a row's sweep waits for memory, so many rows should be
 # under way at once, which few registers each allow.
@@ -31,14 +34,24 @@ _OPTIONS: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
-class RowKernels:
-    """Raw outputs ``[N, V]`` of the models over a shard's real columns, V > 0, and their rules."""
+class TritonRows:
+    """`RowExecutor` on Triton kernels: raw outputs ``[N, V]`` with V > 0, one program per row.
+
+    ``torch_rows`` finds blends, and writes gradients that no kernel was written for.
+    """
 
     raw: Mapping[Model, Tensor]
     rules: Mapping[Model, LogitRule]
+    torch_rows: TorchRows
+
+    def blends(
+        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+    ) -> dict[str, Tensor]:
+        """See `RowExecutor`: by torch, since the head of the teacher has no kernel."""
+        return self.torch_rows.blends(packet, normalizers, group)
 
     def measure(self, packet: Packet) -> None:
-        """Fill the packet, all but the label logits: one sweep per temperature."""
+        """See `RowExecutor`: one sweep per temperature."""
         sweep, names = packet.sweep, packet.sweep.names
         student, teacher = self._student, self._teacher
         top = packet.top
@@ -77,8 +90,20 @@ class RowKernels:
                 NEAR_KL=NEAR_KL,
             )
 
-    def sum_slopes(self, packet: Packet, term: WeightedDivergence, known: TemperatureRow) -> Tensor:
-        """``[3, N]`` fp64 of a term: value, ``sum q (s - reference)``, the slope at the top."""
+    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+        """See `RowExecutor`."""
+        found = []
+        for term in packet.sweep.curved:
+            at = _TemperatureRow.of(packet, normalizers, term.temperature)
+            value, average, reference = self._sums_of(packet, term, at).unbind()
+            top_ratio = normalizers.top_ratios[term.temperature].squeeze(1)
+            whole = packet.made_whole(value, term, top_ratio, at.student_factor)
+            # The sums of tokens near their teacher do not have it.
+            found += [torch.where(at.is_near > 0, value, whole), average, reference]
+        return torch.stack(found)
+
+    def _sums_of(self, packet: Packet, term: WeightedDivergence, known: _TemperatureRow) -> Tensor:
+        """``[3, N]`` fp64 of a term, its value without the top token's log ratio."""
         form = term.divergence.kernel
         assert form is not None
         student, teacher, statistics = self._student, self._teacher, packet.rows
@@ -102,22 +127,20 @@ class RowKernels:
         )
         return sums
 
-    def can_push(self, weights: Sequence[SoftmaxWeights]) -> bool:
-        """Whether a kernel was written for it: of tails of a top-k, one has a sweep of its own."""
-        few = len(weights) <= _MOST_TEMPERATURES
-        return bool(weights) and few and sum(len(softmax.others) for softmax in weights) <= 1
-
-    def push(
+    def write_gradient(
         self,
         packet: Packet,
-        known: Sequence[TemperatureRow],
+        normalizers: Normalizers,
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
-        """Write the gradient on the student's raw outputs to ``out``, which may be these.
-
-        What is ``known`` belongs to the weights one by one.
-        """
+        """See `RowExecutor`."""
+        few = len(weights) <= _MOST_TEMPERATURES
+        # Of tails of a top-k, one has a sweep of its own.
+        if not weights or not few or sum(len(softmax.others) for softmax in weights) > 1:
+            self.torch_rows.write_gradient(packet, normalizers, weights, out)
+            return
+        known = [_TemperatureRow.of(packet, normalizers, one.temperature) for one in weights]
         student, teacher, statistics = self._student, self._teacher, packet.rows
         slopes = _Slopes.of(weights)
         points = _Points.of(weights, student.device)
@@ -183,10 +206,10 @@ class RowKernels:
         return min(most, _power_of_two(self._student.shape[1]))
 
 
-class TemperatureRow(NamedTuple):
-    """What is known of each token at one temperature, ``[N]`` each; zeros where it is not needed.
+class _TemperatureRow(NamedTuple):
+    """Statistics ``[N]`` of each token at one temperature; zeros where they are not needed.
 
-    See `Solved`.
+    See `Normalizers`.
     """
 
     student_factor: Tensor
@@ -197,6 +220,22 @@ class TemperatureRow(NamedTuple):
     shift: Tensor
     shift_rounded_off: Tensor
     is_near: Tensor
+
+    @classmethod
+    def of(cls, packet: Packet, normalizers: Normalizers, temperature: float) -> _TemperatureRow:
+        """Those of a temperature, in the dtype of the packet's logits."""
+        nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
+        models: tuple[Model, Model] = ("student", "teacher")
+        factors = normalizers.factors.unsqueeze(2)
+        by_softmax = dict(zip(packet.sweep.softmaxes, factors, strict=True))
+        of_models = (by_softmax.get((model, temperature), nothing) for model in models)
+        tops = (normalizers.top.get(model, nothing) for model in models)
+        ratio = normalizers.top_ratios.get(temperature, nothing)
+        shift = normalizers.shifts.get(temperature, nothing.double())
+        high = shift.to(packet.dtype)
+        near = normalizers.near.get(temperature, nothing)
+        known = (*of_models, *tops, ratio, high, shift - high, near)
+        return cls(*(one.to(packet.dtype).squeeze(1) for one in known))
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:

@@ -136,7 +136,7 @@ def sum_slopes(
     """One program per row: into ``sums [3, N]`` a divergence's value, ``sum q (s - reference)``,
     and the reference, which is the slope at this shard's top column.
 
-    ``known [8, N]`` is one `TemperatureRow`.
+    ``known [8, N]`` is one `_TemperatureRow` of the launch.
     """
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.chunk import Chunk, Solved
+from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
+from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.row_math import row_sums, row_top
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from megatron_distill.ops.workspace import Scratch
@@ -66,7 +67,9 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     for ours, oracle in pairs:
         torch.testing.assert_close(ours, oracle, rtol=2e-6, atol=2e-6)
     mass = sum(
-        Solved.of(packet, merged).factors[packet.sweep.softmaxes.index(("teacher", temperature))]
+        Normalizers.of(packet, merged).factors[
+            packet.sweep.softmaxes.index(("teacher", temperature))
+        ]
         * packet.rows[f"teacher_mass@{temperature}"]
         for packet in packets
     )

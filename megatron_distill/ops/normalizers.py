@@ -1,0 +1,105 @@
+"""Global statistics of a chunk's tokens: the factors that make exponentials probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.statistics import NEAR_KL, MergedStatistics, Packet
+
+__all__ = ["Normalizers"]
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """Statistics of each token of a chunk over the whole vocabulary, and the values of its terms.
+
+    Attributes:
+        factors: ``[S, N]`` fp64 of the softmaxes in order: what makes this shard's exponentials,
+            relative to its peak, probabilities.
+        top: ``[N, 1]`` each model's logit of the student's top token.
+        top_ratios: ``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token.
+        shifts: ``[N, 1]`` fp64 per temperature of a term: what is to go from the teacher's logits
+            less the student's, to make them log ratios times the temperature.
+        near: bool ``[N, 1]`` per temperature of a term: the tokens near their teacher.
+        values: ``[N]`` fp64 per term.
+        slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
+        blends: ``[N, 1]`` per term that blends: the part of forward KL.
+    """
+
+    factors: Tensor
+    top: Mapping[Model, Tensor] = field(default_factory=dict)
+    top_ratios: Mapping[float, Tensor] = field(default_factory=dict)
+    shifts: Mapping[float, Tensor] = field(default_factory=dict)
+    near: Mapping[float, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    slopes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    blends: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, packet: Packet, merged: MergedStatistics) -> Normalizers:
+        """What follows from the first sweep."""
+        sweep, dtype = packet.sweep, packet.dtype
+        factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
+        for factor, softmax in zip(factors, sweep.softmaxes, strict=True):
+            factor.copy_(merged.shard_factor(packet, *softmax))
+        shifts, near = {}, {}
+        for temperature in sweep.ratio_temperatures:
+            shifts[temperature] = merged.shift(temperature).mul_(temperature).unsqueeze(1)
+            near[temperature] = (merged.forward_kl(temperature) < NEAR_KL).unsqueeze(1)
+        if not sweep.curved:
+            return cls(factors, shifts=shifts, near=near)
+        top = {model: logit.to(dtype).unsqueeze(1) for model, logit in merged.top.items()}
+        top_ratios = {
+            temperature: merged.top_ratio(temperature).unsqueeze(1)
+            for temperature in {term.temperature for term in sweep.curved}
+        }
+        return cls(factors, top, top_ratios, shifts, near)
+
+    @classmethod
+    def alone(cls, packet: Packet) -> Normalizers:
+        """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
+        sweep, rows = packet.sweep, packet.rows
+        factors = packet.sums[: len(sweep.softmaxes)].reciprocal()
+        if not sweep.curved:
+            return cls(factors)
+        logits = dict(zip(sweep.extremes, packet.extremes.unsqueeze(2).unbind(), strict=True))
+        top: dict[Model, Tensor] = {
+            "student": logits["student_peak"],
+            "teacher": logits["teacher_at_top"],
+        }
+        below_peak = rows["teacher_at_top"] - rows["teacher_peak"]
+        top_ratios = {}
+        for temperature in {term.temperature for term in sweep.curved}:
+            odds = rows[f"student_mass@{temperature}"] / rows[f"teacher_mass@{temperature}"]
+            ratio = odds.log_().add_(below_peak, alpha=1 / temperature)
+            top_ratios[temperature] = ratio.unsqueeze(1)
+        return cls(factors, top, top_ratios)
+
+    def part(self, tokens: slice | Tensor, dtype: torch.dtype) -> Normalizers:
+        """What a block of some tokens is made with."""
+        return Normalizers(
+            self.factors[:, tokens],
+            {model: logit[tokens].to(dtype) for model, logit in self.top.items()},
+            {temperature: ratio[tokens] for temperature, ratio in self.top_ratios.items()},
+        )
+
+    def set_value(
+        self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
+    ) -> None:
+        """Keep the value of a term, given the part that its slopes' sweep found."""
+        row = term.divergence
+        value = of_slopes
+        if row.has_forward_kl:
+            value = merged.forward_kl(term.temperature)
+        if row.head_mass is not None:
+            assert value is not None
+            assert of_slopes is not None
+            blend = self.blends[term.key].double().squeeze(1)
+            value = blend * value + (1 - blend) * of_slopes
+        assert value is not None
+        self.values[term.key] = value

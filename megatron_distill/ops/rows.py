@@ -1,0 +1,72 @@
+"""The work on rows of logits: which implementation does it, and what it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.divergences import Model
+from megatron_distill.ops.kernels import kernels_run
+from megatron_distill.ops.normalizers import Normalizers
+from megatron_distill.ops.softmax_gradient import SoftmaxWeights
+from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.torch_rows import TorchRows
+from megatron_distill.ops.workspace import Scratch
+from megatron_distill.signals import LogitRule
+
+__all__ = ["RowExecutor", "choose_rows"]
+
+
+class RowExecutor(Protocol):
+    """Passes over the logits ``[N, V]`` of both models on this shard's real columns."""
+
+    def measure(self, packet: Packet) -> None:
+        """Fill the statistics of the packet, all but the label logits."""
+        ...
+
+    def blends(
+        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+    ) -> dict[str, Tensor]:
+        """The part of forward KL ``[N, 1]`` of each term that blends two divergences.
+
+        Collective: over ``group`` those of `head_share` for each such term.
+        """
+        ...
+
+    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+        """``[3 C, N]`` fp64, three for each of the C terms with slopes.
+
+        These are the value, ``sum q (s - reference)``, and the reference: the slope at this shard's
+        top token of the student.
+        """
+        ...
+
+    def write_gradient(
+        self,
+        packet: Packet,
+        normalizers: Normalizers,
+        weights: Sequence[SoftmaxWeights],
+        out: Tensor,
+    ) -> None:
+        """Write the gradient on the student's raw outputs to ``out``, which may be these."""
+        ...
+
+
+def choose_rows(
+    sweep: Sweep, raw: Mapping[Model, Tensor], rules: Mapping[Model, LogitRule], scratch: Scratch
+) -> RowExecutor:
+    """The kernels where they run and know every divergence of the sweep, else torch operations."""
+    torch_rows = TorchRows(sweep, raw, rules, scratch)
+    if raw["student"].numel() == 0 or any(one.divergence.kernel is None for one in sweep.curved):
+        return torch_rows
+    for outputs in raw.values():
+        # A kernel reads a row as it lies; columns apart from each other are for torch.
+        if outputs.stride(1) != 1 or not kernels_run(outputs.device, outputs.dtype):
+            return torch_rows
+    # Not before it is sure that Triton is there.
+    from megatron_distill.ops.kernels.launch import TritonRows
+
+    return TritonRows(raw, rules, torch_rows)
