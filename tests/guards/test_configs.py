@@ -118,9 +118,20 @@ def test_every_key_is_described_and_every_required_key_has_an_example():
                 assert field_key(field).example is not None, f"{section.__name__}.{name}"
 
 
-def test_a_capture_and_its_students_run_read_the_same_samples():
-    capture = load(ROOT / "configs" / "cache.yaml")
-    run = load(ROOT / "configs" / "quickstart_student.yaml")
+@pytest.mark.parametrize(
+    ("capture", "run"),
+    [
+        ("cache.yaml", "quickstart_student.yaml"),
+        ("llama31_8b_pruned_topk_store_capture.yaml", "llama31_8b_pruned_topk_store.yaml"),
+    ],
+)
+def test_a_capture_and_its_students_run_read_the_same_samples(capture, run):
+    capture, run = load(ROOT / "configs" / capture), load(ROOT / "configs" / run)
     assert (capture.seed, capture.data) == (run.seed, run.data)
-    assert capture.teacher == run.teacher
     assert capture.store.samples == run.train.steps * run.train.global_batch_size
+    if run.teacher.store is None:
+        assert capture.teacher == run.teacher
+        return
+    (store,) = run.teacher.store
+    assert store.path == capture.store.path
+    assert all(term.top_k is None or term.top_k <= capture.store.k for term in run.objective.terms)
