@@ -1,7 +1,8 @@
 """Files, folders and modules that documents name exist, and their links lead somewhere.
 
 Regimes: a module that moved, a page that was renamed, a heading that another page links to, a page
-that the reading order leaves out, a front page that grows back.
+that the reading order leaves out, a guide whose code is no longer that of the tree, a front page that
+grows back.
 """
 
 import re
@@ -10,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.guards.floors import FLOORS
 from tests.guards.source_tree import PACKAGE, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = sorted((ROOT / "docs").glob("adding_*.md"))
 FRONT_PAGE_LINES = 140
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MODULE = re.compile(rf"\b{PACKAGE}(?:\.[a-z_0-9]+)+")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENT = re.compile(r"\bdocs/[\w/]+\.md\b")
 # Figures of the log, and folders of a user that are called like a package.
 NOT_PATHS = ("train/sources/", "models/distilled", "models/Llama", "models/Qwen", "models/first")
@@ -93,6 +97,25 @@ def test_documents_that_the_sources_name_exist() -> None:
             named = DOCUMENT.findall(path.read_text(encoding="utf-8"))
             missing += [(path.name, name) for name in named if not (ROOT / name).is_file()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_the_code_of_a_guide_is_that_of_the_tree(page: Path) -> None:
+    blocks = PYTHON.findall(page.read_text(encoding="utf-8"))
+    assert blocks
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / PACKAGE).rglob("*.py")]
+    for block in blocks:
+        assert any(block in source for source in sources), f"not in the package:\n{block}"
+
+
+def test_contributing_lists_the_floors_that_are_held() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = {
+        re.sub(r"/.*", "", name): int(floor)
+        for floor, names in re.findall(r"^    F(\d)  (.*?)(?:  +\S.*)?$", text, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    assert listed == FLOORS
 
 
 def test_the_index_lists_every_page() -> None:
