@@ -51,4 +51,4 @@ def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
     assert lines[3] == "value = 1"
     assert lines[7] == "assert value == 2"
     with pytest.raises(AssertionError):
-        exec("\n".join(lines), {})  # noqa: S102
+        exec("\n".join(lines), {})

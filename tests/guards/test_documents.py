@@ -1,8 +1,7 @@
 """Files, folders and modules that documents name exist, and their links lead somewhere.
 
 Regimes: a module that moved, a page that was renamed, a heading that another page links to, a page
-that the reading order leaves out, a guide whose code is no longer that of the tree, a front page that
-grows back.
+that the reading order leaves out, a guide with old code, a front page that grows back.
 """
 
 import re
@@ -20,6 +19,7 @@ FRONT_PAGE_LINES = 140
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MODULE = re.compile(rf"\b{PACKAGE}(?:\.[a-z_0-9]+)+")
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENT = re.compile(r"\bdocs/[\w/]+\.md\b")
@@ -38,7 +38,9 @@ def named_paths(text: str) -> Iterator[str]:
     starts = roots()
     for span in CODE.findall(FENCE.sub("", text)):
         for word in span.split():
-            if re.fullmatch(r"[\w.*-]+(?:/[\w.*-]+)+/?", word) is None or word.startswith(NOT_PATHS):
+            if re.fullmatch(r"[\w.*-]+(?:/[\w.*-]+)+/?", word) is None or word.startswith(
+                NOT_PATHS
+            ):
                 continue
             if word.partition("/")[0] in starts or word.endswith(".py"):
                 yield word
