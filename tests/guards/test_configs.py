@@ -66,6 +66,16 @@ def test_the_smallest_run_is_shipped():
     assert {"tiny.yaml", "tiny_moe.yaml", "cache.yaml"} <= {path.name for path in CONFIGS}
 
 
+def test_a_run_is_shipped_for_each_subject_that_people_look_for():
+    runs = [config for config in map(load, CONFIGS) if isinstance(config, RunConfig)]
+    assert any(source.conversation for run in runs for source in run.data.sources)
+    assert any(run.student.keep_layers for run in runs)
+    assert any(run.teacher is not None and run.teacher.store for run in runs)
+    assert any(term.top_k for run in runs for term in run.objective.terms or ())
+    assert any(run.objective.features for run in runs)
+    assert any(run.objective.balance.mode == "magnitude" for run in runs)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_shipped_config_loads_opens_with_a_comment_and_survives_printing(path, tmp_path):
     assert path.read_text(encoding="utf-8").startswith("# ")
