@@ -4,6 +4,7 @@ Regimes: a name that moved, an argument that changed, a block that leans on noth
 blocks of one page are one program, in the order of the page; a signature alone is no block of it.
 """
 
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distill import losses
 from tests.guards.source_tree import ROOT
 
 PAGES = ("README.md", "docs/python_api.md")
@@ -42,6 +44,20 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
         text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{page}: {done.stderr[-3000:]}"
+
+
+def test_the_signatures_of_the_page_are_those_of_the_functions() -> None:
+    text = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```text\n(\w+)\((.*?)\) -> ", text, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in found} == {"token_divergence", "fused_linear_objective"}
+    for name, listed in found:
+        parameters = inspect.signature(getattr(losses, name)).parameters.values()
+        wanted = [
+            ("**" if parameter.kind is parameter.VAR_KEYWORD else "") + parameter.name
+            for parameter in parameters
+        ]
+        words = (word.strip().partition("=")[0] for word in listed.split(","))
+        assert [word for word in words if word != "*"] == wanted
 
 
 def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
