@@ -15,6 +15,7 @@ from tests.guards.source_tree import PACKAGE, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = sorted((ROOT / "docs").glob("adding_*.md"))
+FOLDERS = ("benchmarks", "configs", "docs", "launch", "tests", "tools", PACKAGE)
 FRONT_PAGE_LINES = 140
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -28,9 +29,8 @@ NOT_PATHS = ("train/sources/", "models/distilled", "models/Llama", "models/Qwen"
 
 
 def roots() -> set[str]:
-    """The first parts of paths in this repository: its folders, and the package's."""
-    places = [*ROOT.iterdir(), *(ROOT / PACKAGE).iterdir()]
-    return {place.name for place in places if place.is_dir() and not place.name.startswith(".")}
+    """The first parts of paths in this repository: its own folders, and the package's."""
+    return {*FOLDERS, *(place.name for place in (ROOT / PACKAGE).iterdir() if place.is_dir())}
 
 
 def named_paths(text: str) -> Iterator[str]:
@@ -92,9 +92,8 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 def test_documents_that_the_sources_name_exist() -> None:
-    folders = (PACKAGE, "launch", "tools", "benchmarks", "configs", "tests")
     missing = []
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*")):
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.suffix in {".py", ".yaml", ".sbatch"}:
             named = DOCUMENT.findall(path.read_text(encoding="utf-8"))
             missing += [(path.name, name) for name in named if not (ROOT / name).is_file()]
