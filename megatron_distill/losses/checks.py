@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.signals import Signal
 
 __all__ = ["check_columns", "check_per_token", "check_rows", "resolve_shard"]
 
@@ -55,15 +56,16 @@ def check_columns(width: int, shard: VocabShard, group: dist.ProcessGroup | None
         )
 
 
-def check_rows(count: int, **tensors: Tensor) -> None:
-    """Refuse per-token tensors whose first dimension is not the number of tokens.
+def check_rows(count: int, **held: Tensor | Signal) -> None:
+    """Refuse per-token tensors and signals of another number of tokens.
 
     Raises:
         ValueError: naming the first that does not fit.
     """
-    for name, tensor in tensors.items():
-        if tensor.shape[0] != count:
-            raise ValueError(f"{name} has {tensor.shape[0]} rows for {count} tokens")
+    for name, one in held.items():
+        rows = one.shape[0] if isinstance(one, Tensor) else one.tokens
+        if rows != count:
+            raise ValueError(f"{name} has {rows} rows for {count} tokens")
 
 
 def check_per_token(count: int, **tensors: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.checks import check_columns, check_per_token, check_rows, resolve_shard
-from megatron_distill.losses.terms import Term, check_distinct, kept_target
+from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.divergences import WeightedDivergence
 from megatron_distill.ops.fused_linear import (
     FusedLinear,
@@ -19,11 +19,10 @@ from megatron_distill.ops.fused_linear import (
     sum_tokens,
     weighted_rows,
 )
-from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule
-from megatron_distill.ops.topk_divergence import KeptPlan
+from megatron_distill.ops.topk_divergence import IdTerm
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
-from megatron_distill.signals import DenseLogits, HiddenState, Recorded, Sampled, Signal, TopK
+from megatron_distill.signals import HiddenState, LogitSource, Signal
 
 __all__ = ["fused_linear_objective", "token_weights"]
 
@@ -84,7 +83,7 @@ def fused_linear_objective(
         RuntimeError: in backward, where ``weight_gradient_sum`` was given and the total had a
             factor.
     """
-    hidden = HiddenState(
+    student = HiddenState(
         student_hidden, student_weight, student_softcap, student_scale, student_bias
     )
     shard, group = resolve_shard(student_weight.shape[0], shard, group)
@@ -102,15 +101,15 @@ def fused_linear_objective(
     if signal is None and terms:
         raise ValueError(f"{len(terms)} divergence terms need a teacher's signal, there is none")
     check_distinct(terms)
-    between, kept = _plans(signal, terms, student_hidden.shape[0])
+    between, id_terms = _split(signal, terms)
     work = FusedLinear(
-        teacher=_teacher(signal, student_hidden.shape[0], shard, group),
+        teacher=_teacher(signal, student.tokens, shard, group),
         labels=labels,
         ce_weights=ce_weights,
         kd_weights=kd_weights,
         ce_coefficient=ce_coefficient,
         terms=_merged(between),
-        kept=tuple(plan for _, plan in kept),
+        id_terms=tuple(one for _, one in id_terms),
         chunk_tokens=chunk_tokens,
         shard=shard,
         group=group,
@@ -118,10 +117,10 @@ def fused_linear_objective(
         partition=partition,
         weight_gradient_sum=weight_gradient_sum,
     )
-    total, sums = fused_linear(_head(hidden), work)
-    report = _report(work, between, kept, sums)
-    if isinstance(signal, Recorded):
-        report |= _recorded(signal, ce_weights, kd_weights, partition)
+    total, sums = fused_linear(student, work)
+    report = _report(work, between, id_terms, sums)
+    if signal is not None:
+        report |= _token_statistics(signal, ce_weights, kd_weights, partition)
     return total, report
 
 
@@ -138,32 +137,18 @@ def _check_sum(total: Tensor, weight: Tensor) -> None:
         raise ValueError("weight_gradient_sum requires a gradient; give a buffer that does not")
 
 
-def _plans(
-    signal: Signal | None, terms: Sequence[Term], tokens: int
-) -> tuple[list[Term], list[tuple[Term, KeptPlan]]]:
-    """The terms between logits, and those on kept ids with what they are held against."""
-    if isinstance(signal, TopK | Sampled):
-        for term in terms:
-            if term.top_k is not None:
-                raise ValueError(
-                    f"{term.name} asks for a top-k of {term.top_k}, but the signal is one of "
-                    f"{signal.ids.shape[1]} ids already; leave top_k out"
-                )
-        signal = Recorded((signal,) * len(terms)) if terms else None
-    if isinstance(signal, Recorded):
-        if len(signal.by_term) != len(terms):
-            raise ValueError(f"Recorded speaks of {len(signal.by_term)} terms of {len(terms)}")
-        check_rows(tokens, ids=signal.by_term[0].ids)
-        kept = [
-            (term, kept_target(own, term)) for term, own in zip(terms, signal.by_term, strict=True)
-        ]
+def _split(
+    signal: Signal | None, terms: Sequence[Term]
+) -> tuple[list[Term], list[tuple[Term, IdTerm]]]:
+    """The terms between logits, and those on few ids with their targets, if these are known."""
+    targets = None if signal is None else signal.targets(terms)
+    if targets is not None:
         return [], [
-            (term, KeptPlan(term.weighted, term.name, term.support, target, None))
-            for term, target in kept
+            (term, IdTerm(term.weighted, term.name, term.support, target))
+            for term, target in zip(terms, targets, strict=True)
         ]
-    between = [term for term in terms if term.top_k is None]
-    return between, [
-        (term, KeptPlan(term.weighted, term.name, term.support, None, term.top_k))
+    return [term for term in terms if term.top_k is None], [
+        (term, IdTerm(term.weighted, term.name, term.support, None, term.top_k))
         for term in terms
         if term.top_k is not None
     ]
@@ -179,61 +164,52 @@ def _merged(terms: Sequence[Term]) -> tuple[WeightedDivergence, ...]:
     return tuple(merged.values())
 
 
-def _head(state: HiddenState) -> LinearHead:
-    rule = LogitRule(state.logit_softcap, state.logit_scale)
-    return LinearHead(state.hidden, state.weight, rule, state.bias)
-
-
 def _teacher(
     signal: Signal | None, tokens: int, shard: VocabShard, group: dist.ProcessGroup | None
-) -> LinearHead | GivenLogits | None:
-    if signal is None or isinstance(signal, TopK | Sampled | Recorded):
+) -> LogitSource | None:
+    if signal is None:
         return None
-    teacher: LinearHead | GivenLogits
-    if isinstance(signal, DenseLogits):
-        check_rows(tokens, teacher_logits=signal.logits)
-        teacher = GivenLogits(signal.logits.detach())
-    else:
-        check_rows(tokens, teacher_hidden=signal.hidden)
-        teacher = _head(signal)
-    check_columns(teacher.width, shard, group)
-    return teacher
+    check_rows(tokens, teacher_signal=signal)
+    source = signal.logit_source()
+    if source is not None:
+        check_columns(source.width, shard, group)
+    return source
 
 
 def _report(
     work: FusedLinear,
     between: Sequence[Term],
-    kept: Sequence[tuple[Term, KeptPlan]],
+    id_terms: Sequence[tuple[Term, IdTerm]],
     sums: Tensor,
 ) -> dict[str, Tensor]:
     by_name = dict(zip(work.sum_names, sums.unbind(), strict=True))
     keys = {term.name: term.weighted.key for term in between}
-    keys |= {term.name: plan.key for term, plan in kept}
+    keys |= {term.name: one.key for term, one in id_terms}
     divergences = {name: by_name[key] for name, key in keys.items()}
     for key in set(keys.values()):
         del by_name[key]
-    masses = [by_name.pop(plan.mass_key) for _, plan in kept if plan.has_mass]
+    masses = [by_name.pop(one.mass_key) for _, one in id_terms if one.has_mass]
     if not divergences and work.teacher is None:
         return by_name
     if masses:
         by_name["topk_mass"] = masses[0]
     kd = sums.new_zeros(sums.shape[1:])
-    for term in (*between, *(term for term, _ in kept)):
+    for term in (*between, *(term for term, _ in id_terms)):
         value = divergences[term.name] * term.temperature_factor
         by_name[term.name] = value
         kd = kd + term.weight * value
     return by_name | {"kd": kd}
 
 
-def _recorded(
-    signal: Recorded, ce_weights: Tensor, kd_weights: Tensor, partition: Partition | None
+def _token_statistics(
+    signal: Signal, ce_weights: Tensor, kd_weights: Tensor, partition: Partition | None
 ) -> dict[str, Tensor]:
-    """What a live teacher's logits would have given."""
-    report = {}
-    if signal.label_log_prob is not None:
-        report["teacher_ce"] = _weighted_sum(ce_weights, -signal.label_log_prob, partition)
-    if signal.entropy is not None:
-        report["teacher_entropy"] = _weighted_sum(kd_weights, signal.entropy, partition)
+    """The same reports as from a live teacher's logits."""
+    known, report = signal.token_statistics(), {}
+    if "label_log_prob" in known:
+        report["teacher_ce"] = _weighted_sum(ce_weights, -known["label_log_prob"], partition)
+    if "entropy" in known:
+        report["teacher_entropy"] = _weighted_sum(kd_weights, known["entropy"], partition)
     return report
 
 

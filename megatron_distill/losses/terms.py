@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-import torch
-
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
-from megatron_distill.ops.topk_divergence import SampledTarget, Support, TopKTarget
-from megatron_distill.signals import Sampled, TopK
+from megatron_distill.signals import Support
 
-__all__ = ["Term", "check_distinct", "kept_target"]
+__all__ = ["Term", "check_distinct"]
 
 
 @dataclass(frozen=True)
@@ -102,34 +99,3 @@ def check_distinct(terms: Sequence[Term]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"terms repeat {', '.join(repeated)}; add their weights up instead")
-
-
-def kept_target(signal: TopK | Sampled, term: Term) -> TopKTarget | SampledTarget:
-    """What a term is held against.
-
-    Raises:
-        ValueError: the term is not defined on this signal.
-    """
-    if isinstance(signal, Sampled):
-        return _sampled(signal, term)
-    log_probs = signal.log_probs
-    if signal.temperature is not None and signal.temperature != term.temperature:
-        if term.support != "renormalized":
-            raise ValueError(
-                f"{term.name} is at temperature {term.temperature:g}, the top-k at "
-                f"{signal.temperature:g}: support {term.support!r} needs the teacher's normaliser "
-                "at the term's temperature; take the top-k there, or use support='renormalized'"
-            )
-        log_probs = log_probs * (signal.temperature / term.temperature)
-    return TopKTarget(signal.ids.long(), log_probs, signal.log_tail, term.support)
-
-
-def _sampled(signal: Sampled, term: Term) -> SampledTarget:
-    if not term.is_forward_kl:
-        raise ValueError(
-            f"{term.divergence} is not defined on sampled ids: only forward_kl is linear in the "
-            "teacher's probabilities, so that samples estimate it without bias"
-        )
-    counts = signal.counts.to(torch.float64)
-    total = counts.sum(1, keepdim=True)
-    return SampledTarget(signal.ids.long(), torch.where(total == 0, 0.0, counts / total))

@@ -6,20 +6,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.checks import check_columns, check_rows, resolve_shard
-from megatron_distill.losses.terms import Term, kept_target
-from megatron_distill.ops.head import GivenLogits, LogitRule
+from megatron_distill.losses.terms import Term
 from megatron_distill.ops.logit_divergence import LogitDivergence, logit_divergence
 from megatron_distill.ops.topk import select
-from megatron_distill.ops.topk_divergence import SampledTarget, Support, TopKTarget
+from megatron_distill.ops.topk_divergence import IdTerm
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.signals import DenseLogits, Sampled, TopK
+from megatron_distill.signals import DenseLogits, LogitRule, Signal, Support, TopK
 
 __all__ = ["token_divergence"]
 
 
 def token_divergence(
     student_logits: Tensor,
-    signal: DenseLogits | TopK | Sampled,
+    signal: Signal,
     *,
     divergence: str,
     temperature: float = 1.0,
@@ -49,10 +48,16 @@ def token_divergence(
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,
             or one that is not defined on this signal.
-        TypeError: the signal carries neither logits nor kept ids.
+        TypeError: the signal holds neither logits nor ids.
     """
-    student = DenseLogits(student_logits).logits
-    shard, group = resolve_shard(student.shape[1], shard, group)
+    if isinstance(signal, Tensor):
+        raise TypeError(
+            "token_divergence takes a signal, not Tensor; wrap the teacher's logits: "
+            "DenseLogits(logits)"
+        )
+    student = DenseLogits(student_logits)
+    shard, group = resolve_shard(student.width, shard, group)
+    check_rows(student.tokens, teacher_signal=signal)
     term = Term(
         divergence,
         temperature=temperature,
@@ -61,35 +66,37 @@ def token_divergence(
         top_k=top_k,
         parameters=parameters,
     )
-    teacher: GivenLogits | TopKTarget | SampledTarget
-    if isinstance(signal, DenseLogits):
-        check_columns(signal.logits.shape[1], shard, group)
-        check_rows(student.shape[0], teacher_logits=signal.logits)
-        teacher = GivenLogits(signal.logits)
-        if top_k is not None:
-            teacher = _chosen(signal.logits, top_k, term, shard, group)
-    elif isinstance(signal, TopK | Sampled):
-        if top_k is not None:
-            raise ValueError(f"top_k is {top_k}, but the signal is one of few ids already")
-        check_rows(student.shape[0], ids=signal.ids)
-        teacher = kept_target(signal, term)
-    else:
-        advice = "fused_linear_objective takes a hidden state"
-        if isinstance(signal, Tensor):
-            advice = "wrap the teacher's logits: DenseLogits(logits)"
+    teacher, id_term = _teacher(signal, term, shard, group)
+    work = LogitDivergence(term.weighted, teacher, id_term, shard, group, overwrite_logits)
+    return logit_divergence(student, work)
+
+
+def _teacher(
+    signal: Signal, term: Term, shard: VocabShard, group: dist.ProcessGroup | None
+) -> tuple[Tensor | None, IdTerm | None]:
+    """The teacher's logits for a term between logits, else the term on few ids."""
+    targets = signal.targets([term])
+    if targets is not None:
+        return None, IdTerm(term.weighted, term.name, term.support, targets[0])
+    source = signal.logit_source()
+    if source is None or source.formed is None:
         raise TypeError(
-            f"token_divergence takes DenseLogits, TopK or Sampled, not {type(signal).__name__}; "
-            f"{advice}"
+            f"token_divergence takes signals of logits or ids, not {type(signal).__name__}; "
+            "fused_linear_objective takes a hidden state"
         )
-    work = LogitDivergence(teacher, term.weighted, shard, group, overwrite_logits)
-    return logit_divergence(GivenLogits(student), work)
+    logits = source.formed
+    check_columns(source.width, shard, group)
+    if term.top_k is None:
+        return logits, None
+    chosen = _chosen(logits, term.top_k, term, shard, group)
+    return None, IdTerm(term.weighted, term.name, term.support, chosen)
 
 
 def _chosen(
     logits: Tensor, k: int, term: Term, shard: VocabShard, group: dist.ProcessGroup | None
-) -> TopKTarget:
+) -> TopK:
     """The teacher's most probable ids, its tail only where the support needs one."""
-    (kept,) = select(
+    (chosen,) = select(
         logits.detach()[:, : shard.real_width],
         LogitRule(),
         shard,
@@ -98,4 +105,4 @@ def _chosen(
         temperatures=[term.temperature],
         normalised=term.support != "renormalized",
     )
-    return TopKTarget(kept.ids, kept.log_probs, kept.log_tail, term.support)
+    return chosen

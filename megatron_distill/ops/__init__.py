@@ -1,9 +1,9 @@
 """Vocabulary-parallel mathematics on nothing but tensors and process groups."""
 
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.log_softmax import vocab_parallel_log_softmax
 from megatron_distill.ops.topk import vocab_parallel_gather, vocab_parallel_topk
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.signals import LogitRule
 
 __all__ = [
     "LogitRule",

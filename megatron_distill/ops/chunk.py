@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_distill.ops.adaptive_kl import TeacherBlock, head_share
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
 from megatron_distill.ops.statistics import (
@@ -28,7 +27,8 @@ from megatron_distill.ops.statistics import (
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.torch_rows import Block
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.workspace import Scratch, row_blocks
+from megatron_distill.ops.workspace import Scratch, load_logits, row_blocks
+from megatron_distill.signals import LogitRule
 
 if TYPE_CHECKING:
     from megatron_distill.ops.kernels.launch import RowKernels, TemperatureRow
@@ -380,7 +380,7 @@ class Chunk:
     def _load(self, tokens: slice | Tensor, scratch: Scratch | None = None) -> dict[Model, Tensor]:
         scratch = self.scratch if scratch is None else scratch
         return {
-            model: self.rules[model].load(raw[tokens], scratch, f"{model}_logits")
+            model: load_logits(self.rules[model], raw[tokens], scratch, f"{model}_logits")
             for model, raw in self.raw.items()
         }
 

@@ -8,6 +8,7 @@ of a live teacher sees.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.chunk import Chunk
-from megatron_distill.ops.head import LinearHead, LogitRule, Rows
 from megatron_distill.ops.statistics import Packet, Sweep
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate, equal_chunks
+from megatron_distill.ops.workspace import (
+    Rows,
+    Scratch,
+    accumulation_dtype,
+    allocate,
+    equal_chunks,
+)
+from megatron_distill.signals import HiddenState, LogitRule
 
 __all__ = ["OutputChunk", "RowStatistics", "output_chunks", "row_statistics"]
 
@@ -45,14 +52,14 @@ class RowStatistics(NamedTuple):
 
 
 def output_chunks(
-    head: LinearHead, counted: Tensor, *, chunk_tokens: int, columns: int
+    state: HiddenState, counted: Tensor, *, chunk_tokens: int, columns: int
 ) -> Iterator[OutputChunk]:
     """Raw outputs of every row over the leading columns: the counted rows, then all others.
 
     Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` rows at once. A GPU
     is waited for once, to find the other rows.
     """
-    total, device = head.hidden.shape[0], head.weight.device
+    total, device = state.tokens, state.weight.device
     is_other = torch.ones(total, dtype=torch.bool, device=device)
     is_other[counted] = False
     others = is_other.nonzero().squeeze(1)
@@ -62,12 +69,11 @@ def output_chunks(
         chunks = equal_chunks(indices.numel(), chunk_tokens)
         if not chunks:
             continue
-        buffer = allocate(chunks[0].stop, columns, head.dtype, device)
+        buffer = allocate(chunks[0].stop, columns, state.dtype, device)
         for chunk in chunks:
-            hidden = rows.take(head.hidden, chunk)
-            yield OutputChunk(
-                indices[chunk], head.outputs(hidden, columns, buffer[: hidden.shape[0]])
-            )
+            selected = indices[chunk]
+            take = partial(rows.take, chunk=chunk)
+            yield OutputChunk(selected, state.outputs(take, columns, buffer[: selected.numel()]))
 
 
 def row_statistics(

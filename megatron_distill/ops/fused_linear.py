@@ -19,13 +19,19 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule, Rows
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights, softmax_weights
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
-from megatron_distill.ops.topk_divergence import KeptPlan, SolvedPlan, solve_plans
+from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_terms
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
-from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate, equal_chunks
+from megatron_distill.ops.workspace import (
+    Rows,
+    Scratch,
+    accumulation_dtype,
+    allocate,
+    equal_chunks,
+)
+from megatron_distill.signals import HiddenState, LogitSource
 
 __all__ = ["FusedLinear", "Partition", "fused_linear", "sum_tokens", "weighted_rows"]
 
@@ -34,7 +40,7 @@ __all__ = ["FusedLinear", "Partition", "fused_linear", "sum_tokens", "weighted_r
 _UPSTREAM_TOLERANCE = 1e-5
 
 
-def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor]:
+def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tensor]:
     """Total objective and weighted sums over all tokens.
 
     Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]``, weight ``[V, H]``
@@ -56,7 +62,7 @@ def fused_linear(student: LinearHead, work: FusedLinear) -> tuple[Tensor, Tensor
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the sweep and token
     (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and
-    those of `solve_plans`; none in backward. The number of chunks follows from the weights and
+    those of `solve_id_terms`; none in backward. The number of chunks follows from the weights and
     ``chunk_tokens`` alone, which are the same on all ranks.
 
     Raises:
@@ -82,7 +88,7 @@ class _FusedLinearFunction(torch.autograd.Function):
         _hidden: Tensor,
         _weight: Tensor,
         _bias: Tensor | None,
-        student: LinearHead,
+        student: HiddenState,
         work: FusedLinear,
     ) -> tuple[Tensor, Tensor]:
         executor = _Executor(student, work, wanted=ctx.needs_input_grad[:3])
@@ -133,7 +139,7 @@ class _Executor:
     """One pass over all chunks, with the buffers that they share."""
 
     def __init__(
-        self, student: LinearHead, work: FusedLinear, *, wanted: tuple[bool, bool, bool]
+        self, student: HiddenState, work: FusedLinear, *, wanted: tuple[bool, bool, bool]
     ) -> None:
         """``wanted``: the gradients on hidden states, weight and bias."""
         needs_hidden, needs_weight, needs_bias = wanted
@@ -182,15 +188,16 @@ class _Executor:
         work = self._work
         size = self._chunks[0].stop if self._chunks else 1
         scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
-        heads: dict[Model, LinearHead] = {"student": self._student}
-        if isinstance(work.teacher, LinearHead):
-            heads["teacher"] = work.teacher
+        sources: dict[Model, LogitSource] = {"student": self._student}
+        if work.teacher is not None:
+            sources["teacher"] = work.teacher
         buffers = {
-            model: allocate(size, self._columns, head.dtype, head.weight.device)
-            for model, head in heads.items()
+            model: allocate(size, self._columns, source.dtype, self._student.weight.device)
+            for model, source in sources.items()
+            if source.formed is None
         }
         for rows in self._chunks:
-            self._run_chunk(rows, heads, buffers, scratch)
+            self._run_chunk(rows, sources, buffers, scratch)
         sums = self._sums.to(self._dtype)
         return self._total(), sums.squeeze(1) if work.partition is None else sums
 
@@ -199,35 +206,35 @@ class _Executor:
         total: Tensor = self._work.ce_coefficient * by_name["ce"]
         for term in self._work.terms:
             total = total + term.coefficient * by_name[term.key]
-        for plan in self._work.kept:
-            total = total + plan.term.coefficient * by_name[plan.key]
+        for id_term in self._work.id_terms:
+            total = total + id_term.term.coefficient * by_name[id_term.key]
         return total.to(self._dtype)
 
     def _run_chunk(
         self,
         rows: slice,
-        heads: Mapping[Model, LinearHead],
+        sources: Mapping[Model, LogitSource],
         buffers: Mapping[Model, Tensor],
         scratch: Scratch,
     ) -> None:
         """Logits, statistics and gradients of the rows of one chunk."""
         work = self._work
-        raw, rules = self._outputs(rows, heads, buffers)
+        raw = self._outputs(rows, sources, buffers)
+        rules = {model: source.rule for model, source in sources.items()}
         labels = self._rows.take(work.labels, rows)
         ce_weights = self._rows.take(work.ce_weights, rows).to(self._dtype)
         kd_weights = self._rows.take(work.kd_weights, rows).to(self._dtype)
         sweep = work.sweep
         packet = Packet.empty(sweep, labels.shape[0], self._dtype, labels.device)
         chunk = Chunk(sweep, raw, rules, work.shard, scratch, labels)
-        targets = [plan.of_rows(self._rows, rows) for plan in work.kept]
-        kept = solve_plans(targets, raw, rules, work.shard, work.group)
+        id_terms = [term.of_rows(self._rows, rows) for term in work.id_terms]
+        solved = solve_id_terms(id_terms, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
         if any(one is not None for one in (self._hidden_rows, self._weight, self._bias)):
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
-            pairs = [(one.kept, one.row) for one in kept]
-            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, pairs)
+            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, solved)
         merged, values = chunk.process(packet, weights, work.group, raw["student"])
-        found = _weighted_rows(work, merged, values, kept, ce_weights, kd_weights)
+        found = _weighted_rows(work, merged, values, solved, ce_weights, kd_weights)
         self._sums += sum_tokens(found, self._partition(rows))
         self._accumulate(rows, raw["student"])
 
@@ -236,20 +243,20 @@ class _Executor:
         return None if whole is None else Partition(self._rows.take(whole.ids, rows), whole.parts)
 
     def _outputs(
-        self, rows: slice, heads: Mapping[Model, LinearHead], buffers: Mapping[Model, Tensor]
-    ) -> tuple[dict[Model, Tensor], dict[Model, LogitRule]]:
-        """Raw outputs of both models over the shard's real columns, and their rules."""
-        raw: dict[Model, Tensor] = {}
-        rules: dict[Model, LogitRule] = {}
-        for model, head in heads.items():
-            hidden = self._rows.take(head.hidden, rows)
-            raw[model] = head.outputs(hidden, self._columns, buffers[model][: hidden.shape[0]])
-            rules[model] = head.rule
-        if isinstance(self._work.teacher, GivenLogits):
-            given = self._work.teacher
-            raw["teacher"] = self._rows.take(given.logits[:, : self._columns], rows)
-            rules["teacher"] = given.rule
-        return raw, rules
+        self, rows: slice, sources: Mapping[Model, LogitSource], buffers: Mapping[Model, Tensor]
+    ) -> dict[Model, Tensor]:
+        """Raw outputs of both models over the shard's real columns."""
+
+        def take(values: Tensor) -> Tensor:
+            return self._rows.take(values, rows)
+
+        size = rows.stop - rows.start
+        return {
+            model: source.outputs(
+                take, self._columns, buffers[model][:size] if model in buffers else None
+            )
+            for model, source in sources.items()
+        }
 
     def _accumulate(self, rows: slice, gradient: Tensor) -> None:
         """Take a chunk's gradient on the raw outputs into those on the student's tensors."""
@@ -268,7 +275,7 @@ def _weighted_rows(
     work: FusedLinear,
     merged: MergedStatistics,
     values: Mapping[str, Tensor],
-    kept: Sequence[SolvedPlan],
+    solved: Sequence[SolvedIdTerm],
     ce_weights: Tensor,
     kd_weights: Tensor,
 ) -> list[Tensor]:
@@ -280,14 +287,14 @@ def _weighted_rows(
         counted["teacher_entropy"] = merged.entropy("teacher")
         counted["top1_agreement"] = merged.agreement()
     elif work.ranked is not None:
-        counted["top1_agreement"] = merged.agreement_at(kept[work.ranked].row.first_logit)
-    if work.teacher is not None or kept:
+        counted["top1_agreement"] = merged.agreement_at(solved[work.ranked].gradient.first_logit)
+    if work.teacher is not None or solved:
         counted["student_entropy"] = merged.entropy("student")
     counted.update((term.key, values[term.key]) for term in work.terms)
-    for plan, solved in zip(work.kept, kept, strict=True):
-        counted[plan.key] = solved.row.value
-        if plan.has_mass:
-            counted[plan.mass_key] = solved.kept_mass
+    for term, found in zip(work.id_terms, solved, strict=True):
+        counted[term.key] = found.gradient.value
+        if term.has_mass:
+            counted[term.mass_key] = found.mass
     rows.update((name, weighted_rows(kd_weights, value)) for name, value in counted.items())
     return [rows[name] for name in work.sum_names]
 
@@ -303,7 +310,7 @@ class FusedLinear:
         kd_weights: ``[N]``, mask and normalisation of the divergences.
         ce_coefficient: constant factor of the label loss.
         terms: the divergences between logits with their coefficients.
-        kept: the divergences on kept ids.
+        id_terms: the divergences on few ids.
         chunk_tokens: most tokens whose logits exist at once.
         shard: this rank's columns.
         group: the ranks that hold the other columns; None if there are no others.
@@ -313,13 +320,13 @@ class FusedLinear:
         weight_gradient_sum: ``[V, H]`` fp32 (fp64), what the gradient on the weight is added to.
     """
 
-    teacher: LinearHead | GivenLogits | None
+    teacher: LogitSource | None
     labels: Tensor
     ce_weights: Tensor
     kd_weights: Tensor
     ce_coefficient: float
     terms: tuple[WeightedDivergence, ...]
-    kept: tuple[KeptPlan, ...]
+    id_terms: tuple[IdTerm, ...]
     chunk_tokens: int
     shard: VocabShard
     group: dist.ProcessGroup | None
@@ -332,7 +339,7 @@ class FusedLinear:
         """The tokens that take part."""
         if self.rows is not None:
             return Rows.of_indices(self.labels.shape[0], self.rows)
-        if self.teacher is None and not self.kept:
+        if self.teacher is None and not self.id_terms:
             return Rows.of_weights(self.ce_weights)
         return Rows.of_weights(self.ce_weights, self.kd_weights)
 
@@ -344,14 +351,14 @@ class FusedLinear:
     @property
     def sweep(self) -> Sweep:
         """What is measured of each chunk."""
-        given = isinstance(self.teacher, GivenLogits)
-        temperatures = tuple(plan.term.temperature for plan in self.kept if plan.needs_rest)
-        return Sweep(self.models, self.terms, True, given, temperatures)
+        may_be_infinite = self.teacher is not None and self.teacher.formed is not None
+        temperatures = tuple(one.term.temperature for one in self.id_terms if one.needs_rest)
+        return Sweep(self.models, self.terms, True, may_be_infinite, temperatures)
 
     @property
     def ranked(self) -> int | None:
-        """Number of the first plan on kept ids that knows the teacher's most probable one."""
-        return next((i for i, plan in enumerate(self.kept) if plan.has_mass), None)
+        """Number of the first term on few ids that knows the teacher's most probable one."""
+        return next((i for i, term in enumerate(self.id_terms) if term.has_mass), None)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -359,13 +366,13 @@ class FusedLinear:
         names = ["ce"]
         if self.teacher is not None:
             names += ["teacher_ce", "teacher_entropy"]
-        if self.teacher is not None or self.kept:
+        if self.teacher is not None or self.id_terms:
             names.append("student_entropy")
         if self.teacher is not None or self.ranked is not None:
             names.append("top1_agreement")
         names += [term.key for term in self.terms]
-        for plan in self.kept:
-            names += [plan.key, *([plan.mass_key] if plan.has_mass else [])]
+        for id_term in self.id_terms:
+            names += [id_term.key, *([id_term.mass_key] if id_term.has_mass else [])]
         return tuple(names)
 
 

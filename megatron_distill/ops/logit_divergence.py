@@ -12,18 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.chunk import Chunk, Solved
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.head import GivenLogits, LogitRule
 from megatron_distill.ops.softmax_gradient import softmax_weights
 from megatron_distill.ops.statistics import Packet, Sweep
-from megatron_distill.ops.topk_divergence import (
-    KeptTerm,
-    RowGradient,
-    SampledTarget,
-    TopKTarget,
-    solve_kept,
-)
+from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate
+from megatron_distill.signals import DenseLogits, LogitRule
 
 __all__ = ["LogitDivergence", "logit_divergence"]
 
@@ -32,40 +26,42 @@ __all__ = ["LogitDivergence", "logit_divergence"]
 class LogitDivergence:
     """The term, the teacher's side of it, and where the columns stand in the vocabulary.
 
-    With ``overwrites`` the gradient takes the place of the student's logits.
+    Attributes:
+        term: with its coefficient.
+        teacher: logits ``[N, V]`` over the same columns; None for a term on few ids.
+        id_term: the term on few ids, with its target; None for one between logits.
+        shard: this rank's columns.
+        group: the ranks that hold the other columns.
+        overwrites: whether the gradient takes the place of the student's logits.
     """
 
-    teacher: GivenLogits | TopKTarget | SampledTarget
     term: WeightedDivergence
+    teacher: Tensor | None
+    id_term: IdTerm | None
     shard: VocabShard
     group: dist.ProcessGroup | None
     overwrites: bool = False
 
-    def chunk(self, student: GivenLogits) -> Chunk:
+    def chunk(self, student: DenseLogits) -> Chunk:
         """All tokens as one chunk."""
         columns = self.shard.real_width
         raw: dict[Model, Tensor] = {"student": student.logits.detach()[:, :columns]}
         rules: dict[Model, LogitRule] = {"student": student.rule}
-        if isinstance(self.teacher, GivenLogits):
-            raw["teacher"] = self.teacher.logits.detach()[:, :columns]
-            rules["teacher"] = self.teacher.rule
+        if self.teacher is not None:
+            raw["teacher"] = self.teacher.detach()[:, :columns]
+            rules["teacher"] = LogitRule()
             sweep = Sweep(("student", "teacher"), (self.term,), full=False, infinite=True)
         else:
-            temperatures = (self.term.temperature,) if self.kept.needs_rest else ()
+            assert self.id_term is not None
+            temperatures = (self.term.temperature,) if self.id_term.needs_rest else ()
             sweep = Sweep(("student",), (), False, student_temperatures=temperatures)
-        rows = max(student.logits.shape[0], 1)
+        rows = max(student.tokens, 1)
         dtype = accumulation_dtype(student.dtype)
         scratch = Scratch(rows, columns, dtype, student.logits.device)
         return Chunk(sweep, raw, rules, self.shard, scratch)
 
-    @property
-    def kept(self) -> KeptTerm:
-        """The term on kept ids."""
-        assert not isinstance(self.teacher, GivenLogits)
-        return KeptTerm(self.term, self.teacher)
 
-
-def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
+def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
     """Value of the term per token, ``[N]`` fp32, differentiable in the student's logits ``[N, V]``.
 
     Neither logits are modified unless the work says so. Besides the gradient ``[N, V]``, none of
@@ -76,7 +72,7 @@ def logit_divergence(student: GivenLogits, work: LogitDivergence) -> Tensor:
     token whose upstream gradient is zero gets zeros, whatever its logits hold.
 
     Collective: over ``group`` those of `Chunk.solve` between logits (one all-gather of 40 bytes per
-    token for forward KL) or that of `solve_kept`; none in backward.
+    token for forward KL) or that of `solve_id_term`; none in backward.
     """
     return cast(
         Tensor,
@@ -91,7 +87,7 @@ class _LogitDivergenceFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, student: GivenLogits, work: LogitDivergence) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, student: DenseLogits, work: LogitDivergence) -> Tensor:
         state = _State.of(student, work)
         ctx.gradient = None
         if ctx.needs_input_grad[0] and (work.overwrites or logits.device.type == "cpu"):
@@ -101,8 +97,7 @@ class _LogitDivergenceFunction(torch.autograd.Function):
             value = state.value()
         ctx.state = None
         if not work.overwrites:
-            teacher = work.teacher.logits if isinstance(work.teacher, GivenLogits) else None
-            ctx.save_for_backward(logits, teacher)
+            ctx.save_for_backward(logits, work.teacher)
             ctx.state = state
         return (value * work.term.coefficient).to(state.chunk.scratch.dtype)
 
@@ -146,10 +141,10 @@ class _State:
     chunk: Chunk
     packet: Packet
     solved: Solved | None = None
-    kept: tuple[tuple[KeptTerm, RowGradient], ...] = ()
+    id_terms: tuple[SolvedIdTerm, ...] = ()
 
     @classmethod
-    def of(cls, student: GivenLogits, work: LogitDivergence) -> _State:
+    def of(cls, student: DenseLogits, work: LogitDivergence) -> _State:
         chunk = work.chunk(student)
         logits = student.logits
         packet = Packet.empty(chunk.sweep, len(logits), chunk.scratch.dtype, logits.device)
@@ -157,13 +152,13 @@ class _State:
 
     @property
     def _only_points(self) -> bool:
-        """Whether only kept ids have a gradient."""
-        return not isinstance(self.work.teacher, GivenLogits) and not self.work.kept.needs_rest
+        """Whether no token but the ids has a gradient."""
+        return self.work.id_term is not None and not self.work.id_term.needs_rest
 
     @property
     def _is_one_pass(self) -> bool:
-        """Whether there is nobody to wait for between the sweeps."""
-        return self.work.group is None and isinstance(self.work.teacher, GivenLogits)
+        """Whether there is no rank to wait for between the sweeps."""
+        return self.work.group is None and self.work.teacher is not None
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
         """New memory for the gradient ``[N, V]``; what it holds is undefined."""
@@ -172,14 +167,15 @@ class _State:
 
     def value(self) -> Tensor:
         """``[N]`` fp64."""
-        if isinstance(self.work.teacher, GivenLogits):
+        term, raw = self.work.id_term, self.chunk.raw["student"]
+        if term is None:
             _, self.solved = self.chunk.solve(self.packet, self.work.group)
             return self.solved.values[self.work.term.key]
-        term, raw = self.work.kept, self.chunk.raw["student"]
-        row = solve_kept(term, raw, self.chunk.rules["student"], self.work.shard, self.work.group)
-        self.solved = _solved(row, self.packet, self.work.term.temperature)
-        self.kept = ((term, row),)
-        return row.value
+        rule, shard, group = self.chunk.rules["student"], self.work.shard, self.work.group
+        found = SolvedIdTerm(term, solve_id_term(term, raw, rule, shard, group))
+        self.solved = _normalizers(found, self.packet)
+        self.id_terms = (found,)
+        return found.gradient.value
 
     def value_and_gradient(self, out: Tensor) -> Tensor:
         """The value, and the gradient of its sum on the logits, padding included, in ``out``."""
@@ -210,7 +206,7 @@ class _State:
             self._push_points(upstream, inside)
             return
         sweep, shard = self.chunk.sweep, self.work.shard
-        weights = softmax_weights(sweep, upstream, None, None, shard, self.kept)
+        weights = softmax_weights(sweep, upstream, None, None, shard, self.id_terms)
         self.chunk.push(self.packet, self.solved, weights, inside)
 
     def _without_padding(self, out: Tensor) -> Tensor:
@@ -220,22 +216,24 @@ class _State:
         return out[:, :real]
 
     def _push_points(self, upstream: Tensor, out: Tensor) -> None:
-        """The gradient where only kept ids have one."""
-        ((term, row),) = self.kept
-        coefficient = term.term.coefficient / term.term.temperature
+        """The gradient where no token but the ids has one."""
+        (found,) = self.id_terms
+        coefficient = self.work.term.coefficient / self.work.term.temperature
         weight = (upstream * coefficient).unsqueeze(1)
-        added = torch.where(weight == 0, 0.0, weight * row.excess.to(weight.dtype))
+        excess, columns = found.gradient.excess, found.gradient.columns
+        added = torch.where(weight == 0, 0.0, weight * excess.to(weight.dtype))
         out.zero_()
         if out.shape[1]:
             # Not scatter_add_, which brings all of a narrower matrix to fp32 and back.
             rows = torch.arange(len(out), device=out.device).unsqueeze(1)
-            out.index_put_((rows, row.columns), added.to(out.dtype), accumulate=True)
+            out.index_put_((rows, columns), added.to(out.dtype), accumulate=True)
 
 
-def _solved(row: RowGradient, packet: Packet, temperature: float) -> Solved:
-    """What backward needs of a term on kept ids; sets the peaks of the packet."""
-    packet.rows["student_peak"].copy_(row.peak)
-    if row.log_normalizer is None:
+def _normalizers(found: SolvedIdTerm, packet: Packet) -> Solved:
+    """The student's normaliser for the gradient of a term on few ids; sets the packet's peaks."""
+    peak, log_normalizer = found.gradient.peak, found.gradient.log_normalizer
+    packet.rows["student_peak"].copy_(peak)
+    if log_normalizer is None:
         return Solved(packet.values[:0])
-    factor = (row.peak.double() / temperature - row.log_normalizer).exp()
+    factor = (peak.double() / found.term.term.temperature - log_normalizer).exp()
     return Solved(factor.unsqueeze(0))

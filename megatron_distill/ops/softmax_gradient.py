@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_distill.ops.divergences import WeightedDivergence
 from megatron_distill.ops.statistics import Sweep
-from megatron_distill.ops.topk_divergence import KeptTerm, RowGradient
+from megatron_distill.ops.topk_divergence import SolvedIdTerm
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = [
@@ -159,14 +159,14 @@ def softmax_weights(
     label_weights: Tensor | None,
     labels: Tensor | None,
     shard: VocabShard,
-    kept: Sequence[tuple[KeptTerm, RowGradient]] = (),
+    id_terms: Sequence[SolvedIdTerm] = (),
 ) -> tuple[SoftmaxWeights, ...]:
     """Weights for each temperature that has a gradient.
 
     Shapes: all ``[N]``; labels are global ids, given if the label weights are.
     """
     temperatures = dict.fromkeys(
-        (*sweep.temperatures, *(one.term.temperature for one, _ in kept)),
+        (*sweep.temperatures, *(one.term.term.temperature for one in id_terms)),
     )
     weights = []
     for temperature in temperatures:
@@ -189,9 +189,10 @@ def softmax_weights(
                     teacher = weight if teacher is None else teacher + weight
                 else:
                     curved.append(Curved(term, weight, is_one=_is_one(weight)))
-        for one, solved in kept:
-            if one.term.temperature == temperature:
-                weight = (divergence_weights * (one.term.coefficient / temperature)).unsqueeze(1)
+        for one in id_terms:
+            if one.term.term.temperature == temperature:
+                coefficient, solved = one.term.term.coefficient, one.gradient
+                weight = (divergence_weights * (coefficient / temperature)).unsqueeze(1)
                 used.append(weight)
                 reach = _unless_zero(weight, solved.slope.unsqueeze(1))
                 if solved.cut is None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.row_math import descending, exponentiate, keys_of, packed, places_of
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.workspace import Scratch, accumulation_dtype, row_blocks
+from megatron_distill.ops.workspace import Scratch, accumulation_dtype, load_logits, row_blocks
+from megatron_distill.signals import LogitRule, TopK
 
 __all__ = [
-    "Kept",
     "Outside",
     "gather_ranks",
     "largest",
@@ -36,20 +34,6 @@ __all__ = [
 _UNDERFLOW = 1e-20
 
 
-class Kept(NamedTuple):
-    """The most probable ids of each token, most probable first.
-
-    Attributes:
-        ids: ``[N, K]`` int64.
-        log_probs: ``[N, K]`` fp32, normalised over the whole vocabulary.
-        log_tail: ``[N]`` fp32, log of the mass of all other ids; -inf if there are none.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-
-
 def vocab_parallel_topk(
     logits: Tensor,
     k: int,
@@ -57,7 +41,7 @@ def vocab_parallel_topk(
     group: dist.ProcessGroup | None = None,
     *,
     temperature: float = 1.0,
-) -> Kept:
+) -> TopK:
     """The ``k`` most probable ids of ``softmax(logits / temperature)`` over the whole vocabulary.
 
     Shapes: logits ``[N, V]`` over this rank's columns -> ids ``[N, k]`` int64, log-probs ``[N, k]``
@@ -109,7 +93,7 @@ def select(
     k: int,
     temperatures: Sequence[float],
     normalised: bool = True,
-) -> list[Kept]:
+) -> list[TopK]:
     """`vocab_parallel_topk` of raw outputs over the shard's real columns, at several temperatures.
 
     The ids are the same at every temperature. If not ``normalised``, log-probs are so over the kept
@@ -151,7 +135,8 @@ def select(
         inside = ordered[:, :k] / temperature
         total = torch.cat([inside, tail.unsqueeze(1)], 1).logsumexp(1)
         log_probs = inside - total.unsqueeze(1)
-        kept.append(Kept(chosen, log_probs.to(dtype), (tail - total).to(dtype)))
+        tails = (tail - total).to(dtype)
+        kept.append(TopK(chosen, log_probs.to(dtype), tails, temperature))
     return kept
 
 
@@ -209,7 +194,7 @@ class Outside:
         scratch = Scratch(count, width, dtype, raw.device)
         for rows in row_blocks(count, width, raw.device):
             left = _Left(columns[rows], None if owned is None else owned[rows])
-            logits = rule.load(raw[rows], scratch, "logits")
+            logits = load_logits(rule, raw[rows], scratch, "logits")
             parts = [mass[rows] for mass in masses]
             if raw.device.type == "cpu":
                 _measure(logits, left, temperatures, peak[rows], parts, scratch)

@@ -1,8 +1,8 @@
-"""Divergences on the kept ids of a top-k, and unbiased ones on sampled ids.
+"""Divergences on few ids of each token: a top-k, renormalised or with its tail, or drawn ids.
 
-The student's probabilities of a few ids, and of all others together, are found with one packet per
-token; what follows is small ``[N, K]`` mathematics in fp64, the same on every rank. The gradient on
-the logits is the softmax times one number per token, but for the kept ids.
+The student's probabilities of the ids, and of all further ids together, are found with one packet
+per token; what follows is small ``[N, K]`` mathematics in fp64, the same on every rank. The
+gradient on the logits is the softmax times one number per token, except at the ids.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,81 +22,86 @@ from megatron_distill.ops.divergences import (
     WeightedDivergence,
     forward_kl_summands,
 )
-from megatron_distill.ops.head import LogitRule, Rows
-from megatron_distill.ops.topk import Kept, Outside, gather_ranks, local_values, select
+from megatron_distill.ops.topk import Outside, gather_ranks, local_values, select
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import Rows
+from megatron_distill.signals import IdGradient, IdTarget, LogitRule, Support, TopK
 
 __all__ = [
-    "KeptPlan",
-    "KeptTerm",
-    "RowGradient",
-    "SampledTarget",
-    "SolvedPlan",
-    "Support",
-    "TopKTarget",
-    "solve_kept",
-    "solve_plans",
+    "IdTerm",
+    "IdTermGradient",
+    "OnClasses",
+    "SolvedIdTerm",
+    "solve_id_term",
+    "solve_id_terms",
 ]
 
 
-Support = Literal["tail", "renormalized", "raw"]
-# Log-probabilities are fp32, stored or of a live teacher, so that a store replays its loss: what
-# differs by less than that holds is the same.
+# Log-probabilities are fp32, stored or of a live teacher, so that a store replays its loss: numbers
+# that differ by less than fp32 holds are the same.
 _RESOLUTION = 4.0
 _STEEPEST = 1e32
 
 
 @dataclass(frozen=True)
-class TopKTarget:
-    """The teacher's log-probs ``[N, K]`` of ids ``[N, K]``, and ``[N]`` of the rest.
+class IdTerm:
+    """A term of the objective on few ids of each token.
 
-    An entry of -inf is not kept: its id belongs to the rest.
+    Attributes:
+        term: the divergence with its coefficient.
+        key: its name among the terms of one objective.
+        support: the classes that the divergence is between.
+        target: of all tokens, or of a chunk's; None to choose a top-k from the teacher's logits.
+        top_k: how many ids to choose.
     """
 
-    ids: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-    support: Support
-
-
-@dataclass(frozen=True)
-class SampledTarget:
-    """Weights ``[N, K]`` of ids ``[N, K]``, drawn so that their expectation is the teacher."""
-
-    ids: Tensor
-    weights: Tensor
-
-
-@dataclass(frozen=True)
-class KeptTerm:
-    """A term on kept ids, and what it is held against."""
-
     term: WeightedDivergence
-    target: TopKTarget | SampledTarget
+    key: str
+    support: Support
+    target: IdTarget | None
+    top_k: int | None = None
 
     @property
     def needs_rest(self) -> bool:
-        """Whether the student's mass outside the ids matters."""
-        return not (isinstance(self.target, TopKTarget) and self.target.support == "renormalized")
+        """Whether the student's probability outside of the ids enters."""
+        if self.target is None:
+            return self.support != "renormalized"
+        return self.target.needs_rest(self.support)
+
+    @property
+    def has_mass(self) -> bool:
+        """Whether the teacher's probabilities of the ids are known."""
+        return self.target is None or self.target.has_mass
+
+    @property
+    def mass_key(self) -> str:
+        """Name of their sum in reports."""
+        return f"{self.key}/mass"
+
+    def of_rows(self, rows: Rows, chunk: slice) -> IdTerm:
+        """The term for the counted tokens of a chunk."""
+        if self.target is None:
+            return self
+        return replace(self, target=self.target.map(lambda values: rows.take(values, chunk)))
 
 
 @dataclass(frozen=True)
-class RowGradient:
+class IdTermGradient:
     """Value per token and gradient on the logits, before weights and the factor 1/T.
 
     Attributes:
         value: ``[N]`` fp64.
-        slope: ``[N]`` the gradient is ``slope * q_j`` on ids that are not kept. No larger than fp32
-            holds with weights: where the student leaves them less than 1e-32, they get too little.
-        columns: ``[N, K]`` local columns of the kept ids, any column where another rank owns it.
-        excess: ``[N, K]`` what the gradient on a kept id is beyond ``slope * q_j``, or all of it;
-            zero where another rank owns it.
+        slope: ``[N]``, the gradient is ``slope * q_j`` outside of the ids. No larger than fp32
+            holds with weights: where the student leaves less than 1e-32 there, it gets too little.
+        columns: ``[N, K]`` local columns of the ids, any column where another rank owns the id.
+        excess: ``[N, K]``, the gradient on an id beyond ``slope * q_j``, or all of it; zero where
+            another rank owns the id.
         log_normalizer: ``[N]`` fp64 of the student at the term's temperature; None where nothing
-            outside the ids counts.
+            outside of the ids enters.
         peak: ``[N]`` largest logit of the shard, in the dtype of statistics.
-        first_logit: ``[N]`` fp64, the student's logit at the first kept id.
-        cut: bool ``[N, K]``, the kept ids of this rank that the slope does not reach, so that
-            ``excess`` is all they get; None where it reaches them too.
+        first_logit: ``[N]`` fp64, the student's logit at the first id.
+        cut: bool ``[N, K]``, this rank's ids that the slope does not reach, so that ``excess`` is
+            their whole gradient; None where the slope reaches them too.
     """
 
     value: Tensor
@@ -110,26 +114,27 @@ class RowGradient:
     cut: Tensor | None = None
 
 
-def solve_kept(
-    kept: KeptTerm,
+def solve_id_term(
+    term: IdTerm,
     raw: Tensor,
     rule: LogitRule,
     shard: VocabShard,
     group: dist.ProcessGroup | None,
-) -> RowGradient:
+) -> IdTermGradient:
     """Value and gradient of a term from the student's raw outputs over the shard's real columns.
 
     Collective: one all-gather over ``group`` of ``4 K + 8`` bytes per token (8 less where the
     support is renormalised, twice that in fp64).
     """
-    ids, temperature = kept.target.ids, kept.term.temperature
-    is_kept = _is_kept(kept.target)
-    owned = shard.owns(ids) & is_kept
+    target = term.target
+    assert target is not None, "a top-k is chosen first"
+    ids, temperature = target.ids, term.term.temperature
+    owned = shard.owns(ids) & target.valid()
     columns = shard.local(ids)
     values = local_values(raw, rule, shard, ids)
     values.masked_fill_(~owned, -torch.inf)
     parts, peak = [values], values.amax(1)
-    if kept.needs_rest:
+    if term.needs_rest:
         repeated = _is_repeated(ids)
         rest = Outside.measure(raw, rule, columns, owned & ~repeated, [temperature])
         parts.append(torch.stack([rest.peak, *rest.masses], 1))
@@ -138,7 +143,7 @@ def solve_kept(
     logits = gathered[:, :, : ids.shape[1]].amax(0)
     scaled = logits / temperature
     log_normalizer, log_tail = None, None
-    if kept.needs_rest:
+    if term.needs_rest:
         peaks, masses = gathered[:, :, -2], gathered[:, :, -1]
         log_rest = (peaks / temperature + masses.log()).t()
         log_tail = log_rest.logsumexp(1)
@@ -150,25 +155,20 @@ def solve_kept(
         total = scaled.logsumexp(1, keepdim=True)
         # Without any probability there is nothing to share out: -inf, where the difference is NaN.
         log_q = scaled - total.masked_fill(total == -torch.inf, 0.0)
-    if isinstance(kept.target, SampledTarget):
-        value, slope, inside = _on_samples(kept.target.weights.double(), log_q)
-    else:
-        value, slope, inside = _on_classes(
-            kept.term.divergence, kept.target, is_kept, log_q, log_tail
-        )
-    # The slope of a tail is as steep as the student's tail is small. In fp32 what it gives the kept
-    # ids could not be taken away again: they are left out instead.
-    has_tail = isinstance(kept.target, TopKTarget) and kept.target.support == "tail"
-    excess = inside if has_tail else inside - slope.unsqueeze(1) * log_q.exp()
-    return RowGradient(
-        value=value,
+    found = target.gradient(log_q, log_tail, OnClasses(term.term.divergence, term.support))
+    # A tail's slope is as steep as the student's tail is small. In fp32 its part at the ids could
+    # not be taken away again: the ids are left out of it instead.
+    is_steep, slope = found.is_steep, found.slope
+    excess = found.inside if is_steep else found.inside - slope.unsqueeze(1) * log_q.exp()
+    return IdTermGradient(
+        value=found.value,
         slope=slope,
         columns=columns,
         excess=excess.masked_fill(~owned, 0.0),
         log_normalizer=log_normalizer,
         peak=peak,
         first_logit=logits[:, 0],
-        cut=owned if has_tail else None,
+        cut=owned if is_steep else None,
     )
 
 
@@ -180,59 +180,53 @@ def _is_repeated(ids: Tensor) -> Tensor:
     return torch.zeros_like(again).scatter_(1, order, again)
 
 
-def _is_kept(target: TopKTarget | SampledTarget) -> Tensor:
-    if isinstance(target, TopKTarget):
-        return target.log_probs > -torch.inf
-    return target.weights != 0
+@dataclass(frozen=True)
+class OnClasses:
+    """A divergence between a teacher's and the student's distributions over few ids."""
 
+    divergence: Divergence
+    support: Support
 
-def _on_samples(weights: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy ``-sum w log q``: gradient ``(sum w) q - w``."""
-    # Source: Anshumann et al., arXiv 2503.16870, section 3: unbiased because it is linear in w.
-    value = -torch.where(weights == 0, 0.0, weights * log_q).sum(1)
-    slope = weights.sum(1)
-    return value, slope, slope.unsqueeze(1) * log_q.exp() - weights
-
-
-def _on_classes(
-    row: Divergence,
-    target: TopKTarget,
-    is_kept: Tensor,
-    log_q: Tensor,
-    log_tail: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Value, slope outside the kept ids, and gradient on them."""
-    log_p = target.log_probs.double()
-    counts = is_kept
-    if target.support == "renormalized":
-        log_p = log_p - log_p.logsumexp(1, keepdim=True)
-    elif target.support == "tail":
-        assert log_tail is not None
-        log_p = torch.cat([log_p, target.log_tail.double().unsqueeze(1)], 1)
-        log_q = torch.cat([log_q, log_tail.unsqueeze(1)], 1)
-        counts = torch.cat([is_kept, torch.ones_like(is_kept[:, :1])], 1)
-    log_p = log_p.masked_fill(~counts, -torch.inf)
-    log_q = log_q.masked_fill(~counts, -torch.inf)
-    log_q = _same_where_close(log_q, log_p, target.log_probs.dtype)
-    least = math.log(torch.finfo(log_p.dtype).tiny)
-    log_p, log_q = log_p.clamp(min=least), log_q.clamp(min=least)
-    classes = Classes(
-        log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
-    )
-    values, pulls, constant = _pulls(row, classes, sums_to_one=target.support != "raw")
-    q, total = classes.student, pulls.sum(1, keepdim=True)
-    gradient = pulls - q * total
-    if target.support == "tail":
-        of_tail, tail = gradient[:, -1], q[:, -1]
-        slope = (of_tail / tail).clamp(-_STEEPEST, _STEEPEST)
-        return values.sum(1), slope, gradient[:, :-1]
-    slope = torch.zeros_like(total).squeeze(1)
-    if target.support == "raw":
-        mass = q.sum(1, keepdim=True)
-        values = values - row.balance * (classes.teacher - q)
-        gradient = gradient + constant * q * (1 - mass)
-        slope = -(total + constant * mass).squeeze(1)
-    return values.sum(1), slope, gradient
+    def __call__(
+        self,
+        log_probs: Tensor,
+        log_tail: Tensor,
+        valid: Tensor,
+        student: Tensor,
+        student_tail: Tensor | None,
+    ) -> IdGradient:
+        """See `ClassDivergence`."""
+        row, has_tail = self.divergence, self.support == "tail"
+        log_p, log_q, counts = log_probs.double(), student, valid
+        if self.support == "renormalized":
+            log_p = log_p - log_p.logsumexp(1, keepdim=True)
+        elif has_tail:
+            assert student_tail is not None
+            log_p = torch.cat([log_p, log_tail.double().unsqueeze(1)], 1)
+            log_q = torch.cat([log_q, student_tail.unsqueeze(1)], 1)
+            counts = torch.cat([valid, torch.ones_like(valid[:, :1])], 1)
+        log_p = log_p.masked_fill(~counts, -torch.inf)
+        log_q = log_q.masked_fill(~counts, -torch.inf)
+        log_q = _same_where_close(log_q, log_p, log_probs.dtype)
+        least = math.log(torch.finfo(log_p.dtype).tiny)
+        log_p, log_q = log_p.clamp(min=least), log_q.clamp(min=least)
+        classes = Classes(
+            log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
+        )
+        values, pulls, constant = _pulls(row, classes, sums_to_one=self.support != "raw")
+        q, total = classes.student, pulls.sum(1, keepdim=True)
+        gradient = pulls - q * total
+        if has_tail:
+            of_tail, tail = gradient[:, -1], q[:, -1]
+            slope = (of_tail / tail).clamp(-_STEEPEST, _STEEPEST)
+            return IdGradient(values.sum(1), slope, gradient[:, :-1], True)
+        slope = torch.zeros_like(total).squeeze(1)
+        if self.support == "raw":
+            mass = q.sum(1, keepdim=True)
+            values = values - row.balance * (classes.teacher - q)
+            gradient = gradient + constant * q * (1 - mass)
+            slope = -(total + constant * mass).squeeze(1)
+        return IdGradient(values.sum(1), slope, gradient, False)
 
 
 def _pulls(
@@ -277,113 +271,53 @@ def _blend(classes: Classes, head_mass: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KeptPlan:
-    """A term on kept ids.
+class SolvedIdTerm:
+    """A term with its target, value and gradient."""
 
-    Attributes:
-        term: with its coefficient.
-        key: what tells it from others of one objective.
-        support: of a top-k.
-        target: of all tokens (of a chunk's, once cut); None to choose it from the teacher.
-        top_k: how many ids to choose.
-    """
-
-    term: WeightedDivergence
-    key: str
-    support: Support
-    target: TopKTarget | SampledTarget | None
-    top_k: int | None
+    term: IdTerm
+    gradient: IdTermGradient
 
     @property
-    def needs_rest(self) -> bool:
-        """Whether the student's softmax over the whole vocabulary matters."""
-        return isinstance(self.target, SampledTarget) or self.support != "renormalized"
-
-    @property
-    def has_mass(self) -> bool:
-        """Whether the kept ids have a mass of the teacher's."""
-        return not isinstance(self.target, SampledTarget)
-
-    @property
-    def mass_key(self) -> str:
-        """Name of that mass."""
-        return f"{self.key}/mass"
-
-    def of_rows(self, rows: Rows, chunk: slice) -> KeptPlan:
-        """The plan for the counted tokens of a chunk."""
-        target = self.target
-        if isinstance(target, TopKTarget):
-            target = replace(
-                target,
-                ids=rows.take(target.ids, chunk),
-                log_probs=rows.take(target.log_probs, chunk),
-                log_tail=rows.take(target.log_tail, chunk),
-            )
-        elif isinstance(target, SampledTarget):
-            target = replace(
-                target, ids=rows.take(target.ids, chunk), weights=rows.take(target.weights, chunk)
-            )
-        return replace(self, target=target)
+    def mass(self) -> Tensor:
+        """The teacher's probability of the ids, ``[N]`` fp64."""
+        assert self.term.target is not None
+        return self.term.target.mass()
 
 
-@dataclass(frozen=True)
-class SolvedPlan:
-    """A plan with its target, value and gradient."""
-
-    kept: KeptTerm
-    row: RowGradient
-
-    @property
-    def kept_mass(self) -> Tensor:
-        """The teacher's mass on the kept ids, ``[N]`` fp64."""
-        assert isinstance(self.kept.target, TopKTarget)
-        return self.kept.target.log_probs.double().exp().sum(1)
-
-
-def solve_plans(
-    plans: Sequence[KeptPlan],
+def solve_id_terms(
+    terms: Sequence[IdTerm],
     raw: Mapping[Model, Tensor],
     rules: Mapping[Model, LogitRule],
     shard: VocabShard,
     group: dist.ProcessGroup | None,
-) -> list[SolvedPlan]:
-    """Value and gradient of each plan from raw outputs over the shard's real columns.
+) -> list[SolvedIdTerm]:
+    """Value and gradient of each term from raw outputs over the shard's real columns.
 
-    Collective: that of `solve_kept` for each plan, and that of `select` once if one is to choose.
+    Collective: that of `solve_id_term` for each term, and that of `select` once if one is to choose
+    its ids.
     """
-    chosen = _choose([plan for plan in plans if plan.target is None], raw, rules, shard, group)
+    chosen = _choose([term for term in terms if term.target is None], raw, rules, shard, group)
     solved = []
-    for plan in plans:
-        target = plan.target
-        if target is None:
-            assert plan.top_k is not None
-            kept = _first(chosen[plan.term.temperature], plan.top_k)
-            target = TopKTarget(kept.ids, kept.log_probs, kept.log_tail, plan.support)
-        term = KeptTerm(plan.term, target)
-        row = solve_kept(term, raw["student"], rules["student"], shard, group)
-        solved.append(SolvedPlan(term, row))
+    for term in terms:
+        if term.target is None:
+            assert term.top_k is not None
+            term = replace(term, target=chosen[term.term.temperature].first(term.top_k))
+        found = solve_id_term(term, raw["student"], rules["student"], shard, group)
+        solved.append(SolvedIdTerm(term, found))
     return solved
 
 
 def _choose(
-    plans: Sequence[KeptPlan],
+    terms: Sequence[IdTerm],
     raw: Mapping[Model, Tensor],
     rules: Mapping[Model, LogitRule],
     shard: VocabShard,
     group: dist.ProcessGroup | None,
-) -> dict[float, Kept]:
-    """The largest top-k that any plan asks for, at each of their temperatures."""
-    if not plans:
+) -> dict[float, TopK]:
+    """The largest top-k that any term asks for, at each of their temperatures."""
+    if not terms:
         return {}
-    k = max(plan.top_k or 0 for plan in plans)
-    temperatures = list(dict.fromkeys(plan.term.temperature for plan in plans))
+    k = max(term.top_k or 0 for term in terms)
+    temperatures = list(dict.fromkeys(term.term.temperature for term in terms))
     found = select(raw["teacher"], rules["teacher"], shard, group, k=k, temperatures=temperatures)
     return dict(zip(temperatures, found, strict=True))
-
-
-def _first(kept: Kept, k: int) -> Kept:
-    """The first of more kept ids; the others count with the tail."""
-    if k >= kept.ids.shape[1]:
-        return kept
-    rest = torch.cat([kept.log_probs[:, k:], kept.log_tail.unsqueeze(1)], 1)
-    return Kept(kept.ids[:, :k], kept.log_probs[:, :k], rest.logsumexp(1))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_distill.ops.adaptive_kl import TeacherBlock, head_share
 from megatron_distill.ops.divergences import Classes, Model, WeightedDivergence
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.row_math import exponentiate, row_sums
 from megatron_distill.ops.softmax_gradient import (
     SoftmaxWeights,
@@ -24,6 +23,7 @@ from megatron_distill.ops.softmax_gradient import (
 )
 from megatron_distill.ops.statistics import Packet, Softmax, Sweep, gap_beyond_top
 from megatron_distill.ops.workspace import Scratch
+from megatron_distill.signals import LogitRule
 
 __all__ = ["Block", "Normalisers"]
 

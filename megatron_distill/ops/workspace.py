@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_distill.signals import LogitRule
+
 __all__ = [
+    "Rows",
     "Scratch",
     "accumulation_dtype",
     "allocate",
     "chunk_tokens_for",
     "equal_chunks",
+    "load_logits",
     "row_blocks",
 ]
 
@@ -102,3 +107,51 @@ class Scratch:
             self._buffers[name] = allocate(self._rows, self._columns, self.dtype, self._device)
         buffer = self._buffers[name]
         return buffer if rows == self._rows else buffer[:rows]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of ``[N, ...]`` tensors that count, in order; ``kept=None`` means all of them."""
+
+    total: int
+    kept: Tensor | None
+
+    @classmethod
+    def of_weights(cls, *weights: Tensor) -> Rows:
+        """Rows on which any weight ``[N]`` is not zero; waits for the device to count them."""
+        used = torch.stack([weight != 0 for weight in weights]).any(0)
+        kept = used.nonzero().squeeze(1)
+        return cls(used.numel(), None if kept.numel() == used.numel() else kept)
+
+    @classmethod
+    def of_indices(cls, total: int, indices: Tensor) -> Rows:
+        """Rows that the caller has counted, ``[n]`` int64 in order; waits for nothing."""
+        return cls(total, None if indices.numel() == total else indices)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.total if self.kept is None else self.kept.numel()
+
+    def take(self, tensor: Tensor, chunk: slice) -> Tensor:
+        """Those rows of ``tensor`` that form the chunk: a view if all rows count, else a copy."""
+        if self.kept is None:
+            return tensor[chunk]
+        return tensor.index_select(0, self.kept[chunk])
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """The inverse of `take` over all chunks: ``[N, ...]`` with zeros in the rows left out."""
+        if self.kept is None:
+            return values
+        whole = values.new_zeros(self.total, *values.shape[1:])
+        return whole.index_copy_(0, self.kept, values)
+
+
+def load_logits(rule: LogitRule, raw: Tensor, scratch: Scratch, name: str) -> Tensor:
+    """Logits of a row block in the dtype of statistics; ``raw`` itself where nothing changes.
+
+    ``raw`` is not modified; any other result lies in the scratch buffer ``name``.
+    """
+    if rule.is_identity and raw.dtype == scratch.dtype:
+        return raw
+    return rule.apply_(scratch.take(name, raw.shape[0]).copy_(raw))

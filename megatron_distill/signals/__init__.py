@@ -1,23 +1,33 @@
-"""What a teacher says, whatever it is and wherever it runs."""
+"""A teacher's signals about the tokens of a micro-batch, and how they become targets of a term."""
 
-from megatron_distill.signals.types import (
-    DenseLogits,
-    HiddenState,
-    Recorded,
-    Sampled,
-    Signal,
-    Teacher,
-    TopK,
-    WithFeatures,
+from megatron_distill.signals.logits import DenseLogits, HiddenState, LogitRule, LogitSource
+from megatron_distill.signals.recorded import Recorded
+from megatron_distill.signals.sampled import Sampled
+from megatron_distill.signals.targets import (
+    ClassDivergence,
+    IdGradient,
+    IdTarget,
+    Support,
+    TermView,
 )
+from megatron_distill.signals.teacher import IdSignal, Signal, Teacher, WithFeatures
+from megatron_distill.signals.topk import TopK
 
 __all__ = [
+    "ClassDivergence",
     "DenseLogits",
     "HiddenState",
+    "IdGradient",
+    "IdSignal",
+    "IdTarget",
+    "LogitRule",
+    "LogitSource",
     "Recorded",
     "Sampled",
     "Signal",
+    "Support",
     "Teacher",
+    "TermView",
     "TopK",
     "WithFeatures",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from megatron_distill.errors import StoreError
+from megatron_distill.signals import Support
 from megatron_distill.store.codecs import CODECS
 from megatron_distill.store.sealed import sealed, unsealed
 
@@ -39,7 +40,6 @@ UID_BYTES: Final = 8
 UNKNOWN: Final = "unknown"  # a digest that a store's source did not tell
 
 Mode = Literal["top_k", "sampled"]
-Support = Literal["tail", "renormalized", "raw"]
 Normalisation = Literal["vocabulary", "kept"]
 
 

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_distill.errors import StoreError
-from megatron_distill.signals.types import Sampled, TopK
-from megatron_distill.store.plan import Support
+from megatron_distill.signals import Sampled, Support, TopK
 from megatron_distill.store.records import Floats, Integers, SampleRecord, TopKEntries
 
 __all__ = ["sampled_signal", "top_k_signal"]

@@ -19,10 +19,9 @@ from torch import Tensor
 from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.samples import Sample
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import VocabShard
-from megatron_distill.ops import topk_divergence as kept_plan
+from megatron_distill.ops import VocabShard, topk_divergence
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.signals import HiddenState
+from megatron_distill.signals import HiddenState, TopK
 from megatron_distill.store import CaptureSettings, draw_ids
 from megatron_distill.train.capture.positions import PositionCapture
 from tests.distributed.pool import Pool
@@ -75,17 +74,17 @@ def bits(
     rows = batch.trained_rows_n
     assert rows is not None
     found = [captured.integers[rows], captured.floats[rows, -K:], captured.floats[rows, 3]]
-    chosen: list[kept_plan.Kept] = []
+    chosen: list[TopK] = []
 
     def spy(*given: Any, **named: Any) -> Any:
-        kept = kept_plan_select(*given, **named)
+        kept = select(*given, **named)
         chosen.append(kept[0])
         return kept
 
-    kept_plan_select = kept_plan.select
+    select = topk_divergence.select
     ones = torch.zeros(2 * LENGTH)
     ones[rows] = 1.0
-    with patch.object(kept_plan, "select", spy):
+    with patch.object(topk_divergence, "select", spy):
         fused_linear_objective(
             state.hidden,
             state.weight,
@@ -99,7 +98,10 @@ def bits(
             group=group,
             rows=rows,
         )
-    parts = [torch.cat([getattr(one, name) for one in chosen]) for name in kept_plan.Kept._fields]
+    parts = [
+        torch.cat([getattr(one, name) for one in chosen])
+        for name in ("ids", "log_probs", "log_tail")
+    ]
     return found, parts
 
 

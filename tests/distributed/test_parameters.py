@@ -25,6 +25,7 @@ from torch import Tensor
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
+from tests.e2e.runs import quick_and_slow
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -128,7 +129,7 @@ def transformer_engine_layers() -> Iterator[None]:
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_distill.models import specs
+    from megatron_distill.models import layers as specs
     from megatron_distill.models.layers import TorchNorm
 
     provider = transformer_engine_provider()
@@ -180,7 +181,12 @@ def filled(
         return names, *sides  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "qwen2", "gpt2", "qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    quick_and_slow(
+        ["llama3.1", "qwen2", "gpt2", "qwen3", "gemma2", "qwen3_moe"], ["gpt2", "qwen3_moe"]
+    ),
+)
 def test_weights_reach_the_names_of_transformer_engine(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:

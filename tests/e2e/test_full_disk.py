@@ -72,13 +72,13 @@ def failure_on_a_disk_that_looks_empty(
 ) -> str:
     """The error of a run that another process takes the disk's space from while it saves."""
     configure(rank, config, (), world)
-    from megatron_distill.train import checkpoint
+    from megatron_distill.train.checkpoint import folder
 
-    with patch.object(checkpoint.shutil, "disk_usage", return_value=Mock(free=1 << 40)):
+    with patch.object(folder.shutil, "disk_usage", return_value=Mock(free=1 << 40)):
         return failure_here(rank, world, config, overrides)
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_real_disk_that_fills_up_while_saving(
     pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path], asynchronous: str
 ) -> None:

@@ -82,7 +82,12 @@ def only(tensors: dict[str, Tensor], layers: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("ask", "expected"),
-    [((), KEPT), (("student.keep_layers=null", "student.num_layers=2"), [0, 4])],
+    [
+        ((), KEPT),
+        pytest.param(
+            ("student.keep_layers=null", "student.num_layers=2"), [0, 4], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_student_starts_with_the_layers_it_was_asked_for(
     pool: Pool,

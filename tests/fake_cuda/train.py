@@ -38,14 +38,16 @@ def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
 
 def _train(config: RunConfig, seen: Seen) -> bool:
     # Only now: these import Megatron-Core, which had to be prepared first.
-    from megatron_distill.train import assemble, assemble_data, loop
+    from megatron_distill.train import loop
+    from megatron_distill.train.assemble import data as assemble_data
+    from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.teachers.stored import HostBatch
 
     mode = WatchingMode(seen)
     read_on_the_host(mode)
     patch.object(assemble_data, "on_first_rank", lambda work, **_: work()).start()
     run_on_the_host(assemble_data, "on_first_rank")
-    run_on_the_host(assemble, "open_tokenizer", "keep_assets")
+    run_on_the_host(assembly, "open_tokenizer", "keep_assets")
     run_on_the_host(HostBatch, "of")
     distil = loop._distil
 
@@ -58,4 +60,4 @@ def _train(config: RunConfig, seen: Seen) -> bool:
 
     patch.object(loop, "_distil", watched).start()
     with mode:
-        return assemble.run_training(config, CUDA, TerminationRequest())
+        return assembly.run_training(config, CUDA, TerminationRequest())

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, token_divergence
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
-from megatron_distill.ops.topk_divergence import Support
-from megatron_distill.signals import DenseLogits, TopK
+from megatron_distill.signals import DenseLogits, Support, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import row_error
 
@@ -40,7 +39,7 @@ def signal_of(
     """What the teacher says, all of it or its top-k."""
     if support == "dense":
         return DenseLogits(teacher)
-    return TopK(*vocab_parallel_topk(teacher, k, shard, temperature=temperature))
+    return vocab_parallel_topk(teacher, k, shard, temperature=temperature)
 
 
 def solved(student: Tensor, signal: Any, upstream: Tensor, **given: Any) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
 from megatron_distill.ops.statistics import NEAR_KL, Packet
+from megatron_distill.signals import LogitRule
 
 __all__ = ["RowKernels", "TemperatureRow"]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_distill.data.samples import Sample
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import OutputChunk, output_chunks, row_statistics
-from megatron_distill.ops.head import LinearHead
 from megatron_distill.ops.topk import gather_ranks, select
 from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
 from megatron_distill.runtime.batch import Batch, zigzag_index
@@ -103,15 +102,14 @@ class PositionCapture:
         Collective: tensor group, per chunk those of `row_statistics` and of `select` or `draw_at`.
         """
         assert batch.trained_rows_n is not None
-        rule = LogitRule(state.logit_softcap, state.logit_scale)
-        head = LinearHead(state.hidden, state.weight, rule, state.bias)
+        rule = state.rule
         labels, device = batch.labels_bs.reshape(-1), state.hidden.device
         keep = self._keep_top_k
         if self.settings.mode == "sampled":
             keep = partial(self._keep_draws, fractions=_fractions(batch, self.settings))
         found: CapturedPositions | None = None
         for chunk in output_chunks(
-            head,
+            state,
             batch.trained_rows_n,
             chunk_tokens=self.chunk_tokens or chunk_tokens_for(self.shard.width, device),
             columns=self.shard.real_width,

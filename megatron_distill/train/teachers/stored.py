@@ -345,26 +345,4 @@ def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
 
 def on_device(signal: Recorded, device: torch.device) -> Recorded:
     """The same signal in the memory of a device; what terms share stays shared."""
-    if device.type == "cpu":
-        return signal
-    moved: dict[int, TopK | Sampled] = {}
-    for own in signal.by_term:
-        if id(own) not in moved:
-            moved[id(own)] = _moved(own, device)
-    entropy, label_log_prob = signal.entropy, signal.label_log_prob
-    return Recorded(
-        tuple(moved[id(own)] for own in signal.by_term),
-        None if entropy is None else entropy.to(device),
-        None if label_log_prob is None else label_log_prob.to(device),
-    )
-
-
-def _moved(signal: TopK | Sampled, device: torch.device) -> TopK | Sampled:
-    if isinstance(signal, Sampled):
-        return Sampled(signal.ids.to(device), signal.counts.to(device))
-    return replace(
-        signal,
-        ids=signal.ids.to(device),
-        log_probs=signal.log_probs.to(device),
-        log_tail=signal.log_tail.to(device),
-    )
+    return signal if device.type == "cpu" else signal.map(lambda values: values.to(device))

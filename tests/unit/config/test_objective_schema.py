@@ -7,7 +7,7 @@ from typing import get_args
 
 from megatron_distill.config.schema.objective import PARAMETERS, Divergence, TermConfig
 from megatron_distill.ops.divergences import DIVERGENCES
-from megatron_distill.ops.topk_divergence import Support
+from megatron_distill.signals import Support
 
 
 def test_divergences_are_those_of_the_table() -> None:

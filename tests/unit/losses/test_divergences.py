@@ -204,11 +204,13 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
 def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> None:
     student, teacher = logit_pair(7, 60)
     given = {"divergence": "reverse_kl", "support": support, "temperature": temperature}
-    kept = TopK(*vocab_parallel_topk(teacher, 5, temperature=temperature))
+    kept = vocab_parallel_topk(teacher, 5, temperature=temperature)
     expected = solved(student, kept, torch.ones(7), **given)
     found = solved(student, DenseLogits(teacher), torch.ones(7), top_k=5, **given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="top_k is 3, but the signal is one of few ids already"):
+    with pytest.raises(
+        ValueError, match="asks for a top-k of 3, but the signal is one of 5 ids already"
+    ):
         solved(student, kept, torch.ones(7), top_k=3, **given)
 
 
@@ -219,7 +221,7 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
     shard = VocabShard(55, 0, 60)
     signal: Any = DenseLogits(teacher)
     if support != "dense":
-        signal = TopK(*vocab_parallel_topk(teacher, 5, shard))
+        signal = vocab_parallel_topk(teacher, 5, shard)
     upstream = torch.tensor([1.0, 2.0, 0.5, 0.0, 4.0, 1.0, 8.0])
     given = {
         "divergence": "js_divergence",
@@ -240,7 +242,7 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
 
 def test_entries_of_minus_infinity_are_not_kept() -> None:
     student, teacher = logit_pair(5, 40)
-    kept = TopK(*vocab_parallel_topk(teacher, 6))
+    kept = vocab_parallel_topk(teacher, 6)
     padded = TopK(
         torch.cat([kept.ids, kept.ids[:, :3]], 1),
         torch.cat([kept.log_probs, torch.full((5, 3), -torch.inf)], 1),
@@ -258,13 +260,13 @@ def test_combinations_that_are_not_defined() -> None:
     sampled = Sampled(torch.zeros(5, 3, dtype=torch.int64), torch.ones(5, 3))
     with pytest.raises(ValueError, match="js_divergence is not defined on sampled ids"):
         token_divergence(student, sampled, divergence="js_divergence")
-    at_one = TopK(*vocab_parallel_topk(teacher, 3), temperature=1.0)
+    at_one = vocab_parallel_topk(teacher, 3)
     with pytest.raises(ValueError, match="at temperature 2, the top-k at 1"):
         token_divergence(student, at_one, divergence="forward_kl", temperature=2.0)
     cooled = token_divergence(
         student, at_one, divergence="forward_kl", temperature=2.0, support="renormalized"
     )
-    at_two = TopK(*vocab_parallel_topk(teacher, 3, temperature=2.0), temperature=2.0)
+    at_two = vocab_parallel_topk(teacher, 3, temperature=2.0)
     expected = token_divergence(
         student, at_two, divergence="forward_kl", temperature=2.0, support="renormalized"
     )

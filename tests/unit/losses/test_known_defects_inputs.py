@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
-from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal, TopK
+from megatron_distill.signals import DenseLogits, HiddenState, Sampled, Signal
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair
@@ -134,12 +134,12 @@ def test_defect_05_a_token_without_weight_changes_nothing_in_the_fused_objective
 def signals(dtype: torch.dtype, tokens: int, vocab: int) -> dict[str, Signal]:
     """One of each kind."""
     _, teacher = logit_pair(tokens, vocab, dtype=dtype)
-    kept = TopK(*vocab_parallel_topk(teacher, 4))
+    kept = vocab_parallel_topk(teacher, 4)
     problem = Problem.random(tokens, 8, vocab, dtype=dtype)
     return {
         "logits": DenseLogits(teacher),
         "hidden": HiddenState(problem.teacher_hidden, problem.teacher_weight, 5.0, 0.7),
-        "top-k": kept,
+        "top-k": replace(kept, temperature=None),
         "samples": Sampled(kept.ids, torch.arange(4 * tokens).view(tokens, 4)),
     }
 
@@ -265,7 +265,13 @@ def test_defect_12_the_first_call_equals_the_second(
     terms = [term_of(name, support, temperature=2.0)]
     first, second = (
         (
-            solved(student, signal_of(support, teacher), upstream, support=support, **given),
+            solved(
+                student,
+                signal_of(support, teacher, temperature=2.0),
+                upstream,
+                support=support,
+                **given,
+            ),
             solved(student, DenseLogits(teacher), upstream, **given, **kept),
             run(problem, terms, chunk_tokens=5),
         )

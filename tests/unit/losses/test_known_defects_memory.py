@@ -194,7 +194,7 @@ def test_defect_10_no_product_is_wider_than_its_inputs(name: str, support: str) 
 @pytest.mark.parametrize("kind", ["logits", "top-k", "samples"])
 def test_defect_10_no_product_is_wider_beside_a_given_teacher(kind: str) -> None:
     _, teacher = logit_pair(24, 64)  # fp32, as a teacher elsewhere may be
-    kept = TopK(*vocab_parallel_topk(teacher, 4))
+    kept = vocab_parallel_topk(teacher, 4)
     signals: dict[str, Any] = {
         "logits": DenseLogits(teacher),
         "top-k": kept,

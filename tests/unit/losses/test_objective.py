@@ -227,7 +227,7 @@ def test_misuse_is_named() -> None:
         run(replace(problem, labels_N=problem.labels_N[1:]))
     with pytest.raises(ValueError, match="kd_weights has 22 rows for 23 tokens"):
         run(replace(problem, kd_weights_N=problem.kd_weights_N[1:]))
-    with pytest.raises(ValueError, match="teacher_hidden has 22 rows"):
+    with pytest.raises(ValueError, match="teacher_signal has 22 rows"):
         run(replace(problem, teacher_hidden=problem.teacher_hidden[1:]))
     with pytest.raises(ValueError, match="teacher has 202 vocabulary columns; .* has 203"):
         run(replace(problem, teacher_weight=problem.teacher_weight[1:]))

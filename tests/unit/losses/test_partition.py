@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.signals import DenseLogits, Recorded, Signal, TopK
+from megatron_distill.signals import DenseLogits, Recorded, Signal
 from tests.reference.distillation import Problem, cross_entropy, entropy, solve
 from tests.support.objective_runs import run
 
@@ -68,7 +68,7 @@ def recorded(problem: Problem, terms: Sequence[Term]) -> Recorded:
     by_term = []
     for term in terms:
         kept = vocab_parallel_topk(logits, term.top_k or 1, temperature=term.temperature)
-        by_term.append(TopK(kept.ids, kept.log_probs, kept.log_tail, term.temperature))
+        by_term.append(kept)
     double = logits.double()
     label = -cross_entropy(double, problem.labels_N)
     return Recorded(tuple(by_term), entropy(double).float(), label.float())

@@ -32,7 +32,7 @@ def recorded(problem: Problem, terms: list[Term]) -> Recorded:
     for term in terms:
         assert term.top_k is not None
         kept = vocab_parallel_topk(logits, term.top_k, temperature=term.temperature)
-        by_term.append(TopK(kept.ids, kept.log_probs, kept.log_tail, term.temperature))
+        by_term.append(kept)
     double = logits.double()
     label = -cross_entropy(double, problem.labels_N)
     return Recorded(tuple(by_term), entropy(double).float(), label.float())
@@ -102,7 +102,7 @@ def test_draws_have_no_most_probable_id_to_agree_with(problem: Problem) -> None:
 
 
 def test_every_term_needs_something_of_its_own(problem: Problem) -> None:
-    with pytest.raises(ValueError, match="speaks of 3 terms of 2"):
+    with pytest.raises(ValueError, match="has signals of 3 terms of 2"):
         run(problem, recorded(problem, TERMS), TERMS[:2])
 
 

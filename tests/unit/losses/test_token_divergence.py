@@ -149,13 +149,13 @@ def test_misuse_is_named() -> None:
         TypeError, match=r"not Tensor; wrap the teacher's logits: DenseLogits\(logi"
     ):
         token_divergence(student, teacher, divergence="forward_kl")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="takes DenseLogits, TopK or Sampled, not HiddenState"):
+    with pytest.raises(TypeError, match="takes signals of logits or ids, not HiddenState"):
         token_divergence(
             student,
             HiddenState(torch.zeros(4, 2), torch.zeros(10, 2)),  # type: ignore[arg-type]
             divergence="forward_kl",
         )
-    with pytest.raises(ValueError, match="teacher_logits has 3 rows for 4 tokens"):
+    with pytest.raises(ValueError, match="teacher_signal has 3 rows for 4 tokens"):
         token_divergence(student, DenseLogits(teacher[:3]), divergence="forward_kl")
     with pytest.raises(ValueError, match="10 vocabulary columns on this rank, its shard .* has 12"):
         value_and_gradient(student, teacher, torch.ones(4), shard=VocabShard(9, 0, 12))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_distill.ops.head import GivenLogits, LinearHead, LogitRule, Rows
-from megatron_distill.ops.workspace import Scratch
+from megatron_distill.ops.workspace import Rows, Scratch, load_logits
+from megatron_distill.signals import DenseLogits, HiddenState, LogitRule
 
 CPU = torch.device("cpu")
 
@@ -31,8 +31,8 @@ def test_rows_that_all_count_are_not_copied() -> None:
 def test_logits_that_need_no_change_are_not_copied() -> None:
     scratch = Scratch(4, 3, torch.float32, CPU)
     raw = torch.randn(4, 3)
-    assert LogitRule().load(raw, scratch, "a") is raw
-    assert LogitRule().load(raw.bfloat16(), scratch, "a").dtype is torch.float32
+    assert load_logits(LogitRule(), raw, scratch, "a") is raw
+    assert load_logits(LogitRule(), raw.bfloat16(), scratch, "a").dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,7 +43,7 @@ def test_logits_that_need_no_change_are_not_copied() -> None:
 def test_loading_leaves_raw_outputs_alone(rule: LogitRule, dtype: torch.dtype) -> None:
     raw = (torch.randn(4, 3) * 4).to(dtype)
     before = raw.clone()
-    loaded = rule.load(raw, Scratch(4, 3, torch.float32, CPU), "a")
+    loaded = load_logits(rule, raw, Scratch(4, 3, torch.float32, CPU), "a")
     assert torch.equal(raw, before)
     scaled = before.float() * rule.scale
     expected = scaled if rule.softcap is None else 2.0 * torch.tanh(scaled / 2.0)
@@ -66,7 +66,7 @@ def test_chain_rule_equals_autograd(softcap: float | None, scale: float) -> None
 
 
 def test_sources_know_their_width_and_dtype() -> None:
-    head = LinearHead(torch.zeros(2, 3).bfloat16(), torch.zeros(5, 3).bfloat16())
+    head = HiddenState(torch.zeros(2, 3).bfloat16(), torch.zeros(5, 3).bfloat16())
     assert (head.width, head.dtype) == (5, torch.bfloat16)
-    given = GivenLogits(torch.zeros(2, 7))
+    given = DenseLogits(torch.zeros(2, 7))
     assert (given.width, given.dtype) == (7, torch.float32)

@@ -17,7 +17,7 @@ from megatron_distill.ops.softmax_gradient import (
     softmax_weights,
 )
 from megatron_distill.ops.statistics import Sweep
-from megatron_distill.ops.topk_divergence import KeptTerm, RowGradient, TopKTarget
+from megatron_distill.ops.topk_divergence import IdTerm, IdTermGradient, SolvedIdTerm
 
 KL = divergence_named("forward_kl")
 MODELS = ("student", "teacher")
@@ -54,8 +54,7 @@ def test_a_blend_shares_its_weight_between_forward_and_reverse() -> None:
 
 def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
     term = WeightedDivergence(KL, 2.0, 3.0)
-    target = TopKTarget(torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(2), "tail")
-    solved = RowGradient(
+    solved = IdTermGradient(
         value=torch.zeros(2),
         slope=torch.tensor([4.0, torch.nan]),
         columns=torch.tensor([[1], [2]]),
@@ -71,7 +70,7 @@ def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
         None,
         None,
         VocabShard(9, 0, 9),
-        [(KeptTerm(term, target), solved)],
+        [SolvedIdTerm(IdTerm(term, "term", "tail", None), solved)],
     )
     assert softmax.temperature == 2.0
     assert softmax.student.squeeze(1).tolist() == [6.0, 0.0]

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.chunk import Chunk, Solved
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
-from megatron_distill.ops.head import LogitRule
 from megatron_distill.ops.row_math import row_sums, row_top
 from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
 from megatron_distill.ops.workspace import Scratch
+from megatron_distill.signals import LogitRule
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
 
 KL = divergence_named("forward_kl")
