@@ -66,6 +66,16 @@ def test_the_smallest_run_is_shipped():
     assert {"tiny.yaml", "tiny_moe.yaml", "cache.yaml"} <= {path.name for path in CONFIGS}
 
 
+def test_a_run_is_shipped_for_each_subject_that_people_look_for():
+    runs = [config for config in map(load, CONFIGS) if isinstance(config, RunConfig)]
+    assert any(source.conversation for run in runs for source in run.data.sources)
+    assert any(run.student.keep_layers for run in runs)
+    assert any(run.teacher is not None and run.teacher.store for run in runs)
+    assert any(term.top_k for run in runs for term in run.objective.terms or ())
+    assert any(run.objective.features for run in runs)
+    assert any(run.objective.balance.mode == "magnitude" for run in runs)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_shipped_config_loads_opens_with_a_comment_and_survives_printing(path, tmp_path):
     assert path.read_text(encoding="utf-8").startswith("# ")
@@ -118,9 +128,20 @@ def test_every_key_is_described_and_every_required_key_has_an_example():
                 assert field_key(field).example is not None, f"{section.__name__}.{name}"
 
 
-def test_a_capture_and_its_students_run_read_the_same_samples():
-    capture = load(ROOT / "configs" / "cache.yaml")
-    run = load(ROOT / "configs" / "quickstart_student.yaml")
+@pytest.mark.parametrize(
+    ("capture", "run"),
+    [
+        ("cache.yaml", "quickstart_student.yaml"),
+        ("llama31_8b_pruned_topk_store_capture.yaml", "llama31_8b_pruned_topk_store.yaml"),
+    ],
+)
+def test_a_capture_and_its_students_run_read_the_same_samples(capture, run):
+    capture, run = load(ROOT / "configs" / capture), load(ROOT / "configs" / run)
     assert (capture.seed, capture.data) == (run.seed, run.data)
-    assert capture.teacher == run.teacher
     assert capture.store.samples == run.train.steps * run.train.global_batch_size
+    if run.teacher.store is None:
+        assert capture.teacher == run.teacher
+        return
+    (store,) = run.teacher.store
+    assert store.path == capture.store.path
+    assert all(term.top_k is None or term.top_k <= capture.store.k for term in run.objective.terms)

@@ -1,0 +1,180 @@
+"""Each configuration that is shipped for large models runs, on small stand-ins for its models.
+
+Regimes: a key that loads and then fails when models, data or objective are assembled; a pair of
+files, capture and run, that no longer fit each other. Only paths, sizes and layout are overridden.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.hugging_face_models import save_model
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in
+from tests.e2e.processes import ROOT
+from tests.e2e.runs import Inputs, run
+
+CONFIGS = ROOT / "configs"
+CHAT = CONFIGS / "qwen25_3b_to_1.5b_chat.yaml"
+CAPTURE = CONFIGS / "llama31_8b_pruned_topk_store_capture.yaml"
+PRUNED = CONFIGS / "llama31_8b_pruned_topk_store.yaml"
+FEATURES = CONFIGS / "llama_features_balanced.yaml"
+
+HERE = ("runtime.device=cpu", "runtime.backend=gloo", "runtime.threads=1")
+SHORT = (
+    "train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "schedule.warmup_steps=1", "validation.interval=2", "validation.samples=2",
+    "checkpoint.interval=2", "logging.progress=false", "data.sequence_length=32",
+    "data.shuffle_samples=8",
+)  # fmt: skip
+ALONE = ("parallel.tensor=1", "parallel.sequence=false")
+STAGES = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2")
+
+
+@pytest.fixture(scope="module")
+def llamas(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llamas of 16 and 32 layers, the depths of 3.2 1B and 3.1 8B, and two widths."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, layers, width in (("1B", 16, 16), ("8B", 32, 32)):
+        save_model(
+            folder / name, "llama3.1", num_hidden_layers=layers, hidden_size=width,
+            intermediate_size=48, head_dim=8, vocab_size=301,
+        )  # fmt: skip
+        pool.run(1, give_tokenizer, inputs.tokenizer, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwens(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two Qwens with the tokenizer and the chat template of Qwen 2.5."""
+    folder = tmp_path_factory.mktemp("models")
+    (size,) = pool.run(1, write_chat_tokenizer, folder / "tokenizer")
+    for name, layers in (("1.5B", 2), ("3B", 3)):
+        save_model(
+            folder / name, "qwen2", num_hidden_layers=layers, vocab_size=size,
+            max_position_embeddings=160,
+        )  # fmt: skip
+        pool.run(1, give_tokenizer, folder / "tokenizer", folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpora(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The session's corpus as `.bin/.idx` pairs."""
+    folder = tmp_path_factory.mktemp("corpora")
+    pool.run(1, write_corpora, inputs, folder)
+    return folder
+
+
+def give_tokenizer(rank: int, world: int, tokenizer: Path, folder: Path) -> None:
+    from megatron_distill.models.hugging_face.assets import copy_tokenizer
+
+    copy_tokenizer(tokenizer, folder)
+
+
+def write_chat_tokenizer(rank: int, world: int, folder: Path) -> int:
+    from tests.support.chat_fixtures import chat_tokenizer
+
+    tokenizer = chat_tokenizer("qwen25")
+    tokenizer.save(folder)
+    return tokenizer.vocab_size
+
+
+def write_corpora(rank: int, world: int, inputs: Inputs, folder: Path) -> None:
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+    from tests.support.indexed_corpus import write_indexed
+
+    tokenizer = load_tokenizer(inputs.tokenizer)
+    texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
+    documents = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    for name in ("web", "code"):
+        write_indexed(folder / name, documents, end=tokenizer.eos_id)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def indexed(corpora: Path) -> tuple[str, ...]:
+    """The overrides that put the session's corpus in the place of a configuration's."""
+    return (
+        f"data.sources.0.paths={corpora / 'web'}",
+        f"data.sources.1.paths={corpora / 'code'}",
+        f"data.cache={corpora / 'cache'}",
+    )
+
+
+def assert_two_steps(records: list[dict[str, Any]]) -> None:
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert math.isfinite(record["total_loss"])
+        assert record["grad_norm"] > 0
+
+
+def test_chat_data_train_responses_alone(pool: Pool, qwens: Path, tmp_path: Path) -> None:
+    turns = [
+        [
+            {"role": "user", "content": f"what is {n}?" + " please" * (n % 5)},
+            {"role": "assistant", "content": "it is sunny"},
+        ]
+        for n in range(80)
+    ]
+    chat = write_rows(tmp_path / "chat.jsonl", [{"messages": messages} for messages in turns])
+    answers = write_rows(
+        tmp_path / "answers.jsonl",
+        [{"instruction": f"say {n}", "input": "", "output": "sunny there"} for n in range(80)],
+    )
+    records = run(
+        pool, 2, CHAT, tmp_path / "run", *HERE, *SHORT, "data.sequence_length=160",
+        f"student.hf={qwens / '1.5B'}", f"teacher.hf={qwens / '3B'}",
+        f"data.sources.0.paths={chat}", f"data.sources.1.paths={answers}",
+        "data.validation_fraction=0.1",
+    )  # fmt: skip
+    assert_two_steps(records)
+    for record in records:
+        trained = sum(source["ce_tokens"] for source in record["sources"].values())
+        assert 0 < trained < record["tokens"] / 2
+        assert record["sources"].keys() == {"chat", "answers"}
+        assert record["kd_loss"] > 0
+
+
+def test_a_pruned_student_learns_from_the_store_of_its_capture(
+    pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
+) -> None:
+    teacher, store = llamas / "8B", tmp_path / "store"
+    captured = run_in(
+        pool, 2, CAPTURE, store, *HERE, *STAGES, *indexed(corpora), f"teacher.hf={teacher}",
+        "store.samples=8", "data.sequence_length=32", "data.shuffle_samples=8",
+    )  # fmt: skip
+    assert captured is True
+    records = run(
+        pool, 2, PRUNED, tmp_path / "run", *HERE, *SHORT, "parallel.tensor=2", *indexed(corpora),
+        f"student.hf={teacher}", f"teacher.store={store}",
+    )  # fmt: skip
+    assert_two_steps(records)
+    for record in records:
+        assert record["forward_kl_top64"] > 0
+        assert 0 < record["topk_mass"] <= 1
+
+
+def test_features_of_two_sizes_are_projected_and_balanced(
+    pool: Pool, inputs: Inputs, llamas: Path, tmp_path: Path
+) -> None:
+    records = run(
+        pool, 1, FEATURES, tmp_path / "run", *HERE, *SHORT, *ALONE,
+        f"student.hf={llamas / '1B'}", f"teacher.hf={llamas / '8B'}",
+        f"data.sources.0.paths={inputs.corpus}",
+    )  # fmt: skip
+    assert_two_steps(records)
+    for record in records:
+        assert record["feature_mse_16_32"] > 0
+        assert sum(name.startswith("feature_cosine_") for name in record) == 16
+        assert record["projector_grad_norm"] > 0
+        assert record["balance"]["kd_scale"] > 0
+        assert record["balance"]["feature_scale"] > 0

@@ -1,0 +1,126 @@
+"""Figures of the front page and of the page on performance are those of the records.
+
+Regimes: a benchmark that was run again without its tables; a figure that was typed wrong.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.guards.source_tree import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+# Of a loss's row: family, our subject and the peer's, and whether ranks are one or two.
+LOSSES = {
+    "forward KL against ModelOpt": ("forward_kl", "ours", "ModelOpt", 1),
+    "the same, the gradient over the logits": (
+        "forward_kl", "ours, over the logits", "ModelOpt", 1,
+    ),
+    "the same on two tensor-parallel ranks": ("forward_kl", "ours", "ModelOpt", 2),
+    "top 64, renormalized, against ModelOpt": ("top-k", "ours, renormalized", "ModelOpt", 1),
+    "JSD against plain torch": ("jsd", "ours", "torch", 1),
+    "JSD against TRL 1.16": ("jsd", "ours", "TRL", 1),
+    "adaptive KL against plain torch": ("adaptive_kl", "ours", "torch", 1),
+    "JSD from hidden states against Liger, chunked": (
+        "fused jsd, width 1024", "ours", "Liger, chunked", 1,
+    ),
+}  # fmt: skip
+CASES = ("v32k/fp32", "v32k/bf16", "v152k/fp32")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().strip("*") for cell in line.strip().strip("|").split("|")]
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", "").removesuffix("x"))
+
+
+def rounded(value: float, text: str) -> bool:
+    """Whether a figure is this value, rounded to the digits that are given."""
+    digits = len(text.removesuffix("x").partition(".")[2])
+    return abs(number(text) - value) <= 0.5 * 10**-digits * 1.02
+
+
+def table(name: str) -> Iterator[dict[str, str]]:
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+@cache
+def steps() -> dict[str, list[float]]:
+    """Of each case: tokens/s of ours, of the peer, the ratio; the same of the step's peak."""
+    found: dict[str, list[float]] = {}
+    for name in ("step", "step_deep"):
+        measured = {(row["case"], row["subject"]): row for row in table(f"{name}_peer.csv")}
+        for ratio in table(f"{name}_ratios.csv"):
+            if ratio["peer"] == "peer":
+                ours, peer = (measured[ratio["case"], subject] for subject in ("ours", "peer"))
+                found[ratio["case"]] = [
+                    float(value)
+                    for key, unit in (("tokens_per_second", ""), ("step_peak", "_mib"))
+                    for value in (ours[key + unit], peer[key + unit], ratio[key])
+                ]
+    return found
+
+
+@cache
+def losses() -> dict[tuple[str, str, str], tuple[float, float, float]]:
+    """Median, best and extra memory of each case, loss and subject."""
+    found, case = {}, ""
+    for line in (RESULTS / "losses_without_compiler.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## v"):
+            case = line.removeprefix("## ")
+        row = cells(line)
+        if case and len(row) == 8 and re.fullmatch(r"[\d.]+", row[2]):
+            found[case, row[0], row[1]] = number(row[2]), number(row[4]), number(row[6])
+    return found
+
+
+def rows(page: Path) -> list[list[str]]:
+    return [cells(line) for line in page.read_text(encoding="utf-8").splitlines() if "|" in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_steps_are_those_of_the_record(page: Path) -> None:
+    found = [row for row in rows(page) if re.match(r"\d+k( deep)?, TP", row[0])]
+    assert len(found) >= 5
+    for name, *figures in found:
+        case = "v" + name.replace(" deep", "-deep").replace(", ", "/")
+        for value, text in zip(steps()[case], figures, strict=True):
+            assert rounded(value, text), (name, value, text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_losses_are_those_of_the_record(page: Path) -> None:
+    found = [row for row in rows(page) if row[0] in LOSSES]
+    assert len(found) >= 5
+    for name, *figures in found:
+        loss, ours, peer, ranks = LOSSES[name]
+        *speeds, memory, peers_memory = figures
+        for case, text in zip(CASES, speeds, strict=True):
+            if text:
+                mine, theirs = (
+                    losses()[f"{case}/TP{ranks}", loss, subject] for subject in (ours, peer)
+                )
+                median, _, best = text.partition(" ")
+                assert rounded(theirs[0] / mine[0], median), (name, case, theirs[0] / mine[0], text)
+                assert not best or rounded(theirs[1] / mine[1], best.strip("()")), (
+                    name,
+                    case,
+                    text,
+                )
+        extra = [losses()[f"{CASES[0]}/TP{ranks}", loss, subject][2] for subject in (ours, peer)]
+        assert rounded(extra[0], memory), (name, extra, memory)
+        assert rounded(extra[1], peers_memory), (name, extra, peers_memory)
+
+
+def test_a_figure_is_rounded_to_its_digits() -> None:
+    assert rounded(5.446, "5.4x")
+    assert not rounded(5.446, "5.5x")
+    assert rounded(2761.4, "2,761")
