@@ -59,7 +59,7 @@ from megatron_distill.train.run_folder import run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.lookahead import Lookahead, StepSource
-from megatron_distill.train.throughput import GptShape, Throughput, step_flops_per_token
+from megatron_distill.train.throughput import Throughput, step_flops_per_token
 
 _LOGGER = get_logger(__name__)
 
@@ -285,11 +285,7 @@ def _throughput(
     groups: Groups,
     device: Device,
 ) -> Throughput:
-    flops = step_flops_per_token(
-        _shape(student),
-        _shape(teacher) if teacher else None,
-        sequence_length=config.data.sequence_length,
-    )
+    flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
     on_cuda = device.kind == "cuda"
     return Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.sequence_length,
@@ -297,22 +293,4 @@ def _throughput(
         num_devices=groups.world.size(),
         device_name=torch.cuda.get_device_name(device.torch_device) if on_cuda else "cpu",
         precision=config.train.precision,
-    )
-
-
-def _shape(architecture: Architecture) -> GptShape:
-    moe = architecture.moe
-    return GptShape(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=moe.ffn_hidden_size if moe else architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_size=architecture.head_size,
-        vocab_size=architecture.vocab_size,
-        mlp_matrices=3 if architecture.is_gated else 2,
-        num_experts=moe.num_experts if moe else 0,
-        experts_per_token=moe.top_k if moe else 1,
-        sliding_window=architecture.sliding_window,
-        sliding_layers=architecture.num_sliding_layers,
     )
