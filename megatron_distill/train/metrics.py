@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
@@ -24,10 +24,12 @@ __all__ = [
     "JsonLinesSink",
     "MetricsLog",
     "MetricsSink",
+    "PUBLIC_NAMES",
     "Record",
     "TensorBoardSink",
     "WandbSink",
     "flat_scalars",
+    "public_names",
     "require_installed",
     "to_json",
 ]
@@ -38,6 +40,19 @@ logger = get_logger(__name__)
 Record = Mapping[str, object]
 """Plain values under plain names: `step` always, and under `validation` a record of its own; both
 have a record of each source of a blend under `sources`."""
+
+# The name that every file and screen gives a figure with a shorter one in a report.
+PUBLIC_NAMES: Final = {
+    "ce": "ce_loss",
+    "kd": "kd_loss",
+    "total": "total_loss",
+    "teacher_ce": "teacher_ce_loss",
+}
+
+
+def public_names(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a report under their public names."""
+    return {PUBLIC_NAMES.get(name, name): value for name, value in values.items()}
 
 
 class MetricsSink(Protocol):

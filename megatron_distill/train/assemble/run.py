@@ -54,7 +54,7 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
-from megatron_distill.train.progress import open_progress
+from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
@@ -266,11 +266,12 @@ def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
                     )
                 )
             if config.logging.progress:
-                progress = open_progress(
+                progress = TrainingProgress(
                     sys.stderr,
                     total_steps=config.train.steps,
                     start_step=resume_step,
                     interval=config.logging.interval,
+                    ce_weight=config.objective.ce_weight,
                 )
                 sinks.append(progress)
                 # Log lines go above the bar, not through it.
