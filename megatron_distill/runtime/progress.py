@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 _WINDOW: Final = 50
 _REDRAW_SECONDS: Final = 0.1
 _LINE_SECONDS: Final = 30.0
-_LEAST_BAR: Final = 10
+_LEAST_BAR: Final = 5
 _USUAL_TIME: Final = "eta 0:00"
 _BETWEEN: Final = "  "
 
@@ -103,7 +103,7 @@ class ProgressReporter:
         self._bar: Progress | None = None
         self._console: Console | None = None
         if shows_bar and stream.isatty():
-            self._open_bar(Console(file=stream))
+            self._open_bar(Console(file=stream, soft_wrap=True))
 
     def _open_bar(self, console: Console) -> None:
         self._console = console

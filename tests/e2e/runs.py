@@ -226,7 +226,7 @@ def assembled(
     from contextlib import ExitStack
 
     config = configure(rank, config_path, overrides, world)
-    from megatron_distill.train import assemble
+    from megatron_distill.train.assemble import run as assemble
     from megatron_distill.train.assemble.models import job_groups
 
     with job_groups(config, trains=True) as groups, ExitStack() as resources:

@@ -20,9 +20,11 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.assets import keep_assets
+from megatron_distill.train.assemble.banner import RankParameters, run_banner
 from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
 from megatron_distill.train.assemble.data import open_training_loader
 from megatron_distill.train.assemble.distillation import (
+    Distillation,
     assemble_distillation,
     assemble_held_out,
     build_balancing,
@@ -124,6 +126,8 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
+    if state.step < config.train.steps:
+        _LOGGER.info("%s", _banner(config, state, distillation, groups, device))
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
     found.has_started()
@@ -139,6 +143,27 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         throughput=_throughput(
             config, architecture, online.architecture if online else None, groups, device
         ),
+        device=device.torch_device,
+    )
+
+
+def _banner(
+    config: RunConfig,
+    state: RunState,
+    distillation: Distillation,
+    groups: Groups,
+    device: Device,
+) -> str:
+    online, features = distillation.online, distillation.features
+    return run_banner(
+        config,
+        student=state.architecture,
+        teacher=online.architecture if online else None,
+        stored_samples=distillation.stored.samples if distillation.stored else None,
+        feature_pairs=len(features.losses.pairs) if features else 0,
+        mine=RankParameters.of(state.student.chunks, online.model if online else None),
+        world_size=groups.world.size(),
+        start_step=state.step,
         device=device.torch_device,
     )
 
