@@ -36,10 +36,15 @@ _BETWEEN: Final = "  "
 
 @dataclass(frozen=True)
 class Field:
-    """One figure of a progress line; a bar leaves it out where it is `only_in_lines`."""
+    """One figure of a progress line.
+
+    A bar takes the first of `shorter` that fits where the text does not, and leaves the figure out
+    where it is `only_in_lines`.
+    """
 
     text: str
     only_in_lines: bool = False
+    shorter: tuple[str, ...] = ()
 
 
 class Pace:
@@ -202,14 +207,15 @@ class ProgressReporter:
     def _fitting(self, fields: Sequence[Field], width: int) -> str:
         """Return the fields that fit beside a short bar: the first and the time left anyway."""
         width -= len(self._head()) + _LEAST_BAR + 2
-        texts = [field.text for field in fields if not field.only_in_lines]
         end = list(self._time_left())
         room = end or [_USUAL_TIME]  # so that no figure comes and goes
-        chosen = texts[:1]
-        for text in texts[1:]:
-            if len(_BETWEEN.join([*chosen, text, *room])) > width:
+        chosen: list[str] = []
+        for field in [field for field in fields if not field.only_in_lines]:
+            texts = (field.text, *field.shorter)
+            fits = [text for text in texts if len(_BETWEEN.join([*chosen, text, *room])) <= width]
+            if chosen and not fits:
                 break
-            chosen.append(text)
+            chosen.append(fits[0] if fits else texts[-1])
         return _BETWEEN.join([*chosen, *end])
 
     def _to_stream(self, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO, cast
 
 from megatron_distill.runtime.progress import (
@@ -17,8 +17,9 @@ from megatron_distill.runtime.progress import (
 )
 from megatron_distill.train.metrics import Record
 
-__all__ = ["TrainingProgress", "total_text"]
+__all__ = ["TrainingProgress", "total_texts"]
 
+_Part = tuple[str, float, float]  # label, weight in the total, loss
 _SOURCE_LOSSES = (("ce_loss", "ce"), ("kd_loss", "kd"))
 # Means over micro-batches with weights of their own need not add up to a rounding.
 _ROUNDING = 1e-3
@@ -78,7 +79,8 @@ class TrainingProgress:
 
     def _fields(self) -> Iterator[Field]:
         record = self._record
-        yield Field(total_text(record, ce_weight=self._ce_weight))
+        long, *shorter = total_texts(record, ce_weight=self._ce_weight)
+        yield Field(long, shorter=tuple(shorter))
         balance = record.get("balance")
         for name in ("alpha", "kd_scale", "feature_scale"):
             value = _number(balance, name) if isinstance(balance, Mapping) else None
@@ -129,17 +131,18 @@ class TrainingProgress:
         return ", ".join(parts)
 
 
-def total_text(record: Record, *, ce_weight: float) -> str:
-    """Return the total loss of a step and the sum that it is: `total_loss 3.0 = ce 2.0 + kd 1.0`.
+def total_texts(record: Record, *, ce_weight: float) -> tuple[str, ...]:
+    """Return the total loss of a step and the sum that it is, `total_loss 3.0 = ce 2.0 + kd 1.0`.
 
-    A part whose factor is not 1 is written as factor*loss. Cross-entropy alone is shown by itself,
-    and one of weight 0 behind the sum.
+    A part whose factor is not 1 is written as `kd 2*0.5`, in the second and shorter text as
+    `w*kd 1.0`; the third is the total alone. Cross-entropy alone is shown by itself, and one of
+    weight 0 behind the sum.
     """
     raw = record.get("balance")
     balance = raw if isinstance(raw, Mapping) else {}
     ce_weight = balance.get("ce_weight", ce_weight)
     kd_weight = balance.get("alpha", 1.0) * balance.get("kd_scale", 1.0)
-    parts = []
+    parts: list[_Part] = []
     for name, label, weight in (
         ("ce_loss", "ce", ce_weight),
         ("kd_loss", "kd", kd_weight),
@@ -150,19 +153,30 @@ def total_text(record: Record, *, ce_weight: float) -> str:
         if value is not None and (value != 0.0 or name == "ce_loss"):
             parts.append((label, weight, value))
     total = _number(record, "total_loss")
-    summed = [_part(*part) for part in parts if part[1] != 0.0]
     if total is None or (len(parts) == 1 and ce_weight == 1.0):
-        return "  ".join(f"{label} {significant(value)}" for label, _, value in parts)
+        return ("  ".join(f"{label} {significant(value)}" for label, _, value in parts),)
     difference = abs(total - sum(weight * value for _, weight, value in parts))
     sign = "~" if difference > _ROUNDING * abs(total) else "="
-    texts = [f"total_loss {significant(total)} {sign} {' + '.join(summed) or '0'}"]
-    texts += [f"{label} {significant(value)}" for label, weight, value in parts if weight == 0.0]
-    return "  ".join(texts)
+    shown = f"total_loss {significant(total)}"
+    summed = [part for part in parts if part[1] != 0.0]
+    beside = [f"{label} {significant(value)}" for label, weight, value in parts if weight == 0.0]
+    long = "  ".join([f"{shown} {sign} {_sum(summed, _factored)}", *beside])
+    return long, f"{shown} {sign} {_sum(summed, _multiplied)}", shown
 
 
-def _part(label: str, weight: float, value: float) -> str:
+def _sum(parts: Sequence[_Part], text_of: Callable[[_Part], str]) -> str:
+    return " + ".join(map(text_of, parts)) or "0"
+
+
+def _factored(part: _Part) -> str:
+    label, weight, value = part
     factor = "" if weight == 1.0 else f"{weight:.4g}*"
     return f"{label} {factor}{significant(value)}"
+
+
+def _multiplied(part: _Part) -> str:
+    label, weight, value = part
+    return f"{'' if weight == 1.0 else 'w*'}{label} {significant(weight * value)}"
 
 
 def _validation_lines(record: Record, validation: Record) -> Iterator[str]:

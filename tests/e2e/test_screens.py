@@ -56,14 +56,14 @@ def test_the_line_of_every_step_adds_up(
     overrides: tuple[str, ...], pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     from megatron_distill.config import load_config
-    from megatron_distill.train.progress import total_text
+    from megatron_distill.train.progress import total_texts
 
     path = inputs.folder / "dense.yaml"
     weight = load_config(path, overrides).objective.ce_weight
     records = run(pool, 1, path, tmp_path, *SHORT, *overrides)
     assert len(records) == 3
     for record in records:
-        text = total_text(record, ce_weight=weight)
+        text = total_texts(record, ce_weight=weight)[0]
         assert " = ce " in text, text
         assert " features " in text
 

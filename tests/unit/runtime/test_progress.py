@@ -78,6 +78,20 @@ def test_a_bar_has_the_figures_that_fit_its_terminal(
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(80, "a long text"), (34, "a text"), (20, "short")])
+def test_a_text_that_does_not_fit_gives_way_to_a_shorter_one(
+    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, clock = Terminal(), Clock()
+    field = Field("a long text", shorter=("a text", "short"))
+    reporter = ProgressReporter(terminal, label="step", total=9, clock=clock)
+    clock.now += 1.0
+    reporter.update(1, lambda: (field,))
+    reporter.close()
+    assert drawn(terminal)[-1].endswith(shown)
+
+
 def test_a_terminal_is_not_drawn_more_than_ten_times_a_second() -> None:
     terminal, clock = Terminal(), Clock()
     play(ProgressReporter(terminal, label="step", total=100, clock=clock), clock, 99, 0.01)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from megatron_distill.train.progress import TrainingProgress, total_text
+from megatron_distill.train.progress import TrainingProgress, total_texts
 from tests.support.terminals import Clock, Terminal
 
 
@@ -179,7 +179,15 @@ def test_the_total_is_the_sum_of_its_weighted_parts(
 ) -> None:
     if "balance" in values:
         values = {**values, "total_loss": 1.0 + 2.0 + 4.0}
-    assert total_text(record(1, **values), ce_weight=ce_weight) == text
+    assert total_texts(record(1, **values), ce_weight=ce_weight)[0] == text
+
+
+def test_the_sum_is_shorter_on_a_narrow_terminal_and_adds_up_there_too() -> None:
+    balance = {"alpha": 0.5, "ce_weight": 0.25, "kd_scale": 8.0, "feature_scale": 4.0}
+    values = record(1, features_loss=0.25, total_loss=7.0, balance=balance)
+    _, shorter, shortest = total_texts(values, ce_weight=1.0)
+    assert shorter == "total_loss 7.000 = w*ce 1.000 + w*kd 2.000 + w*features 4.000"
+    assert shortest == "total_loss 7.000"
 
 
 def test_scales_of_balancing_are_on_the_line() -> None:
