@@ -32,8 +32,8 @@ from megatron_distill.data.chat.conversations import (
 from megatron_distill.data.chat.encode import ConversationEncoder, MaskRule, PreparedBlock
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.chat.template import ChatTemplate, chat_template
+from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import FULLY_TRAINED
-from megatron_distill.data.text.corpora import SourceSpec, source_files
 from megatron_distill.data.text.documents import is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
@@ -90,10 +90,9 @@ def conversation_texts(
     Raises DataError: a file or row is bad, unless `skip_bad`.
     """
     assert spec.conversation is not None
-    required, optional = spec.conversation.columns
     files = source_files(spec)
     refused = _Refusals(skip_bad=skip_bad)
-    for block in read_blocks(files, format=spec.format, required=required, optional=optional):
+    for block in _blocks(spec, spec.conversation, files):
         for row, content in rows_of(block):
             try:
                 if isinstance(content, str):
@@ -105,6 +104,14 @@ def conversation_texts(
                 continue
             if not is_held_out(digest, held_out_fraction):
                 yield from contents(conversation)
+
+
+def _blocks(
+    spec: SourceSpec, conversation: ConversationSpec, files: Sequence[Path]
+) -> Iterator[RowBlock]:
+    required, optional = conversation.columns
+    assert spec.kind.rows is not None, "the rules refuse conversations of other formats"
+    return read_blocks(files, read=spec.kind.rows, required=required, optional=optional)
 
 
 def _settings(spec: ConversationSpec, template: ChatTemplate) -> dict[str, Any]:
@@ -123,8 +130,7 @@ def _prepare(
     skip_bad: bool,
 ) -> PreparedConversations:
     assert spec.conversation is not None
-    required, optional = spec.conversation.columns
-    blocks = read_blocks(files, format=spec.format, required=required, optional=optional)
+    blocks = _blocks(spec, spec.conversation, files)
     total = sum(path.stat().st_size for path in files)
     workers = _workers(total) if options.workers is None else options.workers
     sizes: list[int] = []
