@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from typing import Final, Literal, Protocol
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
     "JsonLinesSink",
@@ -195,12 +195,7 @@ def _drop_after(path: Path, resume_step: int) -> None:
         logger.warning("%s: dropped lines that are no records: %s", path, damaged)
     if len(kept) == len(whole) and not torn:
         return
-    replacement = path.with_name(path.name + ".tmp")
-    with replacement.open("wb") as file:
-        file.writelines(line + b"\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
+    replace_file(path, b"".join(line + b"\n" for line in kept))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -30,8 +30,9 @@ from megatron_distill.models.hugging_face.assets import (
 )
 from megatron_distill.models.hugging_face.export import plan_files, write_files
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-from megatron_distill.runtime.atomic_files import new_folder, write_errors
+from megatron_distill.runtime.atomic_files import write_errors
 from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.new_folder import new_folder
 from megatron_distill.runtime.progress import size
 from megatron_distill.train.checkpoint.folder import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
