@@ -59,9 +59,9 @@ def _ours(asked: Asked, *, chat: bool) -> Callable[[], Any]:
     """Return what opens our loader of a file."""
     from megatron_distill.data.chat.conversations import ConversationSpec
     from megatron_distill.data.chat.source import ConversationOptions
+    from megatron_distill.data.formats import SourceSpec
     from megatron_distill.data.loader import StepLoader
     from megatron_distill.data.sources import DataOptions, open_training
-    from megatron_distill.data.text.corpora import SourceSpec
     from megatron_distill.data.tokenizers.open import load_tokenizer
 
     tokenizer = load_tokenizer(asked.tokenizer)

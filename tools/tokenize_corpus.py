@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megatron_distill import log
-from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.formats import FORMATS, SourceSpec
 from megatron_distill.data.text.stream import tokenized_documents
 from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer, open_named_encoding
 from megatron_distill.errors import MegatronDistillError
@@ -52,7 +52,7 @@ def _parse() -> argparse.Namespace:
     )
     which.add_argument("--encoding", help="a tiktoken encoding whose ranks are in its cache")
     parser.add_argument("--output", required=True, type=Path, help="prefix of the two files")
-    formats = ("text", "jsonl", "parquet", "arrow", "python_stdlib")
+    formats = [name for name, row in FORMATS.items() if row.is_text]
     parser.add_argument("--format", choices=formats, default="jsonl")
     parser.add_argument("--text-key", default="text", help="field of a record, column of a table")
     parser.add_argument(

@@ -17,9 +17,10 @@ from megatron_distill.data.chat.source import (
     ConversationOptions,
     ConversationSource,
 )
+from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
-from megatron_distill.data.text.corpora import SourceSpec, fingerprint, source_files
-from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out, reading_table
+from megatron_distill.data.text.corpora import fingerprint
+from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.megatron_indexed import IndexedSource
 from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
 from megatron_distill.data.tokenizers.open import Tokenizer
@@ -58,7 +59,7 @@ def open_training(
     """
 
     def opened(spec: SourceSpec) -> list[SampleSource]:
-        if spec.format == "megatron":
+        if not spec.kind.is_text:
             return list(_indexed(spec, tokenizer, options, seed, is_held_out=False))
         if spec.conversation is not None:
             return [_conversations(spec, tokenizer, options, seed, is_held_out=False)]
@@ -100,7 +101,7 @@ def read_held_out(
     total = sum(spec.weight for spec in named)
     for number, spec in enumerate(named):
         parts: list[IndexedSource] | list[PackedStream] | list[ConversationSource]
-        if spec.format == "megatron":
+        if not spec.kind.is_text:
             parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
         elif spec.conversation is not None:
             parts = [_conversations(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)]
@@ -144,7 +145,7 @@ def sample_texts(
 
     The same for every seed; held-out documents are left out. Raises DataError.
     """
-    readable = [spec for spec in _named(specs, "data.sources") if spec.format != "megatron"]
+    readable = [spec for spec in _named(specs, "data.sources") if spec.kind.is_text]
     if not readable:
         raise DataError(
             "data.tokenizer.train_vocab_size needs a source of text, and data.sources are all of "
@@ -179,8 +180,8 @@ def _named(specs: Sequence[SourceSpec], key: str) -> Sequence[SourceSpec]:
 
 
 def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> DocumentReader:
-    read = reading_table(spec.text_key)[spec.format, spec.documents]
-    return DocumentReader(files, read=read, skip_bad=options.on_error == "skip")
+    assert spec.kind.reader is not None, "its documents are text"
+    return DocumentReader(files, read=spec.kind.reader(spec), skip_bad=options.on_error == "skip")
 
 
 def _stream(

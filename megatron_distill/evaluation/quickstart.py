@@ -26,6 +26,7 @@ from megatron_distill.evaluation.runs import (
     result_table,
     summarize,
 )
+from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.torchrun import (
     available_cores,
     run_child,
@@ -199,9 +200,7 @@ def ask(script: Path, arguments: Sequence[str], *, answer: Path) -> str:
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON file that appears under its name only when complete."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _wait_for(command: Sequence[str], *, processes: int, label: str) -> None:

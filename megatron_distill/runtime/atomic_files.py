@@ -1,26 +1,25 @@
-"""Files that appear under their name only when all of them is on disk.
+"""Files and folders that appear under their name only when all of them is on disk.
 
-A file is written under a temporary name that a lock holds; what no process holds is stale.
+Of a file that several processes may write, a lock holds the temporary name; without one it is
+stale. Nothing here needs torch: processes that prepare data import it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import io
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch.distributed as dist
-
-from megatron_distill.errors import CheckpointError, MegatronDistillError, StoreError
-from megatron_distill.runtime.collectives import together
+from megatron_distill.errors import MegatronDistillError, StoreError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,17 +27,20 @@ if TYPE_CHECKING:
 __all__ = [
     "FlushedFile",
     "flush_folder",
-    "new_folder",
     "partial_file",
     "partial_files",
     "publish",
     "publish_first",
     "remove_stale",
+    "replace_file",
+    "whole_folder",
     "write_errors",
+    "write_flushed",
 ]
 
 
-_PARTIAL_FILE: Final = ".partial-"
+_PARTIAL: Final = ".partial"
+_PARTIAL_FILE: Final = f"{_PARTIAL}-"
 # Where locks do not reach other machines, a file of theirs is left alone for this long.
 _IDLE_SECONDS: Final = 3600.0
 
@@ -146,99 +148,66 @@ def remove_stale(folder: Path) -> None:
                 os.close(descriptor)
 
 
-_PARTIAL_FOLDER = ".partial"
+def write_flushed(path: Path, content: bytes) -> None:
+    """Write a file inside a folder that has not its name yet, to disk. Raises OSError."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole, replacing any, where one process alone does so. Raises OSError.
+
+    `publish` is for files that several processes may write.
+    """
+    partial = path.with_name(f"{path.name}{_PARTIAL}")
+    write_flushed(partial, content)
+    partial.replace(path)
+    flush_folder(path.parent)
 
 
 @contextmanager
-def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[Path]:
-    """Give all ranks a folder to write into, and rename it to `output` when the block is done.
+def whole_folder(
+    folder: Path,
+    *,
+    beside: Path | None = None,
+    replaces: bool = False,
+    is_whole: Callable[[Path], bool] = Path.is_dir,
+) -> Iterator[Path]:
+    """A folder to write into, which is renamed to `folder` when the block is done.
 
-    What ranks may fail at on their own inside the block belongs into `together`. Raises
-    CheckpointError on all ranks: `output` is not empty and not to be overwritten, it cannot be
-    written, or the disk has too little space. After any failure, an interruption too, nothing is
-    left but what was there before.
-
-    Collective: world, all-gathers of a short object per rank.
+    Of several processes the first one wins, unless the last `replaces` it: a folder that
+    `is_whole` and could not be replaced stays. The temporary folder lies in `beside`, or else next
+    to `folder`; after any failure it is removed, and so are those of processes of this machine
+    that are gone. Raises OSError.
     """
-    output = output.resolve()  # a link stays, and what it points at is replaced
-    partial = output.with_name(f"{output.name}{_PARTIAL_FOLDER}")
-    is_first = dist.get_rank() == 0
-    with together():
-        if is_first:
-            with write_errors(output, CheckpointError):
-                _prepare(output, partial, bytes_needed=bytes_needed, overwrite=overwrite)
+    start = f"{folder.name}{_PARTIAL}-{socket.gethostname()}-"
+    partial = (beside or folder.parent) / f"{start}{os.getpid()}"
+    _remove_abandoned(partial.parent, start)
     try:
-        with together():
-            if not partial.is_dir():
-                raise CheckpointError(
-                    f"rank {dist.get_rank()} does not see {partial}, which rank 0 made; name an "
-                    "output folder that all nodes share"
-                )
+        partial.mkdir(parents=True)
         yield partial
-        with together():
-            if is_first:
-                with write_errors(output, CheckpointError):
-                    _publish(partial, output)
-    finally:
-        # Gone after a success; a rank that was interrupted alone must not wait for the others.
-        # Twice: a signal that came while another rank was waited for is raised in the first.
+        flush_folder(partial)
+        if replaces and folder.exists():
+            shutil.rmtree(folder)
         try:
-            if is_first:
-                _clear(partial, output)
-        finally:
-            if is_first:
-                _clear(partial, output)
-
-
-def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool) -> None:
-    old = _aside(output)
-    if old.exists() and not output.exists():
-        old.rename(output)  # an earlier start was killed between two renames
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
-        raise CheckpointError(
-            f"{output} is not empty; name another folder, or replace it with --overwrite"
-        )
-    if output.is_mount():
-        raise CheckpointError(
-            f"{output} is a mount point, which cannot be replaced; name a folder inside it"
-        )
-    for leftover in (partial, old):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < bytes_needed:
-        shutil.rmtree(partial)
-        raise CheckpointError(
-            f"no space left for {output}: it needs {bytes_needed / 1e9:.2f} GB and "
-            f"{free / 1e9:.2f} GB are free; free some or name a folder on another disk"
-        )
-
-
-def _publish(partial: Path, output: Path) -> None:
-    flush_folder(partial)
-    old = _aside(output)
-    try:
-        if output.exists():
-            output.rename(old)
-        partial.rename(output)
+            partial.rename(folder)
+        except OSError:
+            if not is_whole(folder):
+                raise
+        flush_folder(folder.parent)
     finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-    flush_folder(output.parent)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _clear(partial: Path, output: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    if output.exists():
-        shutil.rmtree(_aside(output), ignore_errors=True)
-
-
-def _aside(output: Path) -> Path:
-    """Return where the earlier content waits for the new one to take its name."""
-    return output.with_name(f"{output.name}.old{_PARTIAL_FOLDER}")
+def _remove_abandoned(parent: Path, start: str) -> None:
+    """Remove the temporary folders of processes that are gone."""
+    for leftover in parent.glob(f"{glob.escape(start)}*"):
+        number = leftover.name.removeprefix(start)
+        is_known = number.isdigit() and Path("/proc/self").exists()
+        if is_known and (int(number) == os.getpid() or not Path(f"/proc/{number}").exists()):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.atomic_files import whole_folder
 
 _HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -179,13 +178,8 @@ class IndexedSamples:
             if root is None:
                 with tempfile.TemporaryDirectory(prefix="indices-") as scratch:
                     return self._dataset(seed, Path(scratch))
-            partial = root.with_name(f".{root.name}.partial-{os.getpid()}")
-            dataset = self._dataset(seed, partial)
-            if root.exists():
-                shutil.rmtree(partial)
-            else:
-                partial.rename(root)
-            return dataset
+            with whole_folder(root) as partial:
+                return self._dataset(seed, partial)
         except OSError as error:
             raise DataError(
                 f"{error.filename}: cannot keep dataset indices there ({error.strerror}); set "

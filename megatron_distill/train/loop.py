@@ -17,7 +17,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
-from megatron_distill.train.metrics import MetricsLog
+from megatron_distill.train.metrics import MetricsLog, public_names
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
@@ -211,20 +211,20 @@ def _record(
     teacher_seconds: float,
     peak_bytes: int,
 ) -> dict[str, object]:
-    state, values = parts.state, dict(report.values)
+    state, values = parts.state, public_names(report.values)
     record: dict[str, object] = {
         "step": state.step,
         "tokens": state.tokens,
-        "ce_loss": values.pop("ce"),
-        "kd_loss": values.pop("kd", 0.0),
-        "total_loss": values.pop("total"),
+        "ce_loss": values.pop("ce_loss"),
+        "kd_loss": values.pop("kd_loss", 0.0),
+        "total_loss": values.pop("total_loss"),
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,
         **parts.throughput.figures(seconds),
         "step_seconds": seconds,
         "teacher_seconds": teacher_seconds,
         "peak_memory_bytes": peak_bytes,
-        **_public_names(values),
+        **values,
     }
     if report.sources:
         record["sources"] = report.sources
@@ -235,14 +235,11 @@ def _record(
 
 def _validation(parts: Parts) -> dict[str, object]:
     means, sources = validate(parts.state.student, parts.held_out)
-    renamed = {"ce_loss": means.pop("ce")}
+    values = public_names(means)
+    found: dict[str, object] = {"ce_loss": values.pop("ce_loss")}
     # What a stored teacher would say of held-out samples is not zero but unknown.
-    if parts.teacher is None or "kd" in means:
-        renamed["kd_loss"] = means.pop("kd", 0.0)
-    del means["total"]
-    found: dict[str, object] = {**renamed, **_public_names(means)}
+    if parts.teacher is None or "kd_loss" in values:
+        found["kd_loss"] = values.pop("kd_loss", 0.0)
+    del values["total_loss"]  # of the last weights, which is no figure of this step
+    found |= values
     return {**found, "sources": sources} if sources else found
-
-
-def _public_names(values: dict[str, float]) -> dict[str, float]:
-    return {("teacher_ce_loss" if key == "teacher_ce" else key): v for key, v in values.items()}

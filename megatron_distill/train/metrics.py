@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
     "JsonLinesSink",
     "MetricsLog",
     "MetricsSink",
+    "PUBLIC_NAMES",
     "Record",
     "TensorBoardSink",
     "WandbSink",
     "flat_scalars",
+    "public_names",
     "require_installed",
     "to_json",
 ]
@@ -38,6 +40,19 @@ logger = get_logger(__name__)
 Record = Mapping[str, object]
 """Plain values under plain names: `step` always, and under `validation` a record of its own; both
 have a record of each source of a blend under `sources`."""
+
+# The name that every file and screen gives a figure with a shorter one in a report.
+PUBLIC_NAMES: Final = {
+    "ce": "ce_loss",
+    "kd": "kd_loss",
+    "total": "total_loss",
+    "teacher_ce": "teacher_ce_loss",
+}
+
+
+def public_names(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a report under their public names."""
+    return {PUBLIC_NAMES.get(name, name): value for name, value in values.items()}
 
 
 class MetricsSink(Protocol):
@@ -180,12 +195,7 @@ def _drop_after(path: Path, resume_step: int) -> None:
         logger.warning("%s: dropped lines that are no records: %s", path, damaged)
     if len(kept) == len(whole) and not torn:
         return
-    replacement = path.with_name(path.name + ".tmp")
-    with replacement.open("wb") as file:
-        file.writelines(line + b"\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
+    replace_file(path, b"".join(line + b"\n" for line in kept))
 
 
 def _step_of(line: bytes) -> int | None:

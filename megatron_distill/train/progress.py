@@ -1,244 +1,199 @@
-"""How far a run has come: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: losses that add up to the total, rates, and held-out lines."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO, cast
 
-from rich.console import Console
-from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, Progress, TextColumn
-
+from megatron_distill.runtime.progress import (
+    Clock,
+    Field,
+    ProgressReporter,
+    duration,
+    gigabytes,
+    short_count,
+    significant,
+)
 from megatron_distill.train.metrics import Record
 
-__all__ = [
-    "LiveProgress",
-    "PlainProgress",
-    "duration",
-    "gigabytes",
-    "open_progress",
-    "short_count",
-    "size",
-]
+__all__ = ["TrainingProgress", "total_texts"]
 
-
-_PACE_WINDOW = 50
-_REDRAW_SECONDS = 0.1
+_Part = tuple[str, float, float]  # label, weight in the total, loss
 _SOURCE_LOSSES = (("ce_loss", "ce"), ("kd_loss", "kd"))
+# Means over micro-batches with weights of their own need not add up to a rounding.
+_ROUNDING = 1e-3
 
-Clock = Callable[[], float]
 
+class TrainingProgress:
+    """A sink for metrics that shows them: on a bar of `stream`, or as lines.
 
-def open_progress(
-    stream: TextIO,
-    *,
-    total_steps: int,
-    start_step: int,
-    interval: int = 1,
-    clock: Clock = time.monotonic,
-) -> LiveProgress | PlainProgress:
-    """Return a live bar if `stream` is a terminal, else plain lines on it.
-
-    Both are sinks for metrics. A plain line comes every `interval` steps, for the first step and
-    for the last. `start_step` is the number of steps that a resumed run has behind it.
+    A line comes every `interval` steps, for the first step and for the last. `start_step` is the
+    number of steps that a resumed run has behind it; `ce_weight` is that of a record which has no
+    `balance`.
     """
-    run = _Run(total_steps, start_step, clock)
-    if stream.isatty():
-        return LiveProgress(Console(file=stream), run)
-    return PlainProgress(stream, run, interval=interval)
 
-
-class _Run:
-    """What the display knows of the run: its pace, and the last records."""
-
-    def __init__(self, total_steps: int, start_step: int, clock: Clock) -> None:
-        self.total_steps = total_steps
-        self.step = start_step
-        self.clock = clock
-        self.started = clock()
-        self.record: Record = {}
-        self.validation: Record = {}
-        self.peak_memory = 0.0
-        # The first step is left out of the pace: it allocates, compiles and fills caches.
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_PACE_WINDOW)
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        total_steps: int,
+        start_step: int,
+        interval: int = 1,
+        ce_weight: float = 1.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._ce_weight = ce_weight
+        self._clock = clock
+        self._record: Record = {}
+        self._validation: Record = {}
+        self._peak_memory = 0.0
         self._first: tuple[float, float] | None = None
+        self._last = clock()
+        self._reporter = ProgressReporter(
+            stream, label="step", total=total_steps, done=start_step, every=interval, clock=clock
+        )
 
-    def take(self, record: Record) -> None:
-        now = self.clock()
-        self.step = cast(int, record["step"])
-        self.record = record
-        self.peak_memory = max(self.peak_memory, _number(record, "peak_memory_bytes") or 0.0)
-        self._marks.append((now, self.step))
+    @property
+    def stream(self) -> TextIO:
+        """Where other lines go, so that they come above a bar."""
+        return self._reporter.stream
+
+    def write(self, record: Record) -> None:
+        """Show a step's record, or a line with that of a validation."""
+        validation = record.get("validation")
+        if isinstance(validation, Mapping):
+            self._validation = validation
+            self._reporter.line("\n".join(_validation_lines(record, validation)))
+            return
+        self._record, self._last = record, self._clock()
+        self._peak_memory = max(self._peak_memory, _number(record, "peak_memory_bytes") or 0.0)
         if self._first is None:
-            self._first = (now, _number(record, "tokens") or 0.0)
-
-    def seconds_left(self) -> float | None:
-        if len(self._marks) < 2:
-            return None
-        (then, first_step), (now, last_step) = self._marks[0], self._marks[-1]
-        if last_step == first_step:
-            return None
-        return (self.total_steps - last_step) * (now - then) / (last_step - first_step)
-
-    def mean_tokens_per_second(self) -> float | None:
-        tokens = _number(self.record, "tokens")
-        if self._first is None or tokens is None:
-            return None
-        (then, first_tokens), now = self._first, self._marks[-1][0]
-        return (tokens - first_tokens) / (now - then) if now > then else None
-
-    def closing_line(self) -> str:
-        if not self.record:
-            return f"no step was needed: {self.step} of {self.total_steps} steps were done before"
-        elapsed = duration(self.clock() - self.started)
-        parts = [
-            f"finished {self.step} steps in {elapsed}"
-            if self.step >= self.total_steps
-            else f"stopped at step {self.step} of {self.total_steps} after {elapsed}"
-        ]
-        tokens = _number(self.record, "tokens")
-        if tokens is not None:
-            parts.append(f"{short_count(tokens)} tokens")
-        loss = _number(self.record, "ce_loss")
-        if loss is not None:
-            parts.append(f"ce {loss:.4f}")
-        held_out = _number(self.validation, "ce_loss")
-        if held_out is not None:
-            parts.append(f"held-out ce {held_out:.4f}")
-        rate = self.mean_tokens_per_second()
-        if rate is not None:
-            parts.append(f"{short_count(rate)} tokens/s")
-        if self.peak_memory:
-            parts.append(f"peak memory {gigabytes(self.peak_memory)}")
-        return ", ".join(parts)
-
-
-class LiveProgress:
-    """A bar with the loss terms, tokens/s, the time left and the peak memory.
-
-    Whatever else writes to the terminal goes through `stream`, which puts it above the bar.
-    """
-
-    def __init__(self, console: Console, run: _Run) -> None:
-        self._run = run
-        self._console = console
-        self.stream: TextIO = cast(TextIO, FileProxy(console, console.file))
-        # No refresh thread: it would take the interpreter lock from the training step.
-        self._bar = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            console=console,
-            auto_refresh=False,
-            expand=True,
-            transient=True,
-        )
-        self._task = self._bar.add_task("starting", total=run.total_steps, completed=run.step)
-        self._drawn = run.clock()
-        self._bar.start()
-        self._bar.refresh()
-
-    def write(self, record: Record) -> None:
-        """Move the bar, or print a line above it if `record` is a validation."""
-        validation = record.get("validation")
-        if isinstance(validation, Mapping):
-            self._run.validation = validation
-            self._bar.print(
-                _validation_line(record, validation), markup=False, highlight=False, soft_wrap=True
-            )
-            return
-        self._run.take(record)
-        now = self._run.clock()
-        if now - self._drawn < _REDRAW_SECONDS and self._run.step < self._run.total_steps:
-            return
-        self._drawn = now
-        self._bar.update(
-            self._task, completed=self._run.step, description=_status(self._run, short=True)
-        )
-        self._bar.refresh()
+            self._first = (self._last, _number(record, "tokens") or 0.0)
+        self._reporter.update(cast(int, record["step"]), lambda: list(self._fields()))
 
     def close(self) -> None:
-        """Take the bar away and print the closing line."""
-        self._bar.stop()
-        self._console.print(self._run.closing_line(), markup=False, highlight=False, soft_wrap=True)
+        """Take the bar away and write the closing line."""
+        self._reporter.close()
+        self._reporter.line(self._closing_line())
 
-
-class PlainProgress:
-    """The same as lines, for log files and pipes."""
-
-    def __init__(self, stream: TextIO, run: _Run, *, interval: int) -> None:
-        self._run = run
-        self.stream = stream
-        self._interval = interval
-        self._silent = True
-
-    def write(self, record: Record) -> None:
-        """Print a line if one is due; a validation always is."""
-        validation = record.get("validation")
-        if isinstance(validation, Mapping):
-            self._run.validation = validation
-            self._print(_validation_line(record, validation))
-            return
-        self._run.take(record)
-        step, total = self._run.step, self._run.total_steps
-        if self._silent or step % self._interval == 0 or step >= total:
-            self._silent = False
-            self._print(f"step {step}/{total}  {_status(self._run, short=False)}")
-
-    def close(self) -> None:
-        """Print the closing line."""
-        self._print(self._run.closing_line())
-
-    def _print(self, line: str) -> None:
-        self.stream.write(line + "\n")
-        self.stream.flush()
-
-
-def _status(run: _Run, *, short: bool) -> str:
-    record = run.record
-    parts = []
-    for name, label in (("ce_loss", "ce"), ("kd_loss", "kd"), ("total_loss", "total")):
-        value = _number(record, name)
-        # Without a teacher there is one term: saying it three times says nothing.
-        if value is None or (name != "ce_loss" and not _has_kd(record)):
-            continue
-        parts.append(f"{label} {value:.3f}")
-    if not short:
+    def _fields(self) -> Iterator[Field]:
+        record = self._record
+        long, *shorter = total_texts(record, ce_weight=self._ce_weight)
+        yield Field(long, shorter=tuple(shorter))
+        balance = record.get("balance")
+        for name in ("alpha", "kd_scale", "feature_scale"):
+            value = _number(balance, name) if isinstance(balance, Mapping) else None
+            if value is not None:
+                yield Field(f"{name} {value:.4g}", only_in_lines=True)
         for name, label, form in (
             ("grad_norm", "grad norm", ".3g"),
             ("learning_rate", "lr", ".2e"),
         ):
             value = _number(record, name)
             if value is not None:
-                parts.append(f"{label} {value:{form}}")
-    rate = _number(record, "tokens_per_second")
-    if rate is not None:
-        parts.append(f"{short_count(rate)} tok/s")
-    if run.peak_memory:
-        parts.append(("" if short else "peak ") + gigabytes(run.peak_memory))
-    left = run.seconds_left()
-    parts.append(f"eta {'-' if left is None else duration(left)}")
-    return "  ".join(parts)
+                yield Field(f"{label} {value:{form}}", only_in_lines=True)
+        rate = _number(record, "tokens_per_second")
+        if rate is not None:
+            yield Field(f"{short_count(rate)} tok/s")
+        if self._peak_memory:
+            yield Field(gigabytes(self._peak_memory))
+
+    def _mean_tokens_per_second(self) -> float | None:
+        tokens = _number(self._record, "tokens")
+        if self._first is None or tokens is None:
+            return None
+        then, first_tokens = self._first
+        return (tokens - first_tokens) / (self._last - then) if self._last > then else None
+
+    def _closing_line(self) -> str:
+        step, total = self._reporter.done, self._reporter.total
+        if not self._record:
+            return f"no step was needed: {step} of {total} steps were done before"
+        elapsed = duration(self._reporter.elapsed)
+        parts = [
+            f"finished {step} steps in {elapsed}"
+            if step >= total
+            else f"stopped at step {step} of {total} after {elapsed}"
+        ]
+        tokens = _number(self._record, "tokens")
+        if tokens is not None:
+            parts.append(f"{short_count(tokens)} tokens")
+        for label, record in (("ce", self._record), ("held-out ce", self._validation)):
+            loss = _number(record, "ce_loss")
+            if loss is not None:
+                parts.append(f"{label} {loss:.4f}")
+        rate = self._mean_tokens_per_second()
+        if rate is not None:
+            parts.append(f"{short_count(rate)} tokens/s")
+        if self._peak_memory:
+            parts.append(f"peak memory {gigabytes(self._peak_memory)}")
+        return ", ".join(parts)
 
 
-def _has_kd(record: Record) -> bool:
-    return bool(_number(record, "kd_loss"))
+def total_texts(record: Record, *, ce_weight: float) -> tuple[str, ...]:
+    """Return the total loss of a step and the sum that it is, `total_loss 3.0 = ce 2.0 + kd 1.0`.
 
-
-def _validation_line(record: Record, validation: Record) -> str:
-    parts = [f"step {record['step']} held-out:"]
-    for name, label, form in (
-        ("ce_loss", "ce", ".4f"),
-        ("kd_loss", "kd", ".4f"),
-        ("top1_agreement", "top-1 agreement", ".1%"),
-        ("teacher_ce_loss", "teacher's ce", ".4f"),
+    A part whose factor is not 1 is written as `kd 2*0.5`, in the second and shorter text as
+    `w*kd 1.0`; the third is the total alone. Cross-entropy alone is shown by itself, and one of
+    weight 0 behind the sum.
+    """
+    raw = record.get("balance")
+    balance = raw if isinstance(raw, Mapping) else {}
+    ce_weight = balance.get("ce_weight", ce_weight)
+    kd_weight = balance.get("alpha", 1.0) * balance.get("kd_scale", 1.0)
+    parts: list[_Part] = []
+    for name, label, weight in (
+        ("ce_loss", "ce", ce_weight),
+        ("kd_loss", "kd", kd_weight),
+        ("features_loss", "features", kd_weight * balance.get("feature_scale", 1.0)),
     ):
+        value = _number(record, name)
+        # Without a teacher the file has a kd_loss of 0.
+        if value is not None and (value != 0.0 or name == "ce_loss"):
+            parts.append((label, weight, value))
+    total = _number(record, "total_loss")
+    if total is None or (len(parts) == 1 and ce_weight == 1.0):
+        return ("  ".join(f"{label} {significant(value)}" for label, _, value in parts),)
+    difference = abs(total - sum(weight * value for _, weight, value in parts))
+    sign = "~" if difference > _ROUNDING * abs(total) else "="
+    shown = f"total_loss {significant(total)}"
+    summed = [part for part in parts if part[1] != 0.0]
+    beside = [f"{label} {significant(value)}" for label, weight, value in parts if weight == 0.0]
+    long = "  ".join([f"{shown} {sign} {_sum(summed, _factored)}", *beside])
+    return long, f"{shown} {sign} {_sum(summed, _multiplied)}", shown
+
+
+def _sum(parts: Sequence[_Part], text_of: Callable[[_Part], str]) -> str:
+    return " + ".join(map(text_of, parts)) or "0"
+
+
+def _factored(part: _Part) -> str:
+    label, weight, value = part
+    factor = "" if weight == 1.0 else f"{weight:.4g}*"
+    return f"{label} {factor}{significant(value)}"
+
+
+def _multiplied(part: _Part) -> str:
+    label, weight, value = part
+    return f"{'' if weight == 1.0 else 'w*'}{label} {significant(weight * value)}"
+
+
+def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
+    parts = [f"step {record['step']} held-out:"]
+    has_kd = bool(_number(validation, "kd_loss"))
+    for name, label in (("ce_loss", "ce"), ("kd_loss", "kd")):
         value = _number(validation, name)
-        if value is not None and (name != "kd_loss" or _has_kd(validation)):
-            parts.append(f"{label} {value:{form}}")
-    return "\n".join(["  ".join(parts), *_source_lines(record, validation)])
+        if value is not None and (name != "kd_loss" or has_kd):
+            parts.append(f"{label} {significant(value, 5)}")
+    agreement = _number(validation, "top1_agreement")
+    if agreement is not None:
+        parts.append(f"top-1 agreement {agreement:.1%}")
+    teacher = _number(validation, "teacher_ce_loss")
+    if teacher is not None:
+        parts.append(f"teacher ce {significant(teacher, 5)}")
+    yield "  ".join(parts)
+    yield from _source_lines(record, validation)
 
 
 def _source_lines(record: Record, validation: Record) -> Iterator[str]:
@@ -249,7 +204,7 @@ def _source_lines(record: Record, validation: Record) -> Iterator[str]:
     parts = []
     for name, figures in sources.items():
         losses = [(label, _number(figures, key)) for key, label in _SOURCE_LOSSES]
-        known = [f"{label} {loss:.4f}" for label, loss in losses if loss is not None]
+        known = [f"{label} {significant(loss, 5)}" for label, loss in losses if loss is not None]
         parts.append(f"{name} {' '.join(known) or '-'}")
     yield f"step {record['step']} held-out by source: {', '.join(parts)}"
 
@@ -257,31 +212,3 @@ def _source_lines(record: Record, validation: Record) -> Iterator[str]:
 def _number(record: Record, name: str) -> float | None:
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def short_count(value: float) -> str:
-    """Return a number of up to three digits with k, M or G."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in the unit that fits it."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def gigabytes(count: float) -> str:
-    """Return a number of bytes in gigabytes."""
-    return f"{count / 1e9:.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    """Return minutes and seconds, with hours in front where there are some."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
+from megatron_distill.train.metrics import PUBLIC_NAMES
 
 __all__ = [
     "BY_SOURCE",
-    "PUBLIC_NAMES",
     "LabelTotals",
     "SourceFigures",
     "name_of",
@@ -24,8 +24,6 @@ __all__ = [
 ]
 
 BY_SOURCE: Final = "by_source"
-# What logs and evaluations call the figures that have a shorter name in a report.
-PUBLIC_NAMES: Final = {"ce": "ce_loss", "kd": "kd_loss", "teacher_ce": "teacher_ce_loss"}
 _AT: Final = "@"
 _BY_LABEL: Final = frozenset({"ce", "teacher_ce"})  # means over labels, not distilled positions
 _COUNTED: Final = ("ce", "kd")  # beside these stands how many labels they are means over

@@ -17,8 +17,9 @@ from typing import Literal
 
 import torch
 
+from megatron_distill.models.architecture import Architecture
+
 __all__ = [
-    "GptShape",
     "StepFlops",
     "Throughput",
     "forward_flops_per_token",
@@ -56,29 +57,6 @@ class Throughput:
         return figures if utilisation is None else {**figures, "mfu": utilisation}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GptShape:
-    """The numbers of a GPT that its matrix products depend on.
-
-    `ffn_hidden_size` is that of one expert in a mixture of experts; `num_experts` is 0 in a dense
-    model. A gated MLP (SwiGLU, GeGLU) has three matrices, an ungated one two. `sliding_layers` is
-    the number of layers in which a token sees the last `sliding_window` positions, itself included.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    mlp_matrices: Literal[2, 3]
-    num_experts: int = 0
-    experts_per_token: int = 1
-    sliding_window: int | None = None
-    sliding_layers: int = 0
-
-
 @dataclass(frozen=True)
 class StepFlops:
     """Model FLOPs per trained token; `teacher_forward` is 0 without a teacher."""
@@ -99,7 +77,7 @@ class StepFlops:
 
 
 def forward_flops_per_token(
-    shape: GptShape, *, sequence_length: int, attended_positions: float | None = None
+    model: Architecture, *, sequence_length: int, attended_positions: float | None = None
 ) -> float:
     """Return the FLOPs of one token's forward pass, output head included.
 
@@ -107,30 +85,31 @@ def forward_flops_per_token(
     means the causal mean of a whole sequence, (sequence_length + 1) / 2 in layers without a window.
     """
     if attended_positions is None:
-        attended_positions = _attended_positions(shape, sequence_length)
-    hidden = shape.hidden_size
-    query_width = shape.num_attention_heads * shape.head_size
-    kv_width = shape.num_kv_heads * shape.head_size
+        attended_positions = _attended_positions(model, sequence_length)
+    hidden, moe = model.hidden_size, model.moe
+    query_width = model.num_attention_heads * model.head_size
+    kv_width = model.num_kv_heads * model.head_size
     projections = 2 * hidden * (query_width + 2 * kv_width) + 2 * query_width * hidden
     attention = 2 * 2 * query_width * attended_positions
-    mlp = 2 * shape.mlp_matrices * hidden * shape.ffn_hidden_size * shape.experts_per_token
-    router = 2 * hidden * shape.num_experts
-    head = 2 * hidden * shape.vocab_size
-    return shape.num_layers * (projections + attention + mlp + router) + head
+    width = moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
+    mlp = 2 * (3 if model.is_gated else 2) * hidden * width
+    router = 2 * hidden * moe.num_experts if moe else 0
+    head = 2 * hidden * model.vocab_size
+    return model.num_layers * (projections + attention + mlp + router) + head
 
 
-def _attended_positions(shape: GptShape, length: int) -> float:
+def _attended_positions(model: Architecture, length: int) -> float:
     """Return the mean over layers and the tokens of a sequence."""
     whole = (length + 1) / 2
-    window = length if shape.sliding_window is None else min(shape.sliding_window, length)
+    window = length if model.sliding_window is None else min(model.sliding_window, length)
     # The first `window` tokens see all up to themselves, the others `window`.
     windowed = window * (2 * length - window + 1) / (2 * length)
-    sliding = shape.sliding_layers / shape.num_layers
+    sliding = model.num_sliding_layers / model.num_layers
     return (1 - sliding) * whole + sliding * windowed
 
 
 def step_flops_per_token(
-    student: GptShape, teacher: GptShape | None, *, sequence_length: int
+    student: Architecture, teacher: Architecture | None, *, sequence_length: int
 ) -> StepFlops:
     """Return the FLOPs per token of a distillation step.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.runtime.batch import LabelCounts
 from tests.distributed.pool import Pool
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import FULLY_TRAINED, Sample, SampleSource
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together

@@ -51,7 +51,7 @@ def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
     store = f"store.path={tmp_path}/store"
     first, second = call(pool, 2, config, store)
     assert (first.status, second.status) == (0, 0)
-    assert "shards 3/3, samples 5/5" in first.said
+    assert "samples 5/5  shards 3/3" in first.said
     summary = first.said.strip().splitlines()[-1]
     for words in (f"{tmp_path}/store: 160 tokens", "bytes/token", "kept mass", "ce", "entropy"):
         assert words in summary

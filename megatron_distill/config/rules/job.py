@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from megatron_distill.config.messages import Problem
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig, SourceConfig
+from megatron_distill.config.schema.data import ConversationFormat, PathlessFormat, TokenizedFormat
 
 __all__ = [
     "capture_problems",
@@ -17,7 +19,7 @@ __all__ = [
 ]
 
 
-_CONVERSATION_FORMATS = ("jsonl", "parquet", "arrow")
+_CONVERSATION_FORMATS = get_args(ConversationFormat)
 
 
 def job_problems(job: JobConfig) -> Iterator[Problem]:
@@ -147,11 +149,12 @@ def _conversations(job: JobConfig) -> Iterator[Problem]:
 
 def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
     keys = (f"{name}.paths", f"{name}.format")
-    if source.format == "python_stdlib" and source.paths:
+    has_paths = source.format not in get_args(PathlessFormat)
+    if source.paths and not has_paths:
         yield Problem(
-            keys, f"{name}.paths: format python_stdlib finds its own files; leave paths out"
+            keys, f"{name}.paths: format {source.format} finds its own files; leave paths out"
         )
-    if source.format != "python_stdlib" and not source.paths:
+    if has_paths and not source.paths:
         yield Problem(keys, f"{name}.paths: format {source.format} needs at least one path")
     if source.conversation is not None and source.format not in _CONVERSATION_FORMATS:
         yield Problem(
@@ -181,7 +184,8 @@ def _tokenizer(job: JobConfig) -> Iterator[Problem]:
         said = " and ".join(f"{key} = {value!r}" for key, value in given.items())
         yield Problem(tuple(given), f"{said}: give only one of them")
     for index, source in enumerate(job.data.sources):
-        if source.format == "megatron" and tokenizer.train_vocab_size is not None:
+        is_tokenized = source.format in get_args(TokenizedFormat)
+        if is_tokenized and tokenizer.train_vocab_size is not None:
             yield Problem(
                 (size, f"data.sources.{index}.format"),
                 f"{size} = {tokenizer.train_vocab_size}: data.sources.{index} is tokenised "

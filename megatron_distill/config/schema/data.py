@@ -8,10 +8,13 @@ from megatron_distill.config.schema.section import SOURCE_NAME, Section, name_of
 
 __all__ = [
     "ConversationConfig",
+    "ConversationFormat",
     "DataConfig",
     "EncodingName",
+    "PathlessFormat",
     "SourceConfig",
     "SourceFormat",
+    "TokenizedFormat",
     "TokenizerConfig",
 ]
 
@@ -24,7 +27,11 @@ EncodingName = Literal[
     "o200k_base",
     "o200k_harmony",
 ]
-SourceFormat = Literal["text", "jsonl", "parquet", "arrow", "megatron", "python_stdlib"]
+# The rows of data/formats.py, by the rules that hold for them; a test compares the two.
+ConversationFormat = Literal["jsonl", "parquet", "arrow"]
+TokenizedFormat = Literal["megatron"]
+PathlessFormat = Literal["python_stdlib"]
+SourceFormat = Literal["text", ConversationFormat, TokenizedFormat, PathlessFormat]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython"]
 
 

@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_distill.data.chat.encode import INDEX_TYPE, PreparedBlock
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.atomic_files import whole_folder, write_flushed
 
 VERSION: Final = 2
 REPORTED_PROBLEMS: Final = 10
@@ -145,11 +144,13 @@ def write_cache(
     `refuse` is told of every bad row and may raise. After any failure nothing is left. Raises
     DataError: the folder cannot be written.
     """
-    with _new_folder(folder) as partial:
-        try:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)  # it is damaged
+        with whole_folder(folder, is_whole=lambda path: (path / _MANIFEST).is_file()) as partial:
             manifest = _write(partial, files, blocks, refuse)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     found = open_cache(folder, files)
     if found is None or found.manifest.content != manifest.content:
         raise DataError(f"{folder}: another process wrote something else there; remove it")
@@ -203,45 +204,8 @@ def _write(
         files=(),
         content=digest.hexdigest(),
     )
-    with (partial / _MANIFEST).open("w") as stream_text:
-        json.dump(asdict(manifest), stream_text, indent=1)
-        stream_text.flush()
-        os.fsync(stream_text.fileno())
+    write_flushed(partial / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
     return Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes its name at the end; the first of several stays."""
-    partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
-    try:
-        try:
-            _clear_leftovers(folder)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        yield partial
-        try:
-            partial.rename(folder)
-        except OSError as error:
-            if not (folder / _MANIFEST).is_file():
-                raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Remove what is damaged, and what processes of this machine that are gone left half done."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    for leftover in folder.parent.glob(f"{folder.name}.partial-{socket.gethostname()}-*"):
-        number = leftover.name.rpartition("-")[2]
-        if (
-            number.isdigit()
-            and not Path(f"/proc/{number}").exists()
-            and Path("/proc/self").exists()
-        ):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

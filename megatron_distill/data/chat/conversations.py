@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.data.text.documents import LINE_BYTES, content_digest
 from megatron_distill.data.text.files import (
-    TABLE_FORMATS,
     DamagedFileError,
     InputFile,
     record_batches,
@@ -293,21 +292,32 @@ Row = tuple[int, dict[str, Any] | str]
 """A row's number and what it holds, or as text what is wrong with it."""
 
 
+BlockReader = Callable[[int, Path, Sequence[str], Sequence[str]], Iterator[RowBlock]]
+"""Reads a file, given its number, path, and the names of required and optional columns."""
+
+
 def read_blocks(
-    files: Sequence[Path], *, format: str, required: Sequence[str], optional: Sequence[str]
+    files: Sequence[Path],
+    *,
+    read: BlockReader,
+    required: Sequence[str],
+    optional: Sequence[str],
 ) -> Iterator[RowBlock]:
     """Yield the rows of all files in blocks of about BLOCK_BYTES.
 
     Raises DataError where a file cannot be opened, or a table has no column of a required name.
     """
     for number, path in enumerate(files):
-        if format in TABLE_FORMATS:
-            yield from _table_blocks(number, path, required, optional)
-        else:
-            yield from _line_blocks(number, path)
+        yield from read(number, path, required, optional)
 
 
-def _line_blocks(number: int, path: Path) -> Iterator[RowBlock]:
+def line_blocks(
+    number: int,
+    path: Path,
+    required: Sequence[str],  # noqa: ARG001
+    optional: Sequence[str],  # noqa: ARG001
+) -> Iterator[RowBlock]:
+    """Yield the blocks of a file of JSON lines."""
     row, carried = 1, b""
     file: InputFile | None = None
     try:
@@ -331,9 +341,10 @@ def _line_blocks(number: int, path: Path) -> Iterator[RowBlock]:
             file.close()
 
 
-def _table_blocks(
+def table_blocks(
     number: int, path: Path, required: Sequence[str], optional: Sequence[str]
 ) -> Iterator[RowBlock]:
+    """Yield the blocks of a Parquet or Arrow file."""
     import pyarrow as pa
 
     row = 0

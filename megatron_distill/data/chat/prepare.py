@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Generic, TextIO, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any, Final, Generic, TypeVar
 
 from megatron_distill.data.chat.cache import (
     PreparedConversations,
@@ -37,12 +32,13 @@ from megatron_distill.data.chat.conversations import (
 from megatron_distill.data.chat.encode import ConversationEncoder, MaskRule, PreparedBlock
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.chat.template import ChatTemplate, chat_template
+from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import FULLY_TRAINED
-from megatron_distill.data.text.corpora import SourceSpec, source_files
 from megatron_distill.data.text.documents import is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.progress import Field, ProgressReporter, short_count
 
 _LOG = get_logger(__name__)
 # A worker takes seconds to start; it pays where there is work for many more.
@@ -94,10 +90,9 @@ def conversation_texts(
     Raises DataError: a file or row is bad, unless `skip_bad`.
     """
     assert spec.conversation is not None
-    required, optional = spec.conversation.columns
     files = source_files(spec)
     refused = _Refusals(skip_bad=skip_bad)
-    for block in read_blocks(files, format=spec.format, required=required, optional=optional):
+    for block in _blocks(spec, spec.conversation, files):
         for row, content in rows_of(block):
             try:
                 if isinstance(content, str):
@@ -109,6 +104,14 @@ def conversation_texts(
                 continue
             if not is_held_out(digest, held_out_fraction):
                 yield from contents(conversation)
+
+
+def _blocks(
+    spec: SourceSpec, conversation: ConversationSpec, files: Sequence[Path]
+) -> Iterator[RowBlock]:
+    required, optional = conversation.columns
+    assert spec.kind.rows is not None, "the rules refuse conversations of other formats"
+    return read_blocks(files, read=spec.kind.rows, required=required, optional=optional)
 
 
 def _settings(spec: ConversationSpec, template: ChatTemplate) -> dict[str, Any]:
@@ -127,8 +130,7 @@ def _prepare(
     skip_bad: bool,
 ) -> PreparedConversations:
     assert spec.conversation is not None
-    required, optional = spec.conversation.columns
-    blocks = read_blocks(files, format=spec.format, required=required, optional=optional)
+    blocks = _blocks(spec, spec.conversation, files)
     total = sum(path.stat().st_size for path in files)
     workers = _workers(total) if options.workers is None else options.workers
     sizes: list[int] = []
@@ -138,20 +140,32 @@ def _prepare(
             sizes.append(len(block.data))
             yield block
 
+    progress = ProgressReporter(
+        sys.stderr,
+        label=f"preparing {spec.name}",
+        total=total,
+        as_percent=True,
+        write_line=lambda line: _LOG.info("%s", line),
+        shows_bar=options.shows_progress,
+    )
     with (
-        PreparationProgress(
-            spec.name, total_bytes=total, is_shown=options.shows_progress
-        ) as progress,
+        closing(progress),
         worker_map(encoder, measured(), workers=workers) as results,
     ):
 
         def named() -> Iterator[tuple[str, PreparedBlock]]:
+            read = conversations = tokens = 0
+
+            def fields() -> list[Field]:
+                rate = tokens / max(progress.elapsed, 1e-9)
+                counts = f"{short_count(conversations)} conversations"
+                return [Field(counts), Field(f"{short_count(rate)} tok/s")]
+
             for number, block in enumerate(results):
-                progress.advance(
-                    bytes_read=sizes[number],
-                    conversations=len(block.index),
-                    tokens=len(block.tokens_n),
-                )
+                read += sizes[number]
+                conversations += len(block.index)
+                tokens += len(block.tokens_n)
+                progress.update(read, fields)
                 yield str(files[block.file]), block
 
         refused = _Refusals(skip_bad=skip_bad)
@@ -159,7 +173,7 @@ def _prepare(
     _LOG.info(
         "%s: prepared in %.1f s by %s: %s",
         spec.name,
-        progress.seconds,
+        progress.elapsed,
         f"{workers} workers" if workers else "this process",
         folder,
     )
@@ -353,68 +367,3 @@ def _gone() -> DataError:
         "data.workers: a process that prepares conversations ended before its work was done, "
         "perhaps for want of memory; lower data.workers, or set it to 0 to see what happens"
     )
-
-
-_LINE_SECONDS: Final = 30.0
-
-
-class PreparationProgress:
-    """Says how much is prepared: on `stream` where that is a terminal, else in the log."""
-
-    def __init__(
-        self, name: str, *, total_bytes: int, is_shown: bool, stream: TextIO | None = None
-    ) -> None:
-        self._name = name
-        self._total = max(1, total_bytes)
-        self._conversations = self._tokens = self._bytes = 0
-        self._started = self._said = time.monotonic()
-        self._bar: Progress | None = None
-        console = Console(file=stream or sys.stderr)
-        if is_shown and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(),
-                console=console,
-                auto_refresh=False,
-                transient=True,
-            )
-            self._task = self._bar.add_task(f"preparing {name}", total=self._total)
-
-    def __enter__(self) -> PreparationProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    @property
-    def seconds(self) -> float:
-        """Time since the beginning."""
-        return time.monotonic() - self._started
-
-    def advance(self, *, bytes_read: int, conversations: int, tokens: int) -> None:
-        """Count what one more block brought."""
-        self._bytes += bytes_read
-        self._conversations += conversations
-        self._tokens += tokens
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._bytes, description=self._status())
-            self._bar.refresh()
-        elif time.monotonic() - self._said >= _LINE_SECONDS:
-            self._said = time.monotonic()
-            _LOG.info("%s (%.0f%%)", self._status(), 100 * min(1.0, self._bytes / self._total))
-
-    def _status(self) -> str:
-        rate = self._tokens / max(self.seconds, 1e-9)
-        return (
-            f"preparing {self._name}: {self._conversations:,} conversations, "
-            f"{self._tokens:,} tokens, {rate:,.0f} tokens/s"
-        )

@@ -1,56 +1,18 @@
-"""What a data source is, and the corpus that every machine has: Python's own standard library."""
+"""The corpus that every machine has, Python's own standard library; fingerprints of files."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatron_distill.data.chat.conversations import ConversationSpec
-from megatron_distill.data.text.files import expand_paths, expand_saved
 from megatron_distill.errors import DataError
 
-FORMATS: Final = ("text", "jsonl", "parquet", "arrow", "megatron", "python_stdlib")
 _NOT_CORPUS: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """One source of documents and its share of the samples."""
-
-    format: str  # one of FORMATS
-    paths: tuple[str, ...] = ()  # files and globs; prefixes for megatron; empty for python_stdlib
-    weight: float = 1.0
-    text_key: str = "text"  # jsonl, parquet, arrow
-    documents: str = "file"  # text: "file" or "line"
-    conversation: ConversationSpec | None = None  # jsonl, parquet, arrow: rows of instruction data
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise DataError(
-                f"data.sources: format {self.format!r} is not one of {', '.join(FORMATS)}"
-            )
-        if self.documents not in ("file", "line"):
-            raise DataError(f"data.sources: documents {self.documents!r} is not 'file' or 'line'")
-        if not 0.0 < self.weight < float("inf"):
-            raise DataError(f"data.sources: weight {self.weight} must be a positive number")
-
-    @property
-    def name(self) -> str:
-        """What messages call this source."""
-        return f"{self.format} {' '.join(self.paths)}".strip()
-
-
-def source_files(spec: SourceSpec) -> list[Path]:
-    """The files of a source that is read as text, sorted. Raises DataError, see `expand_paths`."""
-    if spec.format == "python_stdlib":
-        return stdlib_files()
-    return expand_paths(expand_saved(spec.paths) if spec.format == "arrow" else spec.paths)
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -249,20 +249,3 @@ class DocumentReader:
             _LOG.warning("skipped: %s", message)
         elif self.skipped.bit_count() == 1:  # 16, 32, 64, ...
             _LOG.warning("skipped %d records so far, the last: %s", self.skipped, message)
-
-
-def reading_table(text_key: str) -> Mapping[tuple[str, str], ReadFile]:
-    """How each (format, documents) of a source is read."""
-    jsonl, table = jsonl_reader(text_key), table_reader(text_key)
-    return {
-        ("text", "file"): read_whole,
-        ("text", "line"): read_lines,
-        ("jsonl", "file"): jsonl,
-        ("jsonl", "line"): jsonl,
-        ("parquet", "file"): table,
-        ("parquet", "line"): table,
-        ("arrow", "file"): table,
-        ("arrow", "line"): table,
-        ("python_stdlib", "file"): read_whole,
-        ("python_stdlib", "line"): read_whole,
-    }

@@ -186,7 +186,6 @@ class InputFile:
         self._stream.close()
 
 
-TABLE_FORMATS: Final = ("parquet", "arrow")
 _BATCH_ROWS: Final = 256
 _STATE_FILE: Final = "state.json"  # of a dataset that save_to_disk wrote
 _SPLITS_FILE: Final = "dataset_dict.json"

@@ -10,6 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import (
     FULLY_TRAINED,
     PADDING_DOCUMENT,
@@ -17,13 +18,11 @@ from megatron_distill.data.samples import (
     State,
     permutation,
 )
-from megatron_distill.data.text.corpora import SourceSpec, source_files
 from megatron_distill.data.text.documents import (
     Cursor,
     Document,
     DocumentReader,
     is_held_out,
-    reading_table,
 )
 from megatron_distill.errors import DataError
 
@@ -331,11 +330,11 @@ def tokenized_documents(
 
     Nothing is held out or shuffled. Raises DataError, see `DocumentReader`.
     """
-    if spec.format == "megatron":
-        raise DataError("a source of format megatron is tokenised already")
+    if spec.kind.reader is None:
+        raise DataError(f"a source of format {spec.format} is tokenised already")
     reader = DocumentReader(
         source_files(spec),
-        read=reading_table(spec.text_key)[spec.format, spec.documents],
+        read=spec.kind.reader(spec),
         skip_bad=skip_bad,
     )
     pieces = reader.documents(range(len(reader.files)), Cursor())

@@ -19,9 +19,9 @@ from megatron_distill.data.tokenizers.protocol import (
     check_texts,
     decode_around,
     read_json_object,
-    written_whole,
 )
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.atomic_files import whole_folder
 
 
 class HuggingFaceTokenizer:
@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder, under its name only when complete."""
-        with written_whole(folder) as partial:
+        with whole_folder(folder, replaces=True) as partial:
             self.hugging_face.save_pretrained(partial)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -125,18 +122,6 @@ def decode_around(
     if run:
         parts.append(decode_run(run))
     return "".join(parts)
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to `folder` when the block is done; raises OSError."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(exist_ok=True)
-    yield partial
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
 
 
 def read_chat_template(folder: Path) -> str | None:

@@ -19,9 +19,9 @@ from megatron_distill.data.tokenizers.protocol import (
     check_texts,
     decode_around,
     read_chat_template,
-    written_whole,
 )
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.atomic_files import whole_folder
 
 MODEL_FILE: Final = "tokenizer.model"
 _SPACES: Final = ("\N{LOWER ONE EIGHTH BLOCK}", " ")  # how a normalised text spells a space
@@ -135,7 +135,7 @@ class SentencePieceTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the model as it was read, under the folder's name only when complete."""
-        with written_whole(folder) as partial:
+        with whole_folder(folder, replaces=True) as partial:
             (partial / MODEL_FILE).write_bytes(self._model)
             if self.chat_template is not None:
                 (partial / CHAT_TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")

@@ -24,7 +24,6 @@ from megatron_distill.data.tokenizers.protocol import (
     check_texts,
     read_chat_template,
     read_json_object,
-    written_whole,
 )
 from megatron_distill.data.tokenizers.tiktoken_encodings import (
     NAMED_ENCODINGS,
@@ -37,6 +36,7 @@ from megatron_distill.data.tokenizers.tiktoken_encodings import (
     written_ranks,
 )
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.atomic_files import whole_folder
 
 RANK_FILE: Final = "tokenizer.tiktoken"
 _LONG_SPACE: Final = re.compile(r"\s{100000}")
@@ -173,7 +173,7 @@ class TiktokenTokenizer:
             "bos": self._rules.bos,
             "pad": self._rules.pad,
         }
-        with written_whole(folder) as partial:
+        with whole_folder(folder, replaces=True) as partial:
             (partial / RANK_FILE).write_bytes(written_ranks(self._ranks))
             text = json.dumps(rules, indent=2, ensure_ascii=False) + "\n"
             rules_file(partial / RANK_FILE).write_text(text, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
@@ -14,6 +13,7 @@ from megatron_distill.models.hugging_face.assets import (
     CONFIG_FILE,
     copy_assets,
 )
+from megatron_distill.runtime.atomic_files import whole_folder
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
 from megatron_distill.train.tokenizer_files import keep_with_model
 
@@ -26,17 +26,14 @@ def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
     folder = Path(config.output) / ASSETS_FOLDER
     if folder.is_dir():
         return
-    partial = folder.with_name(f"{ASSETS_FOLDER}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        source = _source(config)
-        if source is not None and source.is_dir():
-            copy_assets(source, partial)
-        keep_with_model(tokenizer, partial)
-        if not (partial / CONFIG_FILE).is_file():
-            (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
-        partial.rename(folder)
+        with whole_folder(folder) as partial:
+            source = _source(config)
+            if source is not None and source.is_dir():
+                copy_assets(source, partial)
+            keep_with_model(tokenizer, partial)
+            if not (partial / CONFIG_FILE).is_file():
+                (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
     except OSError as error:
         raise ConfigError(
             f"output={config.output}: cannot keep the tokenizer there ({error.strerror}); free "

@@ -24,6 +24,7 @@ from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
+from megatron_distill.train.assemble.banner import RankParameters, capture_banner
 from megatron_distill.train.assemble.checks import check_start
 from megatron_distill.train.assemble.data import open_loader
 from megatron_distill.train.assemble.failed_start import FolderAsFound
@@ -255,6 +256,17 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
     resources.callback(loader.close)
     execution = execution_on(job.device, precision=config.capture.precision)
     teacher = build_online_teacher(config, job.origin, groups=groups, execution=execution)
+    _LOGGER.info(
+        "%s",
+        capture_banner(
+            config,
+            job.plan,
+            teacher=job.origin.architecture,
+            mine=RankParameters.of((), teacher.model),
+            world_size=groups.world.size(),
+            device=device,
+        ),
+    )
     filler: ShardFiller | None = None
     if job.store is not None and _writes(groups):
         filler = ShardFiller(job.store, most_waiting=2 * order.micro_batches)

@@ -18,8 +18,8 @@ from megatron_distill.data.chat.conversations import (
     TOKENIZER_TEMPLATE,
     ConversationSpec,
 )
-from megatron_distill.data.text.corpora import SourceSpec, fingerprint, source_files
-from megatron_distill.data.text.files import TABLE_FORMATS
+from megatron_distill.data.formats import SourceSpec, source_files
+from megatron_distill.data.text.corpora import fingerprint
 from megatron_distill.errors import DataError
 from megatron_distill.models.architecture import Architecture, model_fields
 from megatron_distill.models.weights import WindowReader, placed
@@ -61,8 +61,8 @@ def dataset_settings(config: JobConfig) -> dict[str, Any]:
 def require_files(config: JobConfig) -> None:
     """Raise DataError unless every file that the sources name is there; none is read."""
     for spec in source_specs((*config.data.sources, *config.data.validation_sources)):
-        if spec.format != "python_stdlib":
-            _files(spec)
+        if spec.kind.has_paths:
+            source_files(spec)
         if spec.conversation is not None:
             _conversation(spec.conversation)
 
@@ -77,15 +77,11 @@ def _source(spec: SourceSpec, total: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "format": spec.format,
         "share": round(spec.weight / total, 12),
-        "files": fingerprint(_files(spec)),
+        "files": fingerprint(source_files(spec)),
     }
     if spec.conversation is not None:
-        found["conversation"] = _conversation(spec.conversation)
-    elif spec.format in ("jsonl", *TABLE_FORMATS):
-        found["text_key"] = spec.text_key
-    if spec.format == "text":
-        found["documents"] = spec.documents
-    return found
+        return {**found, "conversation": _conversation(spec.conversation)}
+    return {**found, **{name: getattr(spec, name) for name in spec.kind.identity}}
 
 
 def _conversation(spec: ConversationSpec) -> dict[str, Any]:
@@ -105,16 +101,6 @@ def _conversation(spec: ConversationSpec) -> dict[str, Any]:
         found["chat_template"] = hashlib.sha256(content).hexdigest()[:16]
     found["prompt_keys"] = list(spec.prompt_keys)
     return found
-
-
-def _files(spec: SourceSpec) -> list[Path]:
-    if spec.format != "megatron":
-        return source_files(spec)
-    paths = [Path(f"{prefix}{end}") for prefix in spec.paths for end in (".bin", ".idx")]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; correct data.sources.paths")
-    return paths
 
 
 _BLOCK_NUMBERS = 2**24  # a part of what is digested, so that it must not change

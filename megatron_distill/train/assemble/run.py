@@ -20,9 +20,11 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.assets import keep_assets
+from megatron_distill.train.assemble.banner import RankParameters, run_banner
 from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
 from megatron_distill.train.assemble.data import open_training_loader
 from megatron_distill.train.assemble.distillation import (
+    Distillation,
     assemble_distillation,
     assemble_held_out,
     build_balancing,
@@ -54,12 +56,12 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
-from megatron_distill.train.progress import open_progress
+from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.lookahead import Lookahead, StepSource
-from megatron_distill.train.throughput import GptShape, Throughput, step_flops_per_token
+from megatron_distill.train.throughput import Throughput, step_flops_per_token
 
 _LOGGER = get_logger(__name__)
 
@@ -124,6 +126,8 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
+    if state.step < config.train.steps:
+        _LOGGER.info("%s", _banner(config, state, distillation, groups, device))
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
     found.has_started()
@@ -139,6 +143,27 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         throughput=_throughput(
             config, architecture, online.architecture if online else None, groups, device
         ),
+        device=device.torch_device,
+    )
+
+
+def _banner(
+    config: RunConfig,
+    state: RunState,
+    distillation: Distillation,
+    groups: Groups,
+    device: Device,
+) -> str:
+    online, features = distillation.online, distillation.features
+    return run_banner(
+        config,
+        student=state.architecture,
+        teacher=online.architecture if online else None,
+        stored_samples=distillation.stored.samples if distillation.stored else None,
+        feature_pairs=len(features.losses.pairs) if features else 0,
+        mine=RankParameters.of(state.student.chunks, online.model if online else None),
+        world_size=groups.world.size(),
+        start_step=state.step,
         device=device.torch_device,
     )
 
@@ -266,11 +291,12 @@ def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
                     )
                 )
             if config.logging.progress:
-                progress = open_progress(
+                progress = TrainingProgress(
                     sys.stderr,
                     total_steps=config.train.steps,
                     start_step=resume_step,
                     interval=config.logging.interval,
+                    ce_weight=config.objective.ce_weight,
                 )
                 sinks.append(progress)
                 # Log lines go above the bar, not through it.
@@ -285,11 +311,7 @@ def _throughput(
     groups: Groups,
     device: Device,
 ) -> Throughput:
-    flops = step_flops_per_token(
-        _shape(student),
-        _shape(teacher) if teacher else None,
-        sequence_length=config.data.sequence_length,
-    )
+    flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
     on_cuda = device.kind == "cuda"
     return Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.sequence_length,
@@ -297,22 +319,4 @@ def _throughput(
         num_devices=groups.world.size(),
         device_name=torch.cuda.get_device_name(device.torch_device) if on_cuda else "cpu",
         precision=config.train.precision,
-    )
-
-
-def _shape(architecture: Architecture) -> GptShape:
-    moe = architecture.moe
-    return GptShape(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=moe.ffn_hidden_size if moe else architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_size=architecture.head_size,
-        vocab_size=architecture.vocab_size,
-        mlp_matrices=3 if architecture.is_gated else 2,
-        num_experts=moe.num_experts if moe else 0,
-        experts_per_token=moe.top_k if moe else 1,
-        sliding_window=architecture.sliding_window,
-        sliding_layers=architecture.num_sliding_layers,
     )

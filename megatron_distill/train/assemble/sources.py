@@ -14,8 +14,8 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.source import ConversationOptions
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.sources import DataOptions
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.train.capture.order import working_folder
 
 

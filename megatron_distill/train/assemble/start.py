@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 from megatron_distill.config import RunConfig, to_yaml
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.atomic_files import flush_folder
+from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.collectives import together
 from megatron_distill.train.checkpoint.folder import Description
 
@@ -104,7 +103,6 @@ def _in_file(path: Path) -> Mapping[str, Any]:
 
 
 CONFIG_FILE: Final = "config.yaml"
-_PARTIAL: Final = ".partial"
 
 
 class _Nothing:
@@ -173,8 +171,8 @@ def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path 
     if old is not None and resumed_step is not None:
         kept = _place(folder, resumed_step, old)
         if not kept.exists():
-            _write(kept, old)
-    _write(current, new)
+            replace_file(kept, old)
+    replace_file(current, new)
     return kept
 
 
@@ -186,13 +184,3 @@ def _place(folder: Path, step: int, content: bytes) -> Path:
         if not path.exists() or path.read_bytes() == content:
             return path
     raise AssertionError("a count has no end")
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-    flush_folder(path.parent)

@@ -85,7 +85,7 @@ def read_tokenizer(config: JobConfig) -> Tokenizer:
     )
     tokenizer = train_bpe(texts, vocab_size=wanted.train_vocab_size)
     try:
-        for leftover in folder.parent.glob(".tokenizer.partial-*"):
+        for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
             shutil.rmtree(leftover)
         tokenizer.save(folder)
     except OSError as error:

@@ -18,9 +18,9 @@ from megatron_distill.train.assemble.models import (
     job_groups,
 )
 from megatron_distill.train.assemble.tokenizer import open_tokenizer
+from megatron_distill.train.metrics import public_names
 from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
-from megatron_distill.train.source_metrics import PUBLIC_NAMES
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import validate
 
@@ -57,7 +57,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
             config, tokenizer, distillation, groups=groups, device=device.torch_device
         )
         means, sources = validate(student, held_out)
-        found = {PUBLIC_NAMES.get(name, name): value for name, value in means.items()}
+        found = public_names(means)
         return {**found, "sources": sources} if sources else {**found}
 
 

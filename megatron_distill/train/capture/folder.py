@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_distill.data.tokenizers.open import Tokenizer, holds_tokenizer
 from megatron_distill.errors import StoreError
-from megatron_distill.runtime.atomic_files import flush_folder, write_errors
+from megatron_distill.runtime.atomic_files import whole_folder, write_errors
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.store.plan import MANIFEST, PLAN
@@ -87,16 +87,11 @@ def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
     folder = tokenizer_folder(store)
     if holds_tokenizer(folder):
         return
-    partial = working_folder(store) / f"tokenizer-{socket.gethostname()}-{os.getpid()}"
-    with write_errors(folder):
+    with (
+        write_errors(folder),
+        whole_folder(folder, beside=working_folder(store), is_whole=holds_tokenizer) as partial,
+    ):
         write_tokenizer(tokenizer, partial)
-        flush_folder(partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not holds_tokenizer(folder):  # else another job was faster
-                raise
-        flush_folder(store)
 
 
 def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:

@@ -1,24 +1,24 @@
-"""How far a capture has come: a live bar on a terminal, log lines elsewhere."""
+"""The progress of a capture: shards and samples, rate, bytes per token; and its result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO, cast
-
-from rich.console import Console
-from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import TextIO
 
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.progress import (
+    Clock,
+    Field,
+    ProgressReporter,
+    duration,
+    short_count,
+    size,
+)
 from megatron_distill.store import Manifest
-from megatron_distill.train.progress import duration, short_count, size
 
 _LOGGER = get_logger(__name__)
-_LINE_SECONDS = 30.0
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,7 @@ class Done:
 
 
 class CaptureProgress:
-    """Says how far it is: `stream` where that is a terminal, else the log, now and then.
-
-    Whatever else writes to the terminal goes through `stream`, which puts it above the bar.
-    """
+    """Shows a capture on a bar of `stream`, or in a log line every 30 seconds."""
 
     def __init__(
         self,
@@ -56,70 +53,40 @@ class CaptureProgress:
     ) -> None:
         self._work = work
         self._samples_per_shard = samples_per_shard
-        self._clock = clock
-        self._started = self._said = clock()
-        self._first: tuple[float, int] | None = None
-        self._bar: Progress | None = None
-        self.stream = stream
-        if stream.isatty():
-            console = Console(file=stream)
-            self.stream = cast(TextIO, FileProxy(console, console.file))
-            # No refresh thread: it would take the interpreter lock from the teacher.
-            self._bar = Progress(
-                BarColumn(bar_width=None),
-                TextColumn("{task.description}"),
-                console=console,
-                auto_refresh=False,
-                expand=True,
-                transient=True,
-            )
-            self._task = self._bar.add_task("starting", total=work.samples)
-            self._bar.start()
-            self._bar.refresh()
+        self._reporter = ProgressReporter(
+            stream,
+            label="samples",
+            total=work.samples,
+            write_line=lambda line: _LOGGER.info("%s", line),
+            clock=clock,
+        )
+
+    @property
+    def stream(self) -> TextIO:
+        """Where other lines go, so that they come above a bar."""
+        return self._reporter.stream
 
     def update(self, done: Done) -> None:
-        """Move the bar, or write a line if one is due."""
-        now = self._clock()
-        # The first step is left out of the pace: it allocates, compiles and fills caches.
-        if self._first is None and done.samples:
-            self._first = (now, done.samples)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done.samples, description=self._status(done))
-            self._bar.refresh()
-        elif now - self._said >= _LINE_SECONDS:
-            self._said = now
-            _LOGGER.info("%s", self._status(done))
+        """Show how far the capture is."""
+        self._reporter.update(done.samples, lambda: list(self._fields(done)))
 
     def close(self, done: Done) -> None:
         """Take the bar away, and write the last line."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        elapsed = duration(self._clock() - self._started)
-        _LOGGER.info("%s, %s", self._status(done), elapsed)
+        self._reporter.close()
+        self._reporter.count(done.samples)
+        status = self._reporter.status(list(self._fields(done)))
+        _LOGGER.info("%s  in %s", status, duration(self._reporter.elapsed))
 
-    def _status(self, done: Done) -> str:
+    def _fields(self, done: Done) -> Iterator[Field]:
         work = self._work
-        parts = [
-            f"shards {work.shards_before + done.shards}/{work.shards}",
-            f"samples {done.samples}/{work.samples}",
-        ]
-        rate = self._samples_per_second(done)
+        yield Field(f"shards {work.shards_before + done.shards}/{work.shards}")
+        rate = self._reporter.per_second
         if rate is not None:
-            parts.append(f"{short_count(rate * work.sequence_length)} tokens/s")
+            yield Field(f"{short_count(rate * work.sequence_length)} tok/s")
         if done.shards:
             # The last shard may be short, which is not worth asking.
             tokens = min(done.shards * self._samples_per_shard, work.samples) * work.sequence_length
-            parts.append(f"{done.file_bytes / tokens:.1f} bytes/token")
-        if rate:
-            parts.append(f"eta {duration((work.samples - done.samples) / rate)}")
-        return ", ".join(parts)
-
-    def _samples_per_second(self, done: Done) -> float | None:
-        if self._first is None:
-            return None
-        (then, samples), now = self._first, self._clock()
-        return (done.samples - samples) / (now - then) if now > then else None
+            yield Field(f"{done.file_bytes / tokens:.1f} bytes/token")
 
 
 def summary(folder: str, manifest: Manifest) -> str:

@@ -9,7 +9,6 @@ A folder is complete if and only if it has its final name.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
 from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
-from megatron_distill.runtime.atomic_files import flush_folder
+from megatron_distill.runtime.atomic_files import flush_folder, write_flushed
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint.writer import (
@@ -64,11 +63,7 @@ class Description:
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""
-        path = folder / DESCRIPTION_FILE
-        with path.open("w") as stream:
-            json.dump(vars(self), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_flushed(folder / DESCRIPTION_FILE, json.dumps(vars(self), indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Description:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_distill.data.blending import ShuffledSamples
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample, SampleList
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, write_files
 

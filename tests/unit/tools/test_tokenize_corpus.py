@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.sources import DataOptions, open_training
 from megatron_distill.data.text import documents
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.data.text.stream import tokenized_documents
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, story, write_files, write_jsonl

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.train.throughput import (
-    GptShape,
     forward_flops_per_token,
     mfu,
     peak_flops_per_second,
     step_flops_per_token,
 )
 
-STUDENT = GptShape(
+STUDENT = Architecture(
     num_layers=2,
     hidden_size=8,
     ffn_hidden_size=20,
@@ -23,19 +23,19 @@ STUDENT = GptShape(
     num_kv_heads=2,
     head_size=3,
     vocab_size=50,
-    mlp_matrices=3,
+    max_position_embeddings=16,
 )
-MIXTURE = GptShape(
+MIXTURE = Architecture(
     num_layers=3,
     hidden_size=16,
-    ffn_hidden_size=24,
+    ffn_hidden_size=40,  # of no expert
     num_attention_heads=2,
     num_kv_heads=2,
     head_size=8,
     vocab_size=70,
-    mlp_matrices=2,
-    num_experts=4,
-    experts_per_token=2,
+    max_position_embeddings=16,
+    activation="gelu",
+    moe=MixtureOfExperts(num_experts=4, top_k=2, ffn_hidden_size=24),
 )
 
 
@@ -53,7 +53,7 @@ def test_a_dense_model_costs_what_a_hand_count_says() -> None:
 @pytest.mark.parametrize(("window", "pairs"), [(1, 5), (2, 9), (4, 14), (5, 15), (9, 15)])
 def test_a_window_costs_the_pairs_that_it_leaves(window: int, pairs: int) -> None:
     # Of 5 tokens, token i sees min(i + 1, window) positions; 24 products of 12 and 12 each.
-    sliding = dataclasses.replace(STUDENT, sliding_window=window, sliding_layers=1)
+    sliding = dataclasses.replace(STUDENT, sliding_window=window, sliding_layers=(1,))
     without = forward_flops_per_token(STUDENT, sequence_length=5)
     found = forward_flops_per_token(sliding, sequence_length=5)
     assert without - found == pytest.approx(2 * 24 * (15 - pairs) / 5)
@@ -62,21 +62,25 @@ def test_a_window_costs_the_pairs_that_it_leaves(window: int, pairs: int) -> Non
 class PlainGpt(torch.nn.Module):
     """Every matrix product of a GPT, spelled out, with the whole score matrix computed."""
 
-    def __init__(self, shape: GptShape) -> None:
+    def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.shape = shape
+        self.mlp_matrices = 3 if shape.is_gated else 2
+        self.experts = shape.moe.num_experts if shape.moe else 0
+        self.experts_per_token = shape.moe.top_k if shape.moe else 1
         query, kv = (
             heads * shape.head_size for heads in (shape.num_attention_heads, shape.num_kv_heads)
         )
-        hidden, inner = shape.hidden_size, shape.ffn_hidden_size
+        hidden = shape.hidden_size
+        inner = shape.moe.ffn_hidden_size if shape.moe else shape.ffn_hidden_size
         sizes = [(query + 2 * kv, hidden), (hidden, query)]
         self.attention = torch.nn.ParameterList(
             torch.randn(rows, columns) for _ in range(shape.num_layers) for rows, columns in sizes
         )
         self.mlp = torch.nn.ParameterList(
-            torch.randn(inner, hidden) for _ in range(shape.num_layers * shape.mlp_matrices)
+            torch.randn(inner, hidden) for _ in range(shape.num_layers * self.mlp_matrices)
         )
-        self.router = torch.randn(shape.num_experts, hidden)
+        self.router = torch.randn(self.experts, hidden)
         self.embedding = torch.nn.Parameter(torch.randn(shape.vocab_size, hidden))
         self.head = torch.nn.Parameter(torch.randn(shape.vocab_size, hidden))
 
@@ -85,9 +89,9 @@ class PlainGpt(torch.nn.Module):
         hidden_bsH = torch.nn.functional.embedding(tokens_bs, self.embedding)
         for layer in range(shape.num_layers):
             hidden_bsH = hidden_bsH + self.attend(layer, hidden_bsH)
-            if shape.num_experts:
+            if self.experts:
                 hidden_bsH @ self.router.T
-            for _ in range(shape.experts_per_token):
+            for _ in range(self.experts_per_token):
                 hidden_bsH = hidden_bsH + self.expand(layer, hidden_bsH)
         return hidden_bsH @ self.head.T
 
@@ -104,15 +108,15 @@ class PlainGpt(torch.nn.Module):
         return mixed.transpose(1, 2).flatten(-2) @ outwards.T
 
     def expand(self, layer: int, hidden_bsH: torch.Tensor) -> torch.Tensor:
-        first = layer * self.shape.mlp_matrices
+        first = layer * self.mlp_matrices
         inner = hidden_bsH @ self.mlp[first].T
-        if self.shape.mlp_matrices == 3:
+        if self.mlp_matrices == 3:
             inner = torch.nn.functional.silu(inner) * (hidden_bsH @ self.mlp[first + 2].T)
         return inner @ self.mlp[first + 1]
 
 
 @pytest.mark.parametrize("shape", [STUDENT, MIXTURE])
-def test_torch_counts_the_same_forward_and_backward(shape: GptShape) -> None:
+def test_torch_counts_the_same_forward_and_backward(shape: Architecture) -> None:
     length, batch = 12, 2
     model = PlainGpt(shape)
     tokens_bs = torch.randint(shape.vocab_size, (batch, length))
@@ -125,7 +129,7 @@ def test_torch_counts_the_same_forward_and_backward(shape: GptShape) -> None:
     assert forward == batch * length * expected
     backward = counter.get_total_flops() - forward
     # The plain model's router feeds nothing, so nothing comes back through it.
-    router = shape.num_layers * 2 * shape.hidden_size * shape.num_experts
+    router = shape.num_layers * 2 * shape.hidden_size * model.experts
     assert backward == batch * length * 2 * (expected - router)
 
 
@@ -138,8 +142,9 @@ def test_causal_attention_costs_the_lower_triangle() -> None:
 
 def test_a_mixture_pays_for_the_experts_a_token_visits() -> None:
     dense = forward_flops_per_token(STUDENT, sequence_length=4)
-    shape = {**vars(STUDENT), "num_experts": 16, "experts_per_token": 2}
-    mixture = forward_flops_per_token(GptShape(**shape), sequence_length=4)
+    moe = MixtureOfExperts(num_experts=16, top_k=2, ffn_hidden_size=20)
+    shape = dataclasses.replace(STUDENT, moe=moe)
+    mixture = forward_flops_per_token(shape, sequence_length=4)
     assert mixture - dense == 2 * (2 * 3 * 8 * 20 + 2 * 8 * 16)
 
 

@@ -5,20 +5,8 @@ import io
 
 import pytest
 
-from megatron_distill.train.progress import LiveProgress, PlainProgress, open_progress
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from megatron_distill.train.progress import TrainingProgress, total_texts
+from tests.support.terminals import Clock, Terminal
 
 
 def record(step: int, **values: object) -> dict[str, object]:
@@ -39,7 +27,7 @@ def record(step: int, **values: object) -> dict[str, object]:
 def play(stream: io.StringIO, *, total: int, start: int, last: int, interval: int = 1) -> None:
     """Two seconds a step."""
     clock = Clock()
-    display = open_progress(
+    display = TrainingProgress(
         stream, total_steps=total, start_step=start, interval=interval, clock=clock
     )
     for step in range(start + 1, last + 1):
@@ -59,8 +47,8 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> 
         ["step", "10/10"],
     ]
     assert lines[1] == (
-        "step 4/10  ce 4.000  kd 0.500  total 4.500  grad norm 1.25  lr 3.00e-04  14.8k tok/s"
-        "  peak 1.23 GB  eta 0:12"
+        "step 4/10  total_loss 4.500 = ce 4.000 + kd 0.5000  grad norm 1.25  lr 3.00e-04"
+        "  14.8k tok/s  1.23 GB  eta 0:12"
     )
     assert lines[-1] == (
         "finished 10 steps in 0:20, 20.5k tokens, ce 4.0000, 1024 tokens/s, peak memory 1.23 GB"
@@ -73,7 +61,7 @@ def test_a_terminal_gets_a_bar_with_the_same_figures_and_the_cursor_back() -> No
     stream = Terminal()
     play(stream, total=10, start=0, last=10)
     text = stream.getvalue()
-    for figure in ("4/10", "ce 4.000", "kd 0.500", "total 4.500", "14.8k tok/s", "eta 0:12"):
+    for figure in ("4/10", "total_loss 4.500 = ce 4.000 + kd 0.5000", "eta 0:12"):
         assert figure in text, figure
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
     assert text.rstrip().endswith("peak memory 1.23 GB")
@@ -81,7 +69,7 @@ def test_a_terminal_gets_a_bar_with_the_same_figures_and_the_cursor_back() -> No
 
 def test_what_is_logged_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
     stream = Terminal()
-    display = open_progress(stream, total_steps=2, start_step=0)
+    display = TrainingProgress(stream, total_steps=2, start_step=0)
     display.write(record(1))
     display.stream.write("a line of the log\n")
     display.close()
@@ -91,7 +79,7 @@ def test_what_is_logged_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_a_validation_is_shown_and_its_loss_is_in_the_closing_line(stream: io.StringIO) -> None:
-    display = open_progress(stream, total_steps=2, start_step=0)
+    display = TrainingProgress(stream, total_steps=2, start_step=0)
     display.write(record(1))
     validation = {
         "ce_loss": 4.21,
@@ -101,7 +89,7 @@ def test_a_validation_is_shown_and_its_loss_is_in_the_closing_line(stream: io.St
     }
     display.write({"step": 1, "validation": validation})
     display.close()
-    shown = "step 1 held-out:  ce 4.2100  kd 0.7500  top-1 agreement 42.3%  teacher's ce 3.9000"
+    shown = "step 1 held-out:  ce 4.2100  kd 0.75000  top-1 agreement 42.3%  teacher ce 3.9000"
     assert shown in stream.getvalue()
     assert "stopped at step 1 of 2" in stream.getvalue()
     assert "held-out ce 4.2100" in stream.getvalue()
@@ -109,13 +97,13 @@ def test_a_validation_is_shown_and_its_loss_is_in_the_closing_line(stream: io.St
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_the_sources_of_a_validation_have_a_line_of_their_own(stream: io.StringIO) -> None:
-    display = open_progress(stream, total_steps=2, start_step=0)
+    display = TrainingProgress(stream, total_steps=2, start_step=0)
     sources = {"wiki": {"ce_loss": 2.5, "kd_loss": 0.25}, "code": {"ce_tokens": 0}}
     display.write({"step": 1, "validation": {"ce_loss": 2.5, "sources": sources}})
     display.close()
     shown = [line.strip() for line in stream.getvalue().splitlines()]
     assert any("held-out:  ce 2.5000" in line for line in shown)
-    assert "step 1 held-out by source: wiki ce 2.5000 kd 0.2500, code -" in stream.getvalue()
+    assert "step 1 held-out by source: wiki ce 2.5000 kd 0.25000, code -" in stream.getvalue()
 
 
 def test_a_resumed_run_takes_its_pace_from_its_own_steps() -> None:
@@ -123,7 +111,7 @@ def test_a_resumed_run_takes_its_pace_from_its_own_steps() -> None:
     play(stream, total=110, start=100, last=104)
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("step 101/110")
-    assert lines[0].endswith("eta -")
+    assert "eta" not in lines[0]
     assert lines[3].endswith("eta 0:12")
     assert lines[4].startswith("stopped at step 104 of 110 after 0:08, 213k tokens")
     assert "1024 tokens/s" in lines[4]
@@ -137,7 +125,7 @@ def test_a_run_that_was_finished_before_says_so() -> None:
 
 def test_without_a_teacher_the_one_loss_is_shown_once() -> None:
     stream = io.StringIO()
-    display = open_progress(stream, total_steps=1, start_step=0)
+    display = TrainingProgress(stream, total_steps=1, start_step=0)
     display.write(record(1, kd_loss=0.0, total_loss=4.0))
     assert "ce 4.000  grad norm" in stream.getvalue()
     display.write({"step": 1, "validation": {"ce_loss": 4.5, "kd_loss": 0.0}})
@@ -146,14 +134,76 @@ def test_without_a_teacher_the_one_loss_is_shown_once() -> None:
 
 def test_a_loss_that_is_not_a_number_is_shown_as_such() -> None:
     stream = io.StringIO()
-    display = open_progress(stream, total_steps=1, start_step=0)
+    display = TrainingProgress(stream, total_steps=1, start_step=0)
     display.write(record(1, ce_loss=float("nan"), grad_norm=float("inf")))
     assert "ce nan" in stream.getvalue()
     assert "grad norm inf" in stream.getvalue()
 
 
-def test_the_kind_of_stream_chooses_the_display() -> None:
-    assert isinstance(open_progress(io.StringIO(), total_steps=1, start_step=0), PlainProgress)
-    live = open_progress(Terminal(), total_steps=1, start_step=0)
-    assert isinstance(live, LiveProgress)
-    live.close()
+@pytest.mark.parametrize(
+    ("values", "ce_weight", "text"),
+    [
+        ({}, 1.0, "total_loss 4.500 = ce 4.000 + kd 0.5000"),
+        ({"total_loss": 0.9}, 0.1, "total_loss 0.9000 = ce 0.1*4.000 + kd 0.5000"),
+        ({"total_loss": 0.5}, 0.0, "total_loss 0.5000 = kd 0.5000  ce 4.000"),
+        (
+            {"kd_loss": 2e-5, "total_loss": 4.00002},
+            1.0,
+            "total_loss 4.000 = ce 4.000 + kd 2.000e-05",
+        ),
+        (
+            {"features_loss": 0.0125, "total_loss": 4.5125},
+            1.0,
+            "total_loss 4.513 = ce 4.000 + kd 0.5000 + features 0.01250",
+        ),
+        (
+            {
+                "features_loss": 0.25,
+                "total_loss": 7.0,
+                "balance": {
+                    "alpha": 0.5,
+                    "ce_weight": 0.25,
+                    "kd_scale": 8.0,
+                    "feature_scale": 4.0,
+                },
+            },
+            1.0,
+            "total_loss 7.000 = ce 0.25*4.000 + kd 4*0.5000 + features 16*0.2500",
+        ),
+        ({"total_loss": 4.6}, 1.0, "total_loss 4.600 ~ ce 4.000 + kd 0.5000"),
+        ({"kd_loss": 0.0, "total_loss": 2.0}, 0.5, "total_loss 2.000 = ce 0.5*4.000"),
+    ],
+)
+def test_the_total_is_the_sum_of_its_weighted_parts(
+    values: dict[str, object], ce_weight: float, text: str
+) -> None:
+    if "balance" in values:
+        values = {**values, "total_loss": 1.0 + 2.0 + 4.0}
+    assert total_texts(record(1, **values), ce_weight=ce_weight)[0] == text
+
+
+def test_the_sum_is_shorter_on_a_narrow_terminal_and_adds_up_there_too() -> None:
+    balance = {"alpha": 0.5, "ce_weight": 0.25, "kd_scale": 8.0, "feature_scale": 4.0}
+    values = record(1, features_loss=0.25, total_loss=7.0, balance=balance)
+    _, shorter, shortest = total_texts(values, ce_weight=1.0)
+    assert shorter == "total_loss 7.000 = w*ce 1.000 + w*kd 2.000 + w*features 4.000"
+    assert shortest == "total_loss 7.000"
+
+
+def test_scales_of_balancing_are_on_the_line() -> None:
+    stream = io.StringIO()
+    display = TrainingProgress(stream, total_steps=1, start_step=0)
+    balance = {"alpha": 1.0, "ce_weight": 1.0, "kd_scale": 2.0}
+    display.write(record(1, total_loss=5.0, balance=balance))
+    assert "total_loss 5.000 = ce 4.000 + kd 2*0.5000  alpha 1  kd_scale 2" in stream.getvalue()
+
+
+def test_a_terminal_of_eighty_columns_shows_the_sum_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    play(stream, total=100_000, start=99_000, last=99_004)
+    frames = [line for line in stream.getvalue().splitlines() if "99004/100000" in line]
+    assert "total_loss 4.500 = ce 4.000 + kd 0.5000" in frames[-1]
+    assert "eta 33:12" in frames[-1]

@@ -27,9 +27,9 @@ from megatron_distill.data.chat.source import (
     fill_windows,
 )
 from megatron_distill.data.collation import count_labels, label_masks, micro_batch, pack_samples
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, PADDING_DOCUMENT, Sample
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out, sample_texts
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import LabelCounts
 from tests.support.chat_fixtures import chat_tokenizer, template_of, turns, write_rows

@@ -25,7 +25,7 @@ from megatron_distill.data.chat.cache import PreparedConversations
 from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.prepare import prepared_conversations, worker_map
 from megatron_distill.data.chat.source import ConversationOptions
-from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.errors import DataError
 from tests.support.chat_fixtures import FOLDER, chat_tokenizer, tool_dialogue, turns, write_rows
 from tests.support.worker_functions import dying, refusing, slow

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample, SampleSource, derived_seed, permutation
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
 from megatron_distill.data.text import documents, stream
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.data.text.documents import content_digest, is_held_out
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import (

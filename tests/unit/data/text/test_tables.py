@@ -20,8 +20,8 @@ from megatron_distill.data.chat.conversations import (
     read_blocks,
     rows_of,
 )
-from megatron_distill.data.text.corpora import SourceSpec, source_files
-from megatron_distill.data.text.documents import Cursor, DocumentReader, reading_table
+from megatron_distill.data.formats import FORMATS, SourceSpec, source_files
+from megatron_distill.data.text.documents import Cursor, DocumentReader
 from megatron_distill.data.text.files import DamagedFileError, record_batches
 from megatron_distill.errors import DataError
 from tests.support.chat_fixtures import tool_dialogue, turns, write_rows
@@ -50,8 +50,10 @@ KINDS = ("parquet", "arrow file", "saved dataset")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_column_is_read_as_documents_from_any_place_on(tmp_path: Path, kind: str) -> None:
     format, path = written(tmp_path, kind, {"body": TEXTS, "number": list(range(700))})
-    files = source_files(SourceSpec(format, (path,)))
-    reader = DocumentReader(files, read=reading_table("body")[format, "file"], skip_bad=False)
+    spec = SourceSpec(format, (path,), text_key="body")
+    files = source_files(spec)
+    assert spec.kind.reader is not None
+    reader = DocumentReader(files, read=spec.kind.reader(spec), skip_bad=False)
     documents = list(reader.documents(range(len(files)), Cursor()))
     assert [document.text for document in documents] == TEXTS
     for number in (0, 255, 256, 299, 300, 511, 699):
@@ -71,7 +73,9 @@ def test_rows_are_conversations_with_their_numbers(tmp_path: Path, kind: str) ->
     spec = ConversationSpec()
     required, optional = spec.columns
     files = source_files(SourceSpec(format, (path,)))
-    blocks = list(read_blocks(files, format=format, required=required, optional=optional))
+    blocks = list(
+        read_blocks(files, read=FORMATS[format].rows, required=required, optional=optional)
+    )
     found = [(block.file, row, one) for block in blocks for row, one in rows_of(block)]
     conversations = [conversation_of(one, spec).messages for _, _, one in found]
     assert conversations == [conversation_of(row, spec).messages for row in rows]
@@ -85,7 +89,7 @@ def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path: P
     path = tmp_path / "a.jsonl"
     long = '{"a": "' + "x" * (3 << 20) + '"}'
     path.write_text('{"a": 1}\n\n' + long + '\n{"a": 2}\nnot json\n[1]\n{"a": 3}')
-    blocks = read_blocks([path], format="jsonl", required=(), optional=())
+    blocks = read_blocks([path], read=FORMATS["jsonl"].rows, required=(), optional=())
     found = [(row, one) for block in blocks for row, one in rows_of(block)]
     assert [row for row, _ in found] == [1, 3, 4, 5, 6, 7]
     assert [one["a"] for _, one in found if isinstance(one, dict) and one["a"] in (1, 2, 3)] == [

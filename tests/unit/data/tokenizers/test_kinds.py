@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.text.documents import BadRecord, DocumentReader, reading_table
+from megatron_distill.data.text.documents import BadRecord, DocumentReader, read_lines
 from megatron_distill.data.text.files import InputFile
 from megatron_distill.data.tokenizers.open import holds_tokenizer, load_tokenizer
 from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -264,7 +264,7 @@ def test_half_a_surrogate_pair_is_refused(kind: str) -> None:
 def test_bytes_that_are_no_utf8_never_reach_a_tokenizer(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "lines.txt"
     path.write_bytes(b"good\n" + line + b"\nbetter\n")
-    read = reading_table("text")["text", "line"]
+    read = read_lines
     reader = DocumentReader([path], read=read, skip_bad=True)
     from megatron_distill.data.text.documents import Cursor
 

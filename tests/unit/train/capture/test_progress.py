@@ -12,9 +12,9 @@ import logging
 import pytest
 
 from megatron_distill import log
+from megatron_distill.runtime.progress import duration, short_count
 from megatron_distill.train.capture.progress import CaptureProgress, Done, Work
-from megatron_distill.train.progress import duration, short_count, size
-from tests.unit.train.test_progress import Clock, Terminal
+from tests.support.terminals import Clock, Terminal
 
 WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)
 
@@ -48,31 +48,24 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> 
     play(stream, seconds=20.0)
     assert stream.getvalue() == ""
     assert lines == [
-        "shards 4/10, samples 100/600",
-        "shards 6/10, samples 300/600, 250 tokens/s, 120.0 bytes/token, eta 1:00",
-        "shards 8/10, samples 500/600, 250 tokens/s, 120.0 bytes/token, eta 0:20",
-        "shards 10/10, samples 600/600, 250 tokens/s, 120.0 bytes/token, eta 0:00, 2:20",
+        "samples 100/600  shards 4/10",
+        "samples 300/600  shards 6/10  250 tok/s  120.0 bytes/token  eta 1:00",
+        "samples 500/600  shards 8/10  250 tok/s  120.0 bytes/token  eta 0:20",
+        "samples 600/600  shards 10/10  250 tok/s  120.0 bytes/token  in 2:20",
     ]
 
 
 def test_a_short_capture_says_one_line(lines: list[str]) -> None:
     play(io.StringIO(), seconds=1.0)
     assert len(lines) == 1
-    assert lines[0].startswith("shards 10/10, samples 600/600, 5000 tokens/s")
+    assert lines[0].startswith("samples 600/600  shards 10/10  5000 tok/s")
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(lines: list[str]) -> None:
     stream = Terminal()
     play(stream, seconds=40.0)
-    assert "shards 8/10, samples 500/600" in stream.getvalue()
+    assert "shards 8/10" in stream.getvalue()
     assert len(lines) == 1, "the log gets the last line alone"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(5, "5 bytes"), (1234, "1.23 kB"), (256e6, "256 MB"), (2.5e12, "2.5 TB")]
-)
-def test_sizes_are_in_the_unit_that_fits(count: float, text: str) -> None:
-    assert size(count) == text
 
 
 def test_counts_and_times() -> None:

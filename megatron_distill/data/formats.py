@@ -1,0 +1,135 @@
+"""The formats of data sources: one row each says how files are found, read and told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.data.chat.conversations import (
+    BlockReader,
+    ConversationSpec,
+    line_blocks,
+    table_blocks,
+)
+from megatron_distill.data.text.corpora import stdlib_files
+from megatron_distill.data.text.documents import (
+    ReadFile,
+    jsonl_reader,
+    read_lines,
+    read_whole,
+    table_reader,
+)
+from megatron_distill.data.text.files import expand_paths, expand_saved
+from megatron_distill.errors import DataError
+
+__all__ = ["FORMATS", "Format", "SourceSpec", "source_files"]
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source of documents and its share of the samples."""
+
+    format: str  # one of FORMATS
+    paths: tuple[str, ...] = ()  # files and globs; prefixes for megatron; empty for python_stdlib
+    weight: float = 1.0
+    text_key: str = "text"  # jsonl, parquet, arrow
+    documents: str = "file"  # text: "file" or "line"
+    conversation: ConversationSpec | None = None  # jsonl, parquet, arrow: rows of instruction data
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise DataError(
+                f"data.sources: format {self.format!r} is not one of {', '.join(FORMATS)}"
+            )
+        if self.documents not in ("file", "line"):
+            raise DataError(f"data.sources: documents {self.documents!r} is not 'file' or 'line'")
+        if not 0.0 < self.weight < float("inf"):
+            raise DataError(f"data.sources: weight {self.weight} must be a positive number")
+
+    @property
+    def name(self) -> str:
+        """The name of this source in messages."""
+        return f"{self.format} {' '.join(self.paths)}".strip()
+
+    @property
+    def kind(self) -> Format:
+        """The row of this source's format."""
+        return FORMATS[self.format]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How sources of a format are found and read.
+
+    Attributes:
+        find: the files of a source's paths; raises DataError where one is missing.
+        reader: gives the function that reads the documents of a file; None: files hold tokens.
+        rows: reads the blocks of rows that conversations are in; None: it holds none.
+        identity: the fields of a source that decide its documents, besides its files.
+        has_paths: whether a source names its files.
+    """
+
+    find: Callable[[Sequence[str]], list[Path]]
+    reader: Callable[[SourceSpec], ReadFile] | None
+    rows: BlockReader | None = None
+    identity: tuple[str, ...] = ()
+    has_paths: bool = True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its documents are text, and not tokens."""
+        return self.reader is not None
+
+    @property
+    def holds_conversations(self) -> bool:
+        """Whether its rows may be conversations."""
+        return self.rows is not None
+
+
+def source_files(spec: SourceSpec) -> list[Path]:
+    """The files of a source, sorted. Raises DataError, see `expand_paths`."""
+    return spec.kind.find(spec.paths)
+
+
+def _saved(paths: Sequence[str]) -> list[Path]:
+    return expand_paths(expand_saved(paths))
+
+
+def _pairs(prefixes: Sequence[str]) -> list[Path]:
+    paths = [Path(f"{prefix}{end}") for prefix in prefixes for end in (".bin", ".idx")]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; correct data.sources.paths")
+    return paths
+
+
+def _stdlib(paths: Sequence[str]) -> list[Path]:  # noqa: ARG001
+    return stdlib_files()
+
+
+def _text(spec: SourceSpec) -> ReadFile:
+    return read_lines if spec.documents == "line" else read_whole
+
+
+def _jsonl(spec: SourceSpec) -> ReadFile:
+    return jsonl_reader(spec.text_key)
+
+
+def _table(spec: SourceSpec) -> ReadFile:
+    return table_reader(spec.text_key)
+
+
+def _whole(spec: SourceSpec) -> ReadFile:  # noqa: ARG001
+    return read_whole
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    "text": Format(expand_paths, _text, identity=("documents",)),
+    "jsonl": Format(expand_paths, _jsonl, line_blocks, identity=("text_key",)),
+    "parquet": Format(expand_paths, _table, table_blocks, identity=("text_key",)),
+    "arrow": Format(_saved, _table, table_blocks, identity=("text_key",)),
+    "megatron": Format(_pairs, None),
+    "python_stdlib": Format(_stdlib, _whole, has_paths=False),
+}

@@ -1,0 +1,256 @@
+"""Progress of a job: one bar on a terminal, lines elsewhere, with rate and time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TextIO, cast
+
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+__all__ = [
+    "Clock",
+    "Field",
+    "Pace",
+    "ProgressReporter",
+    "duration",
+    "gigabytes",
+    "short_count",
+    "significant",
+    "size",
+]
+
+Clock = Callable[[], float]
+_WINDOW: Final = 50
+_REDRAW_SECONDS: Final = 0.1
+_LINE_SECONDS: Final = 30.0
+_LEAST_BAR: Final = 5
+_USUAL_TIME: Final = "eta 0:00"
+_BETWEEN: Final = "  "
+
+
+@dataclass(frozen=True)
+class Field:
+    """One figure of a progress line.
+
+    A bar takes the first of `shorter` that fits where the text does not, and leaves the figure out
+    where it is `only_in_lines`.
+    """
+
+    text: str
+    only_in_lines: bool = False
+    shorter: tuple[str, ...] = ()
+
+
+class Pace:
+    """The rate of the last 50 updates; the first is left out: it allocates and compiles."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+
+    def add(self, now: float, count: float) -> None:
+        """Take the count that is reached now."""
+        self._marks.append((now, count))
+
+    @property
+    def per_second(self) -> float | None:
+        """The rate; None until it is known."""
+        if not self._marks:
+            return None
+        (then, first), (now, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (now - then) if now > then and last > first else None
+
+
+class ProgressReporter:
+    """A bar on `stream` where that is a terminal, else a line now and then.
+
+    Log lines and the like go through the attribute `stream`, which puts them above the bar.
+
+    Args:
+        stream: where the bar is drawn.
+        label: what is counted ("step").
+        total: the count at the end.
+        done: the count at the start, of a resumed job.
+        as_percent: whether the count is shown as a percentage.
+        every: a line per so many counts, and of the first and the last; None: every 30 seconds.
+        write_line: takes the lines; None: they are written to `stream`.
+        shows_bar: whether a terminal gets a bar.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        label: str,
+        total: int,
+        done: int = 0,
+        as_percent: bool = False,
+        every: int | None = None,
+        write_line: Callable[[str], None] | None = None,
+        shows_bar: bool = True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.stream = stream
+        self.total = total
+        self.done = self._start = done
+        self._label, self._as_percent, self._every = label, as_percent, every
+        self._write_line = write_line or self._to_stream
+        self._clock = clock
+        self._pace = Pace()
+        self._started = self._last_line = self._drawn = clock()
+        self._is_first = True
+        self._bar: Progress | None = None
+        self._console: Console | None = None
+        if shows_bar and stream.isatty():
+            self._open_bar(Console(file=stream, soft_wrap=True))
+
+    def _open_bar(self, console: Console) -> None:
+        self._console = console
+        self.stream = cast(TextIO, FileProxy(console, console.file))
+        # No refresh thread: it would take the interpreter lock from the work.
+        self._bar = Progress(
+            TextColumn("{task.fields[head]}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            console=console,
+            auto_refresh=False,
+            expand=True,
+            transient=True,
+        )
+        self._task = self._bar.add_task(
+            "starting", total=self.total, completed=self.done, head=self._head()
+        )
+        self._bar.start()
+        self._bar.refresh()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    @property
+    def per_second(self) -> float | None:
+        """Counts per second lately; None until it is known."""
+        return self._pace.per_second
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the end at this rate; None until the rate is known."""
+        rate = self.per_second
+        return (self.total - self.done) / rate if rate else None
+
+    def count(self, done: int) -> float:
+        """Take the count that is reached and show nothing; return the time."""
+        now = self._clock()
+        self.done = done
+        if done > self._start:
+            self._pace.add(now, done)
+        return now
+
+    def update(self, done: int, fields: Callable[[], Sequence[Field]]) -> None:
+        """Take the count that is reached; `fields` is asked where something is shown."""
+        now = self.count(done)
+        is_last = done >= self.total
+        if self._bar is not None:
+            if now - self._drawn >= _REDRAW_SECONDS or is_last:
+                self._drawn = now
+                self._bar.update(
+                    self._task,
+                    completed=done,
+                    head=self._head(),
+                    description=self._fitting(fields(), self._bar.console.width),
+                )
+                self._bar.refresh()
+        elif self._is_due(now, is_last=is_last):
+            self._last_line, self._is_first = now, False
+            self._write_line(self.status(fields()))
+
+    def status(self, fields: Sequence[Field]) -> str:
+        """Return the whole line: count, fields, time left."""
+        texts = [self._head(), *(field.text for field in fields), *self._time_left()]
+        return _BETWEEN.join(texts)
+
+    def line(self, text: str) -> None:
+        """Write a line of its own, above a bar."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._write_line(text)
+
+    def close(self) -> None:
+        """Take the bar away; `line` goes on working."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _is_due(self, now: float, *, is_last: bool) -> bool:
+        if self._every is None:
+            return now - self._last_line >= _LINE_SECONDS
+        return self._is_first or is_last or self.done % self._every == 0
+
+    def _head(self) -> str:
+        if self._as_percent:
+            return f"{self._label} {100 * min(1.0, self.done / max(1, self.total)):.0f}%"
+        return f"{self._label} {self.done}/{self.total}"
+
+    def _time_left(self) -> Iterator[str]:
+        left = self.seconds_left
+        if left is not None and self.done < self.total:
+            yield f"eta {duration(left)}"
+
+    def _fitting(self, fields: Sequence[Field], width: int) -> str:
+        """Return the fields that fit beside a short bar: the first and the time left anyway."""
+        width -= len(self._head()) + _LEAST_BAR + 2
+        end = list(self._time_left())
+        room = end or [_USUAL_TIME]  # so that no figure comes and goes
+        chosen: list[str] = []
+        for field in [field for field in fields if not field.only_in_lines]:
+            texts = (field.text, *field.shorter)
+            fits = [text for text in texts if len(_BETWEEN.join([*chosen, text, *room])) <= width]
+            if chosen and not fits:
+                break
+            chosen.append(fits[0] if fits else texts[-1])
+        return _BETWEEN.join([*chosen, *end])
+
+    def _to_stream(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, however small it is."""
+    return f"{value:#.{digits}g}"
+
+
+def short_count(value: float) -> str:
+    """Return a number of up to three digits with k, M or G."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in the unit that fits it."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def gigabytes(count: float) -> str:
+    """Return a number of bytes in gigabytes."""
+    return f"{count / 1e9:.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Return minutes and seconds, with hours in front where there are some."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,106 @@
+"""Files and folders that are written aside.
+
+Regimes: half a file or folder under its name; leftovers of a process that is gone, of one that is
+alive, of another machine; a folder that another process has written meanwhile; a full disk.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.runtime.atomic_files import replace_file, whole_folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content in (b"first", b"second and longer"):
+        replace_file(path, content)
+        assert path.read_bytes() == content
+        assert names(tmp_path) == ["a.json"]
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    replace_file(path, b"first")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(path, b"second")
+    assert path.read_bytes() == b"first"
+
+
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "a"
+    with whole_folder(folder) as partial:
+        (partial / "file").write_text("x")
+        assert not folder.exists()
+        assert partial.parent == folder.parent
+    assert names(tmp_path / "new") == ["a"]
+    assert (folder / "file").read_text() == "x"
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with whole_folder(tmp_path / "a") as partial:
+            (partial / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("replaces", "content"), [(False, "theirs"), (True, "ours")])
+def test_a_folder_that_came_meanwhile_stays_unless_it_is_to_be_replaced(
+    replaces: bool, content: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a"
+    with whole_folder(folder, replaces=replaces) as partial:
+        (partial / "file").write_text("ours")
+        folder.mkdir()
+        (folder / "file").write_text("theirs")
+    assert (folder / "file").read_text() == content
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_folder_that_is_in_the_way_and_not_whole_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    (folder / "other").mkdir(parents=True)
+    with (
+        pytest.raises(OSError, match="not empty"),
+        whole_folder(folder, is_whole=lambda path: (path / "file").is_file()) as partial,
+    ):
+        (partial / "file").write_text("ours")
+    assert names(tmp_path) == ["a"]
+
+
+def test_only_what_a_dead_process_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    dead, alive = f"a.partial-{host}-99999999", f"a.partial-{host}-{os.getppid()}"
+    elsewhere, other = "a.partial-another.machine-99999999", f"b.partial-{host}-99999999"
+    for name in (dead, alive, elsewhere, other):
+        (tmp_path / name).mkdir()
+    with whole_folder(tmp_path / "a"):
+        pass
+    assert names(tmp_path) == sorted(["a", alive, elsewhere, other])
+
+
+def test_the_temporary_folder_may_lie_elsewhere(tmp_path: Path) -> None:
+    working = tmp_path / "working"
+    with whole_folder(tmp_path / "a", beside=working) as partial:
+        assert partial.parent == working
+    assert names(tmp_path) == ["a", "working"]
+    assert names(working) == []

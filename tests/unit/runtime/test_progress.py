@@ -1,0 +1,130 @@
+"""The reporter of progress.
+
+Regimes: control characters in a pipe; a pace that counts the first update or the steps before a
+resumption; a bar wider than the terminal; a figure lost on a wide one; small numbers shown as zero.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from megatron_distill.runtime.progress import Field, ProgressReporter, significant, size
+from tests.support.terminals import Clock, Terminal
+
+FIELDS = (
+    Field("first 1.000"),
+    Field("only in lines", only_in_lines=True),
+    Field("14.8k tok/s"),
+    Field("1.23 GB"),
+)
+
+
+def drawn(terminal: Terminal) -> list[str]:
+    """Every frame of a bar, without what moves the cursor."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    return [frame.rstrip() for frame in re.split(r"[\r\n]+", text) if frame.strip()]
+
+
+def play(reporter: ProgressReporter, clock: Clock, last: int, seconds: float) -> None:
+    for count in range(1, last + 1):
+        clock.now += seconds
+        reporter.update(count, lambda: FIELDS)
+    reporter.close()
+
+
+def test_a_pipe_gets_the_first_every_fourth_and_the_last() -> None:
+    stream, clock = io.StringIO(), Clock()
+    play(ProgressReporter(stream, label="step", total=10, every=4, clock=clock), clock, 10, 2.0)
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+    assert stream.getvalue().splitlines() == [
+        "step 1/10  first 1.000  only in lines  14.8k tok/s  1.23 GB",
+        "step 4/10  first 1.000  only in lines  14.8k tok/s  1.23 GB  eta 0:12",
+        "step 8/10  first 1.000  only in lines  14.8k tok/s  1.23 GB  eta 0:04",
+        "step 10/10  first 1.000  only in lines  14.8k tok/s  1.23 GB",
+    ]
+
+
+def test_without_an_interval_a_line_comes_every_thirty_seconds() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    reporter = ProgressReporter(
+        io.StringIO(), label="a", total=8, write_line=lines.append, clock=clock, as_percent=True
+    )
+    play(reporter, clock, 8, 10.0)
+    assert [line.split("  ")[0] for line in lines] == ["a 38%", "a 75%"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown", "left_out"),
+    [(80, "14.8k tok/s  1.23 GB", "only in lines"), (50, "14.8k tok/s", "1.23 GB")],
+)
+def test_a_bar_has_the_figures_that_fit_its_terminal(
+    columns: int, shown: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, clock = Terminal(), Clock()
+    play(ProgressReporter(terminal, label="step", total=9, clock=clock), clock, 8, 2.0)
+    frames = drawn(terminal)
+    assert frames[-1].startswith("step 8/9")
+    assert frames[-1].endswith(f"{shown}  eta 0:02")
+    assert "first 1.000" in frames[-1]
+    assert left_out not in terminal.getvalue()
+    assert max(map(len, frames)) <= columns
+    text = terminal.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(80, "a long text"), (34, "a text"), (20, "short")])
+def test_a_text_that_does_not_fit_gives_way_to_a_shorter_one(
+    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, clock = Terminal(), Clock()
+    field = Field("a long text", shorter=("a text", "short"))
+    reporter = ProgressReporter(terminal, label="step", total=9, clock=clock)
+    clock.now += 1.0
+    reporter.update(1, lambda: (field,))
+    reporter.close()
+    assert drawn(terminal)[-1].endswith(shown)
+
+
+def test_a_terminal_is_not_drawn_more_than_ten_times_a_second() -> None:
+    terminal, clock = Terminal(), Clock()
+    play(ProgressReporter(terminal, label="step", total=100, clock=clock), clock, 99, 0.01)
+    assert 5 < len([frame for frame in drawn(terminal) if "first" in frame]) < 25
+
+
+def test_a_job_whose_bar_is_not_wanted_writes_lines_on_a_terminal_too() -> None:
+    terminal, clock = Terminal(), Clock()
+    reporter = ProgressReporter(terminal, label="a", total=2, every=1, shows_bar=False, clock=clock)
+    play(reporter, clock, 2, 1.0)
+    assert "\x1b" not in terminal.getvalue()
+    assert len(terminal.getvalue().splitlines()) == 2
+
+
+def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
+    stream, clock = io.StringIO(), Clock()
+    reporter = ProgressReporter(stream, label="step", total=110, done=100, every=1, clock=clock)
+    for step in range(101, 104):
+        clock.now += 5.0
+        reporter.update(step, lambda: ())
+    assert stream.getvalue().splitlines()[-1] == "step 103/110  eta 0:35"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4.0, "4.000"), (0.0001234, "0.0001234"), (1.2e-7, "1.200e-07"), (float("nan"), "nan")],
+)
+def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(5, "5 bytes"), (1234, "1.23 kB"), (256e6, "256 MB"), (2.5e12, "2.5 TB")]
+)
+def test_sizes_are_in_the_unit_that_fits(count: float, text: str) -> None:
+    assert size(count) == text

@@ -1,0 +1,172 @@
+"""The lines that a run and a capture begin with.
+
+Regimes: more than 14 lines; a parameter that is not counted, or an expert counted as active; a
+term, a schedule or a factor that is left out; memory that ignores a layout or a precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_distill.config import RunConfig, load_capture_config, load_config
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.store import CaptureSettings, Identity, Plan
+from megatron_distill.train.assemble.banner import (
+    MemoryOfRank,
+    RankParameters,
+    capture_banner,
+    run_banner,
+)
+from megatron_distill.train.assemble.models import read_origin
+from megatron_distill.train.assemble.tokenizer import Vocabulary
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+CPU = torch.device("cpu")
+WORDS = Vocabulary(1000, "of a test")
+
+
+def shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
+    student = read_origin(config.student, "student", config, WORDS).architecture
+    if config.teacher is None or config.teacher.store is not None:
+        return student, None
+    return student, read_origin(config.teacher, "teacher", config, WORDS).architecture
+
+
+def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, start: int = 0) -> str:
+    config = load_config(CONFIGS / name, overrides)
+    student, teacher = shapes(config)
+    return run_banner(
+        config,
+        student=student,
+        teacher=teacher,
+        stored_samples=2000,
+        feature_pairs=pairs,
+        mine=RankParameters(1_000_000, 0, 2_000_000 if teacher else 0),
+        world_size=world_size,
+        start_step=start,
+        device=CPU,
+    )
+
+
+def test_tiny_is_described_in_aligned_lines() -> None:
+    assert banner("tiny.yaml").splitlines() == [
+        "distillation into runs/tiny",
+        "  student    4 layers, hidden 64, ffn 160; 301k parameters; random weights",
+        "  teacher    4 layers, hidden 96, ffn 256; 598k parameters; random weights",
+        "  layout     1 rank; fp32",
+        "  objective    1 x cross-entropy",
+        "             + 1 x forward_kl, temperature 1, whole vocabulary",
+        "  balance    fixed, alpha 1",
+        "  data       python_stdlib 100.0%; 128 tokens a sample; 8 samples held out",
+        "  steps      20; 8 samples = 1024 tokens each, 20.5k in all; micro-batch 1",
+        "  memory     25 MB of a rank, without the layers' activations:",
+        "             weights 4 MB, gradients 4 MB, optimizer 8 MB, teacher 8 MB, "
+        "loss chunk 1.05 MB",
+    ]
+
+
+def test_a_mixture_says_its_experts_and_what_one_token_passes() -> None:
+    text = banner("tiny_moe.yaml", "parallel.expert=2", world_size=2)
+    assert "4 experts of 96, 2 per token; 474k parameters (326k active)" in text
+    assert "2 ranks = data 2, expert 2; fp32" in text
+
+
+def test_a_run_with_everything_has_fourteen_lines_of_a_hundred_columns() -> None:
+    term = "{divergence: %s, weight: 0.5, temperature: 2, scale_by_temperature_squared: true}"
+    schedule = "{divergence: js_divergence, top_k: 8, beta: 0.3, weight: 0.1, "
+    schedule += "weight_schedule: {to: 1, steps: 5}}"
+    terms = ", ".join([term % "forward_kl", schedule, term % "reverse_kl", term % "adaptive_kl"])
+    text = banner(
+        "tiny.yaml",
+        f"objective.terms=[{terms}]",
+        "objective.features=[{match: uniform, weight: 0.1}, "
+        "{student: 4, teacher: 4, loss: cosine}]",
+        "objective.balance={mode: magnitude, alpha: 0.5, clamp: 100}",
+        "data.sources=[{format: python_stdlib, name: a}, {format: text, paths: b, weight: 3}, "
+        "{format: text, paths: c}, {format: text, paths: d}]",
+        "parallel={tensor: 2, pipeline: 2, virtual_pipeline: 2, sequence: true}",
+        world_size=8,
+        pairs=5,
+        start=10,
+    )
+    lines = text.splitlines()
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 100
+    for words in (
+        "+ 0.5 x forward_kl, temperature 2, times T^2, whole vocabulary",
+        "+ (0.1 to 1, linear) x js_divergence (beta 0.3), temperature 1, top 8, tail",
+        "+ 2 more terms: reverse_kl, adaptive_kl",
+        "+ features: 0.1 x mse, 1 x cosine; 5 pairs of layers",
+        "magnitude, alpha 0.5",
+        "a 16.7%, b 50.0%, 2 more sources",
+        "8 ranks = tensor 2 x pipeline 2 x data 2, virtual pipeline 2, sequence parallel",
+        "20; from step 10;",
+        "(the loss chunk: of the last stage)",
+    ):
+        assert words in text, words
+
+
+def test_a_stored_teacher_is_named_with_its_samples() -> None:
+    text = banner("tiny.yaml", "teacher=null", "teacher={store: stores/x}")
+    assert "  teacher    stored, 2,000 samples: stores/x" in text
+    assert "teacher 8 MB" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "optimizer", "gradients"),
+    [
+        ((), 1, 8_000_000, 4_000_000),
+        (("train.precision=bf16",), 1, 12_000_000, 4_000_000),
+        (("optimizer.distributed=true",), 4, 2_000_000, 4_000_000),
+        (("optimizer.distributed=true", "parallel.tensor=2"), 4, 4_000_000, 4_000_000),
+    ],
+)
+def test_memory_follows_precision_and_layout(
+    overrides: tuple[str, ...], world: int, optimizer: int, gradients: int
+) -> None:
+    config = load_config(CONFIGS / "tiny.yaml", overrides)
+    student, _ = shapes(config)
+    memory = MemoryOfRank.of_run(
+        config, RankParameters(1_000_000), student, world_size=world, device=CPU
+    )
+    assert (memory.optimizer, memory.gradients) == (optimizer, gradients)
+
+
+def test_experts_share_their_state_with_fewer_ranks() -> None:
+    config = load_config(
+        CONFIGS / "tiny_moe.yaml", ("optimizer.distributed=true", "parallel.expert=2")
+    )
+    student, _ = shapes(config)
+    mine = RankParameters(student=1_000_000, experts=400_000)
+    memory = MemoryOfRank.of_run(config, mine, student, world_size=4, device=CPU)
+    assert memory.optimizer == 8 * (600_000 // 4 + 400_000 // 2)
+
+
+def test_a_capture_says_what_is_stored() -> None:
+    config = load_capture_config(CONFIGS / "cache.yaml", ("store.jobs=2", "parallel.tensor=2"))
+    student, _ = shapes(load_config(CONFIGS / "tiny.yaml"))
+    settings = CaptureSettings(
+        k=64, vocab_size=1000, sequence_length=128, mode="top_k", codec="u8", top_p=None,
+        temperatures=(), sampling_seed=None,
+    )  # fmt: skip
+    identity = Identity(teacher="t", tokenizer="w", dataset="d", settings={})
+    text = capture_banner(
+        config,
+        Plan(settings, identity, 2000, 125),
+        teacher=student,
+        mine=RankParameters(teacher=150_000),
+        world_size=4,
+        device=CPU,
+    )
+    assert text.splitlines() == [
+        "capture into stores/quickstart",
+        "  teacher    4 layers, hidden 64, ffn 160; 301k parameters; runs/quickstart/teacher",
+        "  layout     4 ranks = tensor 2 x data 2; fp32",
+        "  data       python_stdlib 100.0%; 128 tokens a sample",
+        "  store      top-64 u8; 2,000 samples = 256k tokens, 16 shards, job 0 of 2",
+        "  memory     1.65 MB of a rank, without the layers' activations:",
+        "             teacher 600 kB, loss chunk 1.05 MB",
+    ]
