@@ -94,11 +94,17 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
 
         with writer(config, device) as (next_token, tokenizer):
             prompt = _shared_prompt(arguments, tokenizer)
+            context = config.data.sequence_length
+            if arguments.chat and len(prompt.ids) >= context:
+                raise ConfigError(
+                    f"--chat: the messages have {len(prompt.ids)} tokens, and the run has "
+                    f"data.sequence_length = {context}; shorten --prompt or --system"
+                )
             (written,) = generate(
                 next_token,
                 torch.tensor([prompt.ids]),
                 sampling=_sampling(arguments, stop_ids=prompt.stop_ids),
-                max_context=config.data.sequence_length,
+                max_context=context,
             )
             shown = written if arguments.chat else [*prompt.ids, *written]
             return tokenizer.decode(shown) if tokenizer is not None else ""

@@ -50,7 +50,9 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
 def _order(failure: ProcessFailure) -> int:
     if _own_message(failure) is not None:
         return 0
-    return 2 if _was_ended(failure) else 1
+    if not _was_ended(failure):
+        return 1
+    return 2 if failure.exitcode > 0 else 3  # one that tidied up has written that it stopped
 
 
 def _own_message(failure: ProcessFailure) -> str | None:

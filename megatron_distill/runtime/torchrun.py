@@ -139,9 +139,13 @@ def run_ranks(module: str, arguments: Sequence[str], *, processes: int) -> int:
         environment={"OMP_NUM_THREADS": threads, **os.environ},
         grace_seconds=shutdown_seconds(),
     )
-    if outcome.interrupted_by is not None and outcome.status == 128 + signal.SIGTERM:
+    status = outcome.status
+    if status < 0:  # torchrun itself was ended, before its ranks started or with them
+        sys.stderr.write("stopped\n")
+        status = 128 - status
+    if outcome.interrupted_by is not None and status == 128 + signal.SIGTERM:
         return 128 + outcome.interrupted_by  # the ranks were sent SIGTERM in its place
-    return outcome.status
+    return status
 
 
 def shutdown_seconds() -> float:
