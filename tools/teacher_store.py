@@ -1,4 +1,4 @@
-"""Look into a teacher store, check it, mend it, or make one from another program's files.
+"""Inspect a teacher store, verify or repair it, or convert another program's files.
 
     python tools/teacher_store.py inspect stores/code
     python tools/teacher_store.py verify stores/code

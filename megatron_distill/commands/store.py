@@ -30,9 +30,9 @@ SHOWN_PROBLEMS = 50
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, run, description in (
-        ("inspect", _inspect, "what a store holds, and whose words"),
-        ("verify", _verify, "read everything and name all that is wrong"),
-        ("stats", _stats, "kept mass, entropy, cross-entropy and kept ids of the teacher"),
+        ("inspect", _inspect, "size, settings and identities of a store"),
+        ("verify", _verify, "read every record and list every problem"),
+        ("stats", _stats, "stored mass, entropy, cross-entropy and number of ids of the teacher"),
         ("repair", _repair, "verify, and move bad shards to quarantine/"),
     ):
         action = actions.add_parser(name, help=description, description=description)

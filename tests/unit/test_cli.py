@@ -6,7 +6,9 @@ exit status or an error that a script and its command do not share; `--processes
 
 from __future__ import annotations
 
+import argparse
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.cli import COMMANDS, Group, main
+from megatron_distill.cli import COMMANDS, DATA, Group, _without_processes, main
 from tests.guards.source_tree import ROOT
 
 PATHS = [
@@ -87,6 +89,29 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
     assert {name for name in loaded if name.startswith("megatron_distill.commands.")} & {
         f"megatron_distill.commands.{name}" for name in COMMANDS
     } == chosen
+
+
+def examples() -> list[str]:
+    """Every `megatron-distill` line of the page and of the help texts."""
+    entries = [one for one in (*COMMANDS.values(), *DATA.entries.values()) if one is not DATA]
+    texts = [entry.load().description for entry in entries if not isinstance(entry, Group)]
+    texts.append((ROOT / "docs" / "command_line.md").read_text(encoding="utf-8"))
+    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.startswith("    megatron-distill ")]
+
+
+def test_the_documented_examples_are_understood() -> None:
+    found = examples()
+    assert len(found) >= 2 * len(COMMANDS)
+    for example in found:
+        words = shlex.split(example)[1:]
+        entry = COMMANDS[words.pop(0)]
+        if isinstance(entry, Group):
+            entry = entry.entries[words.pop(0)]
+        command, parser = entry.load(), argparse.ArgumentParser(exit_on_error=False)
+        if command.in_ranks:
+            _, words = _without_processes(parser, words)
+        assert not command.parse(parser, words).is_script, example
 
 
 # A command, its script, and words that both take; each case ends in another way.
