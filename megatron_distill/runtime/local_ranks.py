@@ -36,7 +36,8 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     message = _own_message(failure)
     if message is not None:
         sys.stderr.write(f"{message}\n")
-    elif failure.exitcode < 0:
+        return 1  # its status with a message, though torchrun may have ended it on its way out
+    if failure.exitcode < 0:
         ended_by = signal.Signals(-failure.exitcode)
         reason = "stopped" if ended_by in _ENDING else f"error: rank {rank} died of {ended_by.name}"
         sys.stderr.write(f"{reason}\n")
