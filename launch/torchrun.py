@@ -13,14 +13,13 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_distill.runtime.torchrun import protect_script_options, run_child
+from megatron_distill.runtime.torchrun import protect_script_options, run_child, shutdown_seconds
 
 
 def main() -> int:
     """Run torchrun with this command's arguments and return its exit status."""
-    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
     command = [sys.executable, "-m", "torch.distributed.run", *protect_script_options(sys.argv[1:])]
-    return run_child(command, environment=os.environ, grace_seconds=grace).status
+    return run_child(command, environment=os.environ, grace_seconds=shutdown_seconds()).status
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distill.data.tokenizers.open import load_tokenizer
+from megatron_distill.data.chat.prompt import chat_prompt, plain_prompt
+from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
 from megatron_distill.errors import CheckpointError, ConfigError
 
 __all__ = ["NextLogits", "Sampling", "generate", "sample_next", "write_text"]
@@ -26,7 +27,8 @@ class Sampling:
 
     At `temperature` 0 it is the likeliest one (the lowest id among equals). Otherwise it is drawn
     from softmax(logits / temperature), cut to the smallest set of likeliest tokens that together
-    hold `top_p` of the probability (nucleus sampling, arXiv 1904.09751, section 3.1).
+    hold `top_p` of the probability (nucleus sampling, arXiv 1904.09751, section 3.1). `eos_id` and
+    `stop_ids` end the text.
 
     Raises ConfigError on a value out of range.
     """
@@ -36,6 +38,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     eos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -52,8 +55,9 @@ def generate(
 ) -> list[list[int]]:
     """Continue each row of `prompt_bs` (int64) and return its new tokens, without the prompt.
 
-    A row ends before `eos_id` or after `max_new_tokens`. The model sees the last `max_context`
-    tokens. Rows draw from one generator, so that a seed gives the same text for the same batch.
+    A row ends before `eos_id` or one of `stop_ids`, or after `max_new_tokens`. The model sees the
+    last `max_context` tokens. Rows draw from one generator, so that a seed gives the same text for
+    the same batch.
 
     Raises CheckpointError if the model's logits are not numbers.
     """
@@ -61,13 +65,14 @@ def generate(
     assert prompt_bs.shape[1] > 0, "a prompt has at least one token"
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens_bs = prompt_bs
+    ends = {sampling.eos_id, *sampling.stop_ids}
     written: list[list[int]] = [[] for _ in range(prompt_bs.shape[0])]
     running = [True] * len(written)
     for _ in range(sampling.max_new_tokens):
         logits_bV = next_logits(tokens_bs[:, -max_context:])
         next_b = sample_next(logits_bV, sampling=sampling, generator=generator)
         for row, token in enumerate(next_b.tolist()):
-            running[row] = running[row] and token != sampling.eos_id
+            running[row] = running[row] and token not in ends
             if running[row]:
                 written[row].append(token)
         if not any(running):
@@ -101,13 +106,52 @@ def sample_next(logits_bV: Tensor, *, sampling: Sampling, generator: torch.Gener
 
 
 @torch.no_grad()
-def write_text(folder: Path, prompt: str, sampling: Sampling) -> str:
+def write_text(
+    folder: Path,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+) -> str:
     """Return prompt and continuation by the model and the tokenizer of a folder.
 
-    The text ends with the model's positions at the latest; the folder says which token ends it,
-    and `sampling.eos_id` is not read. Raises CheckpointError, DataError or ConfigError where the
-    folder cannot be used or the prompt is empty.
+    With `chat` the prompt is a user message in the tokenizer's chat template, after a `system`
+    message if there is one, and the response alone is returned.
+
+    The text ends with the model's positions at the latest. The folder names the token that ends it,
+    beside the end of a turn for `chat`; `sampling.eos_id` is not read. Raises CheckpointError,
+    DataError or ConfigError where the folder cannot be used or the prompt is empty.
     """
+    tokenizer, model = _open_folder(folder)
+    opened = chat_prompt(tokenizer, prompt, system=system) if chat else None
+    ids = list((opened or plain_prompt(tokenizer, prompt)).ids)
+    if sampling.max_new_tokens == 0:
+        return "" if chat else prompt
+    torch.manual_seed(sampling.seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        how = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+        }
+    if opened is not None:
+        how["eos_token_id"] = list(opened.stop_ids)
+    room = model.config.max_position_embeddings - len(ids)
+    if room <= 0:
+        raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
+    (written,) = model.eval().generate(
+        torch.tensor([ids]), max_new_tokens=min(sampling.max_new_tokens, room), **how
+    )
+    if opened is None:
+        return tokenizer.decode(written.tolist())
+    response = written.tolist()[len(ids) :]
+    return tokenizer.decode(response[:-1] if response[-1] in opened.stop_ids else response)
+
+
+def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -118,29 +162,9 @@ def write_text(folder: Path, prompt: str, sampling: Sampling) -> str:
         )
     tokenizer = load_tokenizer(folder, named="--hf")
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it ({error})") from error
-    ids = tokenizer.encode_batch([prompt])[0].tolist()
-    if not ids:
-        raise ConfigError("--prompt is empty: give at least one character")
-    if sampling.max_new_tokens == 0:
-        return prompt
-    torch.manual_seed(sampling.seed)
-    how: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        how = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": 0,
-        }
-    room = model.config.max_position_embeddings - len(ids)
-    if room <= 0:
-        raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
-    (written,) = model.eval().generate(
-        torch.tensor([ids]), max_new_tokens=min(sampling.max_new_tokens, room), **how
-    )
-    return tokenizer.decode(written.tolist())
+    return tokenizer, model

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
+_MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
 
 
@@ -103,9 +104,20 @@ class Launch:
 
     def _say(self, text: str) -> None:
         """Say something last: to torchrun, which ends its own report with it, or to stderr."""
-        # One rank per node, because each node's torchrun reports on its own.
+        # One rank per node, because each node's torchrun reports on its own. It ends that rank once
+        # another one has left with an error, so the other ones wait for the message.
+        written = f"message/{os.environ.get('GROUP_RANK', '0')}"
         if int(os.environ.get("LOCAL_RANK", self.rank)) != 0:
+            if self.store is not None:
+                with suppress(dist.DistError):
+                    self.store.wait([written], timedelta(seconds=_MESSAGE_SECONDS))
             return
+        self._write_last(text)
+        if self.store is not None:
+            with suppress(dist.DistError):
+                self.store.set(written, "yes")
+
+    def _write_last(self, text: str) -> None:
         restarts, most = (
             int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
             for name in ("RESTART_COUNT", "MAX_RESTARTS")

@@ -18,6 +18,8 @@ __all__ = [
     "available_cores",
     "protect_script_options",
     "run_child",
+    "run_ranks",
+    "shutdown_seconds",
     "threads_per_process",
     "torchrun_command",
 ]
@@ -121,6 +123,34 @@ def run_child(
         for number, handler in previous.items():
             signal.signal(number, handler)
     return ChildOutcome(status, family.interrupted_by)
+
+
+def run_ranks(module: str, arguments: Sequence[str], *, processes: int) -> int:
+    """Run `python -m module` in `processes` ranks on this machine and return their exit status.
+
+    An error of the ranks is the last text on standard error. Signals end the ranks as in
+    `run_child`. To be called from the main thread.
+    """
+    words = ["--standalone", f"--nproc-per-node={processes}", "-m", module, *arguments]
+    launcher = [sys.executable, "-m", "megatron_distill.runtime.local_ranks"]
+    threads = str(threads_per_process(processes))
+    outcome = run_child(
+        [*launcher, *protect_script_options(words)],
+        environment={"OMP_NUM_THREADS": threads, **os.environ},
+        grace_seconds=shutdown_seconds(),
+    )
+    status = outcome.status
+    if status < 0:  # torchrun itself was ended, before its ranks started or with them
+        sys.stderr.write("stopped\n")
+        status = 128 - status
+    if outcome.interrupted_by is not None and status == 128 + signal.SIGTERM:
+        return 128 + outcome.interrupted_by  # the ranks were sent SIGTERM in its place
+    return status
+
+
+def shutdown_seconds() -> float:
+    """Return how long ranks may take to finish their step and save, torchrun's own variable."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
 
 
 class _Family:

@@ -19,8 +19,10 @@ FLOORS = {
     "data": 5,
     "train": 6,
     "evaluation": 6,
-    "launch": 7,
-    "tools": 7,
+    "commands": 7,
+    "cli": 8,
+    "launch": 8,
+    "tools": 8,
 }
 
 # The ground that all floors stand on, their own neighbour `config` included.
@@ -39,6 +41,7 @@ FENCES = {
         "megatron_distill/config/*",
         "megatron_distill/train/assemble/*",
         "megatron_distill/train/optimizer.py",
+        "megatron_distill/commands/*",
         "launch/*",
         "tools/*",
     ),

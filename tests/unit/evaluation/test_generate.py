@@ -44,6 +44,12 @@ def test_greedy_follows_the_likeliest_token_and_each_row_ends_before_its_eos() -
     assert written == [[4, 5], [1, 2, 3, 4, 5]]
 
 
+def test_any_of_the_stop_tokens_ends_a_row() -> None:
+    sampling = Sampling(max_new_tokens=9, temperature=0.0, eos_id=EOS, stop_ids=(2, 5))
+    written = generate(counting, torch.tensor([[9, 3], [9, 0]]), sampling=sampling, max_context=8)
+    assert written == [[4], [1]]
+
+
 def test_generation_stops_asking_once_every_row_has_ended() -> None:
     asked = []
 

@@ -1,0 +1,143 @@
+"""The program `megatron-distill`: a table of commands, each imported only when it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final
+
+from megatron_distill import __version__
+from megatron_distill.commands.command import PROGRAM, Command
+
+__all__ = ["main"]
+
+MODULE: Final = "megatron_distill.cli"
+USAGE_STATUS: Final = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: its summary, and the module that holds the command as COMMAND."""
+
+    summary: str
+    module: str
+
+    def load(self) -> Command:
+        """Import the command."""
+        command: Command = import_module(f"megatron_distill.commands.{self.module}").COMMAND
+        return command
+
+
+@dataclass(frozen=True)
+class Group:
+    """A line of the table that stands for a table of its own."""
+
+    summary: str
+    entries: Mapping[str, Entry]
+
+
+DATA: Final = Group(
+    "preview the samples of a run, tokenise a corpus",
+    {
+        "preview": Entry("show the samples of a run, coloured by mask", "preview"),
+        "tokenize": Entry("write a corpus as token ids, once", "tokenize"),
+    },
+)
+COMMANDS: Final[Mapping[str, Entry | Group]] = {
+    "train": Entry("train a student, with a teacher or without", "train"),
+    "capture": Entry("run a teacher once and store its outputs", "capture"),
+    "evaluate": Entry("held-out losses of a trained student", "evaluate"),
+    "generate": Entry("text from a trained student", "generate"),
+    "convert": Entry("Hugging Face weights to checkpoints, and back", "convert"),
+    "store": Entry("inspect, verify, repair or convert a teacher store", "store"),
+    "data": DATA,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first words name and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    program = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    program.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    program.parse_known_args(words[:1])
+    return _choose(COMMANDS, words, path=())
+
+
+def _choose(
+    table: Mapping[str, Entry | Group] | Mapping[str, Entry],
+    words: Sequence[str],
+    *,
+    path: tuple[str, ...],
+) -> int:
+    name = " ".join((PROGRAM, *path))
+    if not words or words[0] in ("-h", "--help"):
+        (sys.stdout if words else sys.stderr).write(_table_text(table, name))
+        return 0 if words else USAGE_STATUS
+    found = table.get(words[0])
+    if found is None:
+        near = difflib.get_close_matches(words[0], table, n=1, cutoff=0.0)[0]
+        sys.stderr.write(
+            f"{name}: {words[0]!r} is no command; did you mean {near}? "
+            f"The commands are {', '.join(table)}\n"
+        )
+        return USAGE_STATUS
+    path = (*path, words[0])
+    if isinstance(found, Group):
+        return _choose(found.entries, words[1:], path=path)
+    return _run(found.load(), words[1:], path=path)
+
+
+def _table_text(table: Mapping[str, Entry | Group] | Mapping[str, Entry], name: str) -> str:
+    lines = [f"usage: {name} COMMAND ...", ""]
+    lines += [f"  {command:<9} {entry.summary}" for command, entry in table.items()]
+    return "\n".join([*lines, "", f"{name} COMMAND --help lists the arguments of a command.", ""])
+
+
+def _run(command: Command, words: Sequence[str], *, path: tuple[str, ...]) -> int:
+    """Run one command, here or in ranks that this process starts."""
+    parser = argparse.ArgumentParser(
+        prog=" ".join((PROGRAM, *path)),
+        description=command.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    processes: int | None = None
+    if command.in_ranks:
+        processes, words = _without_processes(parser, words)
+    given = command.parse(parser, words)
+    if processes is None or processes == 1:
+        return command.execute(given)
+    from megatron_distill.runtime.torchrun import run_ranks
+
+    return run_ranks(MODULE, [*path, *words], processes=processes)
+
+
+def _without_processes(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[int | None, Sequence[str]]:
+    """Return the number of ranks to start, and the words without it, wherever it stands."""
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="start N ranks on this machine; not in torchrun"
+    )
+    option = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    option.add_argument("--processes", type=int)
+    found, others = option.parse_known_args(words)
+    if found.processes is None:
+        return None, words
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        parser.error(
+            f"--processes {found.processes}: torchrun has started this process already (rank "
+            f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}); leave --processes out"
+        )
+    if found.processes < 1:
+        parser.error(f"--processes {found.processes}: must be 1 or more")
+    return found.processes, others
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands: arguments, work, exit status. The scripts and `megatron-distill` run them."""

@@ -1,0 +1,134 @@
+"""A command: its arguments, its work and its exit status; an error is one line, no traceback.
+
+Nothing heavy is imported here: `--help` and wrong arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from megatron_distill import log
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.termination import Interruption
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.launch import Launch
+
+__all__ = ["PROGRAM", "Command", "note", "spelled", "with_launch"]
+
+PROGRAM: Final = "megatron-distill"
+ERROR_STATUS: Final = 1
+INTERRUPTED_STATUS: Final = 130
+
+# The words of a command line in a repository, for those that a message proposes.
+SCRIPTS: Final[Mapping[str, str]] = {
+    "evaluate": "python launch/evaluate.py",
+    "generate": "python launch/generate.py",
+    "convert": "python tools/convert_checkpoint.py",
+    "store": "python tools/teacher_store.py",
+}
+
+
+class ScriptMain(Protocol):
+    """The main function of a script; the arguments are the process's where none are given."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the command and return its exit status."""
+        ...
+
+
+def _accept(_: argparse.Namespace) -> None:
+    """Arguments that are right one by one are right together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `megatron-distill`, which a script of its own may run as well.
+
+    description: text of `megatron-distill COMMAND --help`. run: does the work and returns the exit
+    status; a MegatronDistillError ends with 1. check: says how the arguments are wrong together.
+    in_ranks: torchrun may run it in several ranks. has_actions: the first argument is an action
+    such as `export`. tidies_up: SIGTERM and SIGINT let it remove unfinished files. stopped: the
+    line after an interruption.
+    """
+
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    check: Callable[[argparse.Namespace], str | None] = _accept
+    in_ranks: bool = False
+    has_actions: bool = False
+    tidies_up: bool = False
+    stopped: str = "stopped"
+
+    def script(self, description: str | None) -> ScriptMain:
+        """Return the main function of a script with this description."""
+
+        def main(arguments: Sequence[str] | None = None) -> int:
+            """Run the command and return its exit status."""
+            parser = argparse.ArgumentParser(
+                description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            )
+            given = self.parse(parser, arguments)
+            given.is_script = True
+            return self.execute(given)
+
+        return main
+
+    def parse(
+        self, parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+    ) -> argparse.Namespace:
+        """Read the arguments; wrong ones end the process with status 2, as argparse does."""
+        self.add_arguments(parser)
+        parser.set_defaults(is_script=False)
+        # Options may stand between positional arguments, which actions do not allow.
+        read = parser.parse_args if self.has_actions else parser.parse_intermixed_args
+        given: argparse.Namespace = read(arguments)
+        objection = self.check(given)
+        if objection is not None:
+            parser.error(objection)
+        return given
+
+    def execute(self, given: argparse.Namespace) -> int:
+        """Do the work and return the exit status."""
+        rank = int(os.environ.get("RANK", "0"))
+        log.configure(rank)
+        interruption = Interruption()
+        try:
+            with interruption if self.tidies_up else nullcontext():
+                return self.run(given)
+        except MegatronDistillError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return ERROR_STATUS
+        except KeyboardInterrupt:
+            if rank == 0:
+                sys.stderr.write(f"{self.stopped}\n")
+            return interruption.status if interruption.received else INTERRUPTED_STATUS
+
+
+def with_launch(work: Callable[[Launch], None]) -> int:
+    """Do work that all ranks share and return the exit status; an error is written once.
+
+    Collective: the whole world meets.
+    """
+    from megatron_distill.runtime.launch import Launch
+
+    launch = Launch.from_environment()
+    return launch.status_of(lambda: work(launch))
+
+
+def spelled(given: argparse.Namespace, command: str) -> str:
+    """Return a command as the user of this one types it."""
+    return SCRIPTS[command] if given.is_script else f"{PROGRAM} {command}"
+
+
+def note(launch: Launch, *lines: str) -> None:
+    """Write lines about the work to standard error, once; standard output holds its result."""
+    if launch.rank == 0:
+        sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,101 @@
+"""A job as a command: configuration file, world, work, and a stop after the step.
+
+Nothing heavy is imported before signals are listened to: torch alone takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from megatron_distill.commands.command import Command, with_launch
+from megatron_distill.commands.shipped import config_file
+from megatron_distill.runtime.termination import TerminationRequest
+
+if TYPE_CHECKING:
+    from megatron_distill.config.schema import JobConfig
+    from megatron_distill.runtime.launch import Device, Launch
+
+__all__ = ["Job"]
+
+J = TypeVar("J", bound="JobConfig")
+
+
+@dataclass(frozen=True)
+class Job(Generic[J]):
+    """One kind of job: `load` reads its file, `run` does it in a prepared world."""
+
+    load: Callable[[Path, Sequence[str]], J]
+    run: Callable[[J, Device, TerminationRequest], bool]
+
+    def command(self, *, description: str, example: str) -> Command:
+        """Return the job as a command; `example` shows changes to its configuration."""
+
+        def add_arguments(parser: argparse.ArgumentParser) -> None:
+            parser.add_argument("--config", metavar="CONFIG", help="the same YAML file")
+            parser.add_argument(
+                "--print-config", action="store_true", help="show the resolved keys, stop"
+            )
+            parser.add_argument(
+                "words",
+                nargs="*",
+                metavar="CONFIG key=value",
+                help=f"YAML file, here or shipped, then changes to it, {example}",
+            )
+
+        return Command(
+            description=description,
+            add_arguments=add_arguments,
+            run=self._work,
+            check=_objection,
+            in_ranks=True,
+        )
+
+    def _work(self, given: argparse.Namespace) -> int:
+        if given.print_config:
+            return self._print_config(given)
+        # From here on a signal waits for the end of a step.
+        with TerminationRequest() as termination:
+            termination.expect_from_torchrun()
+            return with_launch(lambda launch: self._join(given, launch, termination))
+
+    def _print_config(self, given: argparse.Namespace) -> int:
+        from megatron_distill.config import to_yaml
+
+        name, overrides = _file_and_overrides(given)
+        sys.stdout.write(to_yaml(self.load(config_file(name), overrides)))
+        return 0
+
+    def _join(
+        self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
+    ) -> None:
+        from megatron_distill.config import check_layout
+        from megatron_distill.runtime.launch import joined_world
+
+        name, overrides = _file_and_overrides(given)
+        with launch.together("configuration"):
+            config = self.load(config_file(name), overrides)
+            check_layout(config, launch.size)
+        with joined_world(**config.runtime.model_dump(), launch=launch) as device:
+            self.run(config, device, termination)
+
+
+def _file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:
+    if given.config is not None:
+        return given.config, given.words
+    return given.words[0], given.words[1:]
+
+
+def _objection(given: argparse.Namespace) -> str | None:
+    if given.config is not None:
+        return None
+    if not given.words:
+        return "give a configuration, a YAML file such as configs/tiny.yaml"
+    first = given.words[0]
+    if "=" in first and not Path(first).exists():
+        return f"the first word is {first}; give a YAML file before the changes to it"
+    return None

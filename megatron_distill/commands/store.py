@@ -1,0 +1,204 @@
+"""Inspect a teacher store, verify or repair it, or make one from another program's files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+from megatron_distill.commands.command import Command, spelled
+from megatron_distill.store import (
+    UNKNOWN,
+    Identity,
+    Manifest,
+    Plan,
+    Totals,
+    VerificationReport,
+    convert_maxtext,
+    repair,
+    verify,
+)
+
+SHOWN_PROBLEMS = 50
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, run, description in (
+        ("inspect", _inspect, "size, settings and identities of a store"),
+        ("verify", _verify, "read every record and list every problem"),
+        ("stats", _stats, "stored mass, entropy, cross-entropy and number of ids of the teacher"),
+        ("repair", _repair, "verify, and move bad shards to quarantine/"),
+    ):
+        action = actions.add_parser(name, help=description, description=description)
+        action.add_argument("store", type=Path, metavar="DIR")
+        action.set_defaults(action=run)
+    convert = actions.add_parser("convert", help="make a store from another program's files")
+    convert.add_argument("--from", dest="source", choices=("maxtext",), required=True)
+    convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="in this order")
+    convert.add_argument("--to", dest="store", type=Path, required=True, metavar="DIR")
+    convert.add_argument("--vocab-size", type=int, required=True, help="real ids of the teacher")
+    convert.add_argument("--teacher", default=UNKNOWN, help="digest of the teacher's weights")
+    convert.add_argument("--tokenizer", default=UNKNOWN, help="digest of the tokenizer")
+    convert.add_argument("--dataset", default=UNKNOWN, help="digest of the data")
+    convert.add_argument("--codec", choices=("f32", "f16", "u8"), default="u8")
+    convert.add_argument("--samples-per-shard", type=int, default=1024)
+    convert.set_defaults(action=_convert)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    status: int = arguments.action(
+        arguments, Console(highlight=False, soft_wrap=True, markup=False)
+    )
+    return status
+
+
+def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    plan = Plan.load(arguments.store)
+    manifest = Manifest.load(arguments.store, plan)
+    settings, identity = plan.settings, plan.identity
+    table = Table("", Column(str(arguments.store), overflow="fold"), box=None)
+    entries = "draws" if settings.mode == "sampled" else "ids"
+    temperatures = ", ".join(f"{t:g}" for t in (1.0, *settings.temperatures))
+    rows = {
+        "samples": f"{plan.samples:,} of {settings.sequence_length:,} positions",
+        "tokens": f"{manifest.tokens:,}",
+        "size": f"{manifest.file_bytes / 1e9:,.3f} GB in {plan.shards:,} shards of "
+        f"{plan.samples_per_shard:,} samples",
+        "bytes/token": f"{manifest.file_bytes / manifest.tokens:,.1f}",
+        "entries": f"{settings.k} {entries} per position of a vocabulary of "
+        f"{settings.vocab_size:,}",
+        "codec": settings.codec,
+        "top_p": "none" if settings.top_p is None else f"{settings.top_p:g}",
+        "temperatures": temperatures,
+        "sampling seed": "none" if settings.sampling_seed is None else str(settings.sampling_seed),
+        "serves": ", ".join(settings.supports) or "terms on sampled ids",
+        "lacks": ", ".join(settings.lacks) or "nothing",
+        "teacher": identity.teacher,
+        "tokenizer": identity.tokenizer,
+        "dataset": identity.dataset,
+        **{f"settings.{name}": str(value) for name, value in identity.settings.items()},
+        "capture": plan.uid.hex(),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    return 0
+
+
+def _stats(arguments: argparse.Namespace, console: Console) -> int:
+    plan = Plan.load(arguments.store)
+    totals, lacks = Manifest.load(arguments.store, plan).totals, plan.settings.lacks
+    table = Table("per trained position", "", box=None)
+    table.add_row("positions", f"{totals.positions:,}")
+    if totals.positions:
+        kept = "not defined" if plan.settings.mode == "sampled" or lacks else None
+        table.add_row("kept mass", kept or f"{totals.kept_mass / totals.positions:.5f}")
+        nats = {"entropy": totals.entropy, "cross-entropy": -totals.label_log_prob}
+        for name, total in nats.items():
+            known = f"{total / totals.positions:.4f} nat"
+            table.add_row(f"teacher's {name}", "unknown" if lacks else known)
+        table.add_row("kept ids", f"{totals.kept / totals.positions:.2f}")
+        for name, share in _histogram(totals):
+            table.add_row(name, f"{share:7.2%} {'#' * round(40 * share)}")
+    console.print(table)
+    return 0
+
+
+def _histogram(totals: Totals) -> Iterator[tuple[str, float]]:
+    for power, count in enumerate(totals.kept_histogram):
+        first, last = 1 << power, (2 << power) - 1
+        yield (f"  {first}" if first == last else f"  {first} to {last}"), count / totals.positions
+
+
+def _verify(arguments: argparse.Namespace, console: Console) -> int:
+    report = _read_all(arguments.store, console)
+    if report.problems:
+        console.print(
+            f"{spelled(arguments, 'store')} repair {arguments.store} moves the bad shards away; "
+            "the capture, run again, writes them anew"
+        )
+    return 1 if report.problems else 0
+
+
+def _repair(arguments: argparse.Namespace, console: Console) -> int:
+    report = _read_all(arguments.store, console)
+    for moved in repair(arguments.store, report):
+        console.print(f"moved to {moved}")
+    if report.bad_shards or report.missing:
+        console.print("run the capture again: it writes the missing shards and finishes the store")
+    return 0
+
+
+def _read_all(store: Path, console: Console) -> VerificationReport:
+    with _bar(console, "shards") as update:
+        report = verify(store, progress=update)
+    if report.problems:
+        for problem in report.problems[:SHOWN_PROBLEMS]:
+            sample = "" if problem.sample_id is None else f"sample {problem.sample_id}: "
+            console.print(f"{problem.file}: {sample}{problem.text}")
+        if len(report.problems) > SHOWN_PROBLEMS:
+            console.print(f"and {len(report.problems) - SHOWN_PROBLEMS:,} more")
+    console.print(
+        f"{report.samples:,} of {report.plan.samples:,} samples are good; "
+        f"{len(report.problems):,} problems, {len(report.bad_shards):,} bad shards, "
+        f"{len(report.missing):,} missing"
+    )
+    return report
+
+
+def _convert(arguments: argparse.Namespace, console: Console) -> int:
+    identity = Identity(
+        teacher=arguments.teacher,
+        tokenizer=arguments.tokenizer,
+        dataset=arguments.dataset,
+        settings={"converted_from": arguments.source},
+    )
+    with _bar(console, "samples") as update:
+        manifest = convert_maxtext(
+            arguments.files,
+            arguments.store,
+            vocab_size=arguments.vocab_size,
+            identity=identity,
+            codec=arguments.codec,
+            samples_per_shard=arguments.samples_per_shard,
+            progress=update,
+        )
+    console.print(
+        f"{arguments.store}: {manifest.plan.samples:,} samples, {manifest.tokens:,} tokens, "
+        f"{manifest.file_bytes / 1e9:,.3f} GB; for support renormalized only, because the files "
+        f"lack {', '.join(manifest.plan.settings.lacks)}"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(unit)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+COMMAND = Command(
+    description="""Inspect a teacher store, verify or repair it, or convert another program's files.
+
+    megatron-distill store inspect stores/code
+    megatron-distill store verify stores/code
+    megatron-distill store stats stores/code
+    megatron-distill store repair stores/code
+    megatron-distill store convert --from maxtext part_*.array_record --to stores/code \\
+        --vocab-size 128256
+
+`repair` moves bad shards to quarantine/; the capture, run again, writes them anew.""",
+    add_arguments=_add_arguments,
+    run=_run,
+    has_actions=True,
+    stopped="stopped; run the command again to go on",
+)

@@ -1,0 +1,85 @@
+"""Tokenise a corpus once, into the .bin/.idx pair that `format: megatron` reads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_distill.commands.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from megatron_distill.data.formats import FORMATS
+
+    parser.add_argument("paths", nargs="*", metavar="FILE", help="files or quoted glob patterns")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--tokenizer", help="Hugging Face folder, SentencePiece .model or .tiktoken file"
+    )
+    which.add_argument("--encoding", help="a tiktoken encoding whose ranks are in its cache")
+    parser.add_argument("--output", required=True, type=Path, help="prefix of the two files")
+    formats = [name for name, row in FORMATS.items() if row.is_text]
+    parser.add_argument("--format", choices=formats, default="jsonl")
+    parser.add_argument("--text-key", default="text", help="field of a record, column of a table")
+    parser.add_argument(
+        "--documents", choices=("file", "line"), default="file", help="what a text document is"
+    )
+    parser.add_argument(
+        "--on-error", choices=("raise", "skip"), default="raise", help="what to do with bad records"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from megatron_distill.data.formats import SourceSpec
+    from megatron_distill.data.text.stream import tokenized_documents
+    from megatron_distill.data.tokenizers.open import load_tokenizer, open_named_encoding
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    spec = SourceSpec(
+        format=arguments.format,
+        paths=tuple(arguments.paths),
+        text_key=arguments.text_key,
+        documents=arguments.documents,
+    )
+    tokenizer = (
+        open_named_encoding(arguments.encoding)
+        if arguments.encoding is not None
+        else load_tokenizer(arguments.tokenizer, named="--tokenizer")
+    )
+    prepare_megatron_core(on_cuda=torch.cuda.is_available())
+    # Only now: this imports Megatron-Core, which had to be prepared first.
+    from megatron_distill.runtime.indexed_dataset import open_indexed
+
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        open_indexed(
+            arguments.output, vocab_size=tokenizer.vocab_size, overwrite=arguments.overwrite
+        ) as writer,
+    ):
+        task, said = progress.add_task(""), ""
+        for rows in tokenized_documents(spec, tokenizer, skip_bad=arguments.on_error == "skip"):
+            writer.add(rows)
+            said = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+            progress.update(task, description=said)
+    console.print(f"{arguments.output}.bin and .idx: {said}", markup=False)
+    return 0
+
+
+COMMAND = Command(
+    description="""Tokenise a corpus once, into the .bin/.idx pair that `format: megatron` reads.
+
+    megatron-distill data tokenize --tokenizer DIR --output corpora/code 'data/*.jsonl.zst'
+    megatron-distill data tokenize --tokenizer DIR --output corpora/books --format text books/*
+
+Then, in a run: data.sources: [{format: megatron, paths: [corpora/code]}]""",
+    add_arguments=_add_arguments,
+    run=_run,
+    stopped="stopped; nothing was written",
+)

@@ -1,0 +1,38 @@
+"""Train a student, with a teacher or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_distill.commands.job import Job
+
+if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
+    from megatron_distill.runtime.launch import Device
+    from megatron_distill.runtime.termination import TerminationRequest
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    from megatron_distill.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _train(config: RunConfig, device: Device, termination: TerminationRequest) -> bool:
+    # Only now: this imports Megatron-Core, which had to be prepared first.
+    from megatron_distill.train.assemble.run import run_training
+
+    return run_training(config, device, termination)
+
+
+COMMAND = Job(load=_load, run=_train).command(
+    description="""Train a student, with a teacher or without.
+
+    megatron-distill train tiny.yaml train.steps=10
+    megatron-distill train configs/quickstart_teacher.yaml --processes 4
+
+An interrupted run goes on with the same command, in any layout.""",
+    example="e.g. parallel.tensor=2 output=runs/a",
+)

@@ -1,0 +1,70 @@
+"""torchrun for the ranks of one machine, with the failed rank's own message as the only report.
+
+Started by `runtime.torchrun.run_ranks` as a process of its own: python -m, torchrun's arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+__all__ = ["main"]
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ranks to their end and return the exit status of the one that failed first, or 0."""
+    logging.disable(logging.ERROR)  # of a failure torchrun logs the process, not the reason
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as error:
+        return _report(error.failures)
+    return 0
+
+
+def _report(failures: Mapping[int, ProcessFailure]) -> int:
+    """Write why the ranks failed, unless a rank has written it, and return the exit status."""
+    # A rank that torchrun ended after another's failure is not the cause.
+    rank = min(failures, key=lambda rank: (_order(failures[rank]), failures[rank].timestamp, rank))
+    failure = failures[rank]
+    message = _own_message(failure)
+    if message is not None:
+        sys.stderr.write(f"{message}\n")
+        return 1  # its status with a message, though torchrun may have ended it on its way out
+    if failure.exitcode < 0:
+        ended_by = signal.Signals(-failure.exitcode)
+        reason = "stopped" if ended_by in _ENDING else f"error: rank {rank} died of {ended_by.name}"
+        sys.stderr.write(f"{reason}\n")
+    elif not _was_ended(failure):
+        sys.stderr.write(
+            f"error: rank {rank} failed with exit status {failure.exitcode}, see above\n"
+        )
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def _order(failure: ProcessFailure) -> int:
+    if _own_message(failure) is not None:
+        return 0
+    if not _was_ended(failure):
+        return 1
+    return 2 if failure.exitcode > 0 else 3  # one that tidied up has written that it stopped
+
+
+def _own_message(failure: ProcessFailure) -> str | None:
+    """Return the message that `Launch.status_of` left for torchrun."""
+    written = failure.error_file_data["message"]
+    return str(written["message"]) if isinstance(written, dict) else None
+
+
+def _was_ended(failure: ProcessFailure) -> bool:
+    return failure.exitcode in {sign for number in _ENDING for sign in (-number, 128 + number)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""`megatron-distill` as a user calls it: its own ranks, signals, chats, and an installed wheel.
+
+Regimes: ranks that compute something else than under torchrun; an error that is not the last text,
+a status that is not the ranks'; a rank left behind; a chat that differs from the one `transformers`
+holds with the exported model; a wheel that needs the repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_distill.commands.shipped import shipped_folder
+from tests.distributed.pool import Pool
+from tests.e2e.processes import PATIENCE, ROOT, SIGNALLING_TORCHRUN
+from tests.e2e.runs import Inputs, course, environment, run, step_records
+from tests.support.chat_fixtures import chat_tokenizer
+
+PROGRAM = (sys.executable, "-m", "megatron_distill.cli")
+METRICS = "run2/metrics.jsonl"
+SHORT = ("train.steps=2", "schedule.warmup_steps=1")
+
+
+def call(words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(words),
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return call([*PROGRAM, *words], folder)
+
+
+@pytest.mark.slow
+def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path: Path) -> None:
+    trained = program(tmp_path, "train", "tiny.yaml", *SHORT, "--processes", "2")
+    assert trained.returncode == 0, trained.stderr
+    assert f"configuration: {shipped_folder()}/tiny.yaml, shipped with" in trained.stderr
+    config = str(ROOT / "configs" / "tiny.yaml")
+    script = str(ROOT / "launch" / "pretrain_distill.py")
+    under = [*SIGNALLING_TORCHRUN, "--standalone", "--nproc-per-node=2", script]
+    expected = call([*under, "--config", config, *SHORT, "output=runs/expected"], tmp_path)
+    assert expected.returncode == 0, expected.stderr
+    found, wanted = (step_records(tmp_path / "runs" / name) for name in ("tiny", "expected"))
+    assert [record["step"] for record in found] == [1, 2]
+    assert course(found) == course(wanted)
+
+
+ENDINGS = {
+    "error": (1, "error: train.steps = 0: must be 1 or more\n"),
+    "bug": (1, "ValueError: a bug\nerror: rank 1 failed with exit status 1, see above\n"),
+    "3": (3, "error: rank 1 failed with exit status 3, see above\n"),
+    "killed": (137, "error: rank 1 died of SIGKILL\n"),
+}
+
+
+@pytest.mark.parametrize("manner", ENDINGS)
+def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
+    starter = (
+        "import sys; from megatron_distill.runtime.torchrun import run_ranks\n"
+        "sys.exit(run_ranks('tests.support.rank_endings', sys.argv[1:], processes=2))"
+    )
+    done = call([sys.executable, "-c", starter, manner], ROOT)
+    status, said = ENDINGS[manner]
+    assert done.returncode == status, done.stderr
+    assert done.stderr.endswith(said)
+    assert "ChildFailedError" not in done.stderr
+    assert ("Traceback" in done.stderr) == (manner == "bug")
+
+
+def ranks_below(pid: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "RANK" in process.environ():
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_an_interruption_ends_every_rank(
+    pool: Pool, inputs: Inputs, tmp_path: Path, command: str
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
+    words = {
+        "train": (str(config), "output=run2", "train.steps=100000", "checkpoint.save=true"),
+        "generate": ("run", "--tokens", "1000000"),
+    }[command]
+    process = subprocess.Popen(
+        [*PROGRAM, command, *words, "--processes", "2"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        ranks: list[psutil.Process] = []
+        while len(ranks) < 2 or (command == "train" and not (tmp_path / METRICS).exists()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            ranks = ranks_below(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    assert not [rank for rank in ranks if rank.is_running()]
+    if command == "train":
+        assert process.returncode == 0, said
+        last = step_records(tmp_path / "run2")[-1]["step"]
+        assert f"stopped by a signal after step {last}\n" in said
+    else:
+        assert process.returncode == 128 + signal.SIGINT
+        assert said.endswith("stopped\n")
+
+
+@pytest.fixture(scope="module")
+def chatting(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of a student whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chatting")
+    chat_tokenizer("qwen25").save(folder / "tokenizer")
+    config = inputs.folder / "dense.yaml"
+    tokenizer = f"data.tokenizer.path={folder / 'tokenizer'}"
+    # The last step has a learning rate of 0: random weights write different tokens.
+    one_step = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
+    untied = ("student.architecture.tied_embeddings=false", "student.architecture.init_std=0.5")
+    changes = (*one_step, *untied, "data.sequence_length=64", tokenizer)
+    run(pool, 1, config, folder / "run", *changes)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
+    chat = ("--chat", "--prompt", "Is it sunny?", "--system", "Be brief.", "--temperature", "0")
+    words = (*chat, "--tokens", "12")
+    ours = program(chatting, "generate", "run", *words, "parallel.tensor=2", "--processes", "2")
+    assert ours.returncode == 0, ours.stderr
+    exported = program(chatting, "convert", "export", "--checkpoint", "run", "--hf", "out")
+    assert exported.returncode == 0, exported.stderr
+    theirs = program(chatting, "generate", "--hf", "out", *words)
+    assert theirs.returncode == 0, theirs.stderr
+    assert ours.stdout == theirs.stdout
+    assert len(set(ours.stdout)) > 6, ours.stdout
+    assert "Is it sunny?" not in ours.stdout
+    assert "evaluate run\n" in ours.stderr
+    assert "convert export --checkpoint run --hf DIR\n" in ours.stderr
+
+
+def test_a_chat_without_a_template_names_the_tokenizer(chatting: Path) -> None:
+    bare = chatting / "bare"
+    shutil.copytree(chatting / "tokenizer", bare)
+    (bare / "chat_template.jinja").unlink()
+    words = ("--chat", "--processes", "2", f"data.tokenizer.path={bare}", "parallel.tensor=2")
+    done = program(chatting, "generate", "run", *words)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: --chat: the tokenizer {bare} has no chat template; add a chat_template.jinja to "
+        "its folder, or leave --chat out"
+    )
+
+
+def test_a_chat_that_the_model_cannot_see_whole_is_refused(chatting: Path) -> None:
+    done = program(chatting, "generate", "run", "--chat", "--prompt", "sunny " * 70)
+    assert done.returncode == 1
+    assert "data.sequence_length = 64; shorten --prompt" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_an_evaluation_proposes_the_next_commands(chatting: Path) -> None:
+    held_out = ("validation.samples=4", "--json", "figures.json")
+    done = program(chatting, "evaluate", "run", *held_out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert json.loads((chatting / "figures.json").read_text())["ce_loss"] > 0
+    assert "run: evaluated on 4 held-out sequences of 64 tokens in " in done.stderr
+    assert done.stderr.splitlines()[-2:] == [
+        "text from it: megatron-distill generate run",
+        "a Hugging Face folder of it: megatron-distill convert export --checkpoint run --hf DIR",
+    ]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, unpacked; pip fetches the build backend."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    built = call([*pip, "wheel", "--no-deps", "-w", str(folder), str(ROOT)], folder)
+    if "No matching distribution found for hatchling" in built.stderr:
+        pytest.skip("the build backend, hatchling, cannot be fetched")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("*.whl")
+    done = call(
+        [*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], folder
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(
+    installed: Path, tmp_path: Path
+) -> None:
+    shipped = installed / "megatron_distill" / "configs"
+    names = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert sorted(path.name for path in shipped.iterdir()) == names
+    for name in names:
+        command = "capture" if name == "cache.yaml" else "train"
+        words = [*PROGRAM, command, f"configs/{name}", "--print-config"]
+        printed = call(words, tmp_path, PYTHONPATH=str(installed))
+        assert printed.returncode == 0, printed.stderr
+        assert f"configuration: {shipped / name}, shipped with" in printed.stderr
+    courses = []
+    for processes in ("1", "2"):
+        output = tmp_path / f"run{processes}"
+        words = [*PROGRAM, "train", "tiny.yaml", *SHORT, f"output={output}"]
+        done = call([*words, "--processes", processes], tmp_path, PYTHONPATH=str(installed))
+        assert done.returncode == 0, done.stderr
+        courses.append([record["ce_loss"] for record in step_records(output)])
+    assert len(courses[0]) == 2
+    assert courses[1] == pytest.approx(courses[0], rel=1e-6)
+    script = call(
+        [str(installed / "bin" / "megatron-distill"), "--version"],
+        tmp_path,
+        PYTHONPATH=os.pathsep.join([str(installed)]),
+    )
+    assert script.stdout == "megatron-distill 0.1.0\n"

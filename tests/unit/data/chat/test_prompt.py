@@ -1,0 +1,62 @@
+"""A user message as the prompt of a chat model.
+
+Regimes: a prompt that is not the beginning of a training conversation; an end of turn that is not
+the end of the document; a tokenizer without a template; a template that refuses a system message.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_distill.data.chat.prompt import chat_prompt, plain_prompt
+from megatron_distill.errors import ConfigError
+from tests.support.chat_fixtures import chat_tokenizer
+
+ENDS = {
+    "llama3": "<|eot_id|>",
+    "llama31": "<|eot_id|>",
+    "qwen25": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "generation_blocks": "<|im_end|>",
+    "mistral": "</s>",
+    "mistral_v3": "</s>",
+    "phi3": "<|end|>",
+    "gemma": "<end_of_turn>",
+}
+
+
+@pytest.mark.parametrize("style", ENDS)
+def test_the_prompt_is_what_transformers_makes_of_the_message(style: str) -> None:
+    tokenizer = chat_tokenizer(style)
+    messages = [{"role": "user", "content": "Is it sunny?"}]
+    expected = tokenizer.hugging_face.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert list(chat_prompt(tokenizer, "Is it sunny?").ids) == expected
+
+
+@pytest.mark.parametrize("style", ENDS)
+def test_the_end_of_a_turn_and_of_a_document_stop_it(style: str) -> None:
+    tokenizer = chat_tokenizer(style)
+    stops = chat_prompt(tokenizer, "Is it sunny?").stop_ids
+    assert set(stops) == {tokenizer.eos_id, tokenizer.special_ids[ENDS[style]]}
+
+
+def test_a_system_message_comes_first() -> None:
+    tokenizer = chat_tokenizer("qwen25")
+    text = tokenizer.decode(chat_prompt(tokenizer, "Hi", system="Be brief.").ids)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    with pytest.raises(ConfigError, match="--chat: gemma: the chat template refuses it: .*System"):
+        chat_prompt(chat_tokenizer("gemma"), "Hi", system="Be brief.")
+
+
+def test_a_tokenizer_without_a_template_is_named() -> None:
+    tokenizer = chat_tokenizer("plain")
+    with pytest.raises(ConfigError, match="the tokenizer plain has no chat template; add a chat_t"):
+        chat_prompt(tokenizer, "Hi")
+    assert plain_prompt(tokenizer, "Hi").stop_ids == (tokenizer.eos_id,)
+    with pytest.raises(ConfigError, match="--prompt is empty"):
+        plain_prompt(tokenizer, "")
