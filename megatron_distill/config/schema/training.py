@@ -102,7 +102,16 @@ class ScheduleConfig(Section):
 class TrainConfig(Section):
     """Length and arithmetic of the run."""
 
-    steps: int = Field(ge=1, examples=[1000], description="Optimizer steps.")
+    steps: int = Field(
+        default=0, ge=0, description="Optimizer steps; required unless `epochs` is set."
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the training samples, in place of `steps`, which is computed from "
+        "it at the start. For one source: `megatron`, conversations, documents of up to 64 MiB, or "
+        "a store.",
+    )
     global_batch_size: int = Field(
         ge=1, examples=[256], description="Sequences in one step, over all ranks."
     )

@@ -61,6 +61,11 @@ class IndexedSource:
                 "end-of-document token; preprocess with --append-eod and with this run's tokenizer"
             )
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the documents."""
+        return len(self._samples)
+
     def next_sample(self) -> Sample:
         """The next sample. Raises DataError."""
         epoch, index = divmod(self._position, len(self._samples))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megatron_distill import log
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from megatron_distill.runtime.launch import Device, Launch
 
 J = TypeVar("J", bound="JobConfig")
+
+_LOGGER = get_logger(__name__)
 
 
 class JobCommand(Generic[J]):
@@ -75,11 +78,14 @@ class JobCommand(Generic[J]):
     def _join(
         self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
     ) -> None:
-        from megatron_distill.config import check_layout
+        from megatron_distill.config import check_layout, load_warnings
         from megatron_distill.runtime.launch import joined_world
 
         with launch.together("configuration"):
             config = self._load(given.config, given.overrides)
             check_layout(config, launch.size)
+            if launch.rank == 0:
+                for warning in load_warnings(given.config, given.overrides, type(config)):
+                    _LOGGER.warning("%s", warning)
         with joined_world(**config.runtime.model_dump(), launch=launch) as device:
             self._run(config, device, termination)

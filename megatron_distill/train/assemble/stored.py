@@ -16,7 +16,7 @@ from megatron_distill.data.stored import (
     held_out_numbers,
     read_held_out_numbers,
 )
-from megatron_distill.errors import ConfigError, StoreError
+from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture
@@ -158,15 +158,21 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
             f"teacher.store: {len(stores.stores)} stores are named and data.sources are given; join"
             " one store with them, or leave data.sources out to train on the stores' samples"
         )
-    needed = config.train.steps * config.train.global_batch_size
-    if needed > stores.samples:
-        raise StoreError(
-            f"{stores.stores[0].folder}: holds {stores.samples} samples, and train.steps="
-            f"{config.train.steps} of train.global_batch_size={config.train.global_batch_size} "
-            f"read {needed}; lower train.steps, capture more, or leave data.sources out to go "
-            "through the store's samples more than once"
-        )
     _check_corpus(config, stores.stores[0])
+
+
+def require_samples(config: RunConfig, stored: Stored | None) -> None:
+    """Raise StoreError, on all ranks, if a store joined with a corpus ends before the run."""
+    if stored is None or not config.data.sources:
+        return
+    steps, batch = config.train.steps, config.train.global_batch_size
+    if steps * batch > stored.samples:
+        raise StoreError(
+            f"teacher.store: contains {counted(stored.samples, 'sample')}, but train.steps = "
+            f"{steps} with train.global_batch_size = {batch} reads {steps * batch:,}; lower "
+            "train.steps, capture more samples, or remove data.sources to train on the store's "
+            "samples for several epochs"
+        )
 
 
 def _check_documents(config: RunConfig, store: StoreReader) -> None:
