@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = ["check_columns", "check_per_token", "check_rows", "resolve_shard"]
@@ -63,7 +64,9 @@ def check_rows(count: int, **tensors: Tensor) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.shape[0] != count:
-            raise ValueError(f"{name} has {tensor.shape[0]} rows for {count} tokens")
+            raise ValueError(
+                f"{name} has {counted(tensor.shape[0], 'row')} for {counted(count, 'token')}"
+            )
 
 
 def check_per_token(count: int, **tensors: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.losses.checks import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.terms import Term, check_distinct, kept_target
 from megatron_distill.ops.divergences import WeightedDivergence
@@ -100,7 +101,9 @@ def fused_linear_objective(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:
-        raise ValueError(f"{len(terms)} divergence terms need a teacher's signal, there is none")
+        raise ValueError(
+            f"{counted(len(terms), 'divergence term')} without a teacher signal; pass a signal"
+        )
     check_distinct(terms)
     between, kept = _plans(signal, terms, student_hidden.shape[0])
     work = FusedLinear(
@@ -146,13 +149,15 @@ def _plans(
         for term in terms:
             if term.top_k is not None:
                 raise ValueError(
-                    f"{term.name} asks for a top-k of {term.top_k}, but the signal is one of "
-                    f"{signal.ids.shape[1]} ids already; leave top_k out"
+                    f"{term.name} has top_k {term.top_k}, but the signal has only "
+                    f"{counted(signal.ids.shape[1], 'id')} per token; remove top_k"
                 )
         signal = Recorded((signal,) * len(terms)) if terms else None
     if isinstance(signal, Recorded):
         if len(signal.by_term) != len(terms):
-            raise ValueError(f"Recorded speaks of {len(signal.by_term)} terms of {len(terms)}")
+            raise ValueError(
+                f"Recorded has {counted(len(signal.by_term), 'term')}, the objective {len(terms)}"
+            )
         check_rows(tokens, ids=signal.by_term[0].ids)
         kept = [
             (term, kept_target(own, term)) for term, own in zip(terms, signal.by_term, strict=True)

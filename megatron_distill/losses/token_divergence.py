@@ -70,7 +70,9 @@ def token_divergence(
             teacher = _chosen(signal.logits, top_k, term, shard, group)
     elif isinstance(signal, TopK | Sampled):
         if top_k is not None:
-            raise ValueError(f"top_k is {top_k}, but the signal is one of few ids already")
+            raise ValueError(
+                f"top_k is {top_k}, but the signal is already a top-k or sampled one; remove top_k"
+            )
         check_rows(student.shape[0], ids=signal.ids)
         teacher = kept_target(signal, term)
     else:

@@ -32,7 +32,7 @@ def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
     }
     entries, knows = record.entries, settings.normalised_over == "vocabulary"
     if isinstance(entries, DrawnEntries) != (settings.mode == "sampled"):
-        yield f"holds {type(entries).__name__}; the plan's mode is {settings.mode}"
+        yield f"contains {type(entries).__name__}; the mode of the plan is {settings.mode}"
         return
     if isinstance(entries, TopKEntries):
         expected["ids_SK"] = (entries.ids_SK, (positions, k), "int32")

@@ -82,7 +82,7 @@ class RecordFile:
             raise StoreError(f"{path}: missing")
         self._reader = _module().ArrayRecordReader(str(path), _READ_OPTIONS)
         if not self._reader.ok():
-            raise StoreError(f"{path}: cut off, never closed, or no ArrayRecord file")
+            raise StoreError(f"{path}: cut off, not closed, or not an ArrayRecord file")
         self.count: int = self._reader.num_records()
         if count is not None and self.count != count:
             raise StoreError(f"{path}: {self.count} records instead of {count}")

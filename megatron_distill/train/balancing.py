@@ -118,8 +118,8 @@ class Balancing:
         if not self.is_measured or state.fits(self.mode, terms=terms, features=features):
             return state
         _LOGGER.warning(
-            "the checkpoint's running means are of other losses (%s of %d terms); those of "
-            "objective.balance begin anew",
+            "the running means of the checkpoint are for other losses (%s, %d terms); "
+            "objective.balance starts with new ones",
             state.measure,
             0 if state.decayed is None else len(state.decayed.terms),
         )

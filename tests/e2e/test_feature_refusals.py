@@ -34,7 +34,7 @@ def test_only_a_run_of_the_same_features_goes_on(
     going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
     for changes, part in (
         ((LOSSES.replace("cosine}, {match", "mse}, {match"), MLP), "losses are ['feature_mse_1_2'"),
-        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} there and "),
+        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} in the checkpoint and "),
         ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
         ((), "losses are ['feature_mse_1_2'"),
     ):
@@ -133,7 +133,9 @@ def test_maps_of_layers_that_see_other_keys_are_refused(
 ) -> None:
     window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
     said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
-    assert said.startswith("ConfigError: objective.features with loss = 'attention' need layers")
+    assert said.startswith(
+        "ConfigError: objective.features with loss = 'attention' need student and"
+    )
     assert (
         "layer 4 of the student has a sliding_window of 8, layer 2 of the teacher one of None"
         in said

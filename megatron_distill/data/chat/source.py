@@ -253,9 +253,8 @@ class ConversationSource:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
-                    f"checkpoint was written, to {value}; restore it, or start a new run with "
-                    "another output"
+                    f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore it, or start a new run with another output"
                 )
         self._begin(
             epoch=state["epoch"],

@@ -90,9 +90,8 @@ class IndexedSource:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._prefix}: its {key} changed from {state.get(key)}, when "
-                    f"the checkpoint was written, to {value}; restore files, seed, "
-                    "data.sequence_length and data.validation_fraction, or start a new run with "
-                    "another output"
+                    f"data source {self._prefix}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore files, seed, data.sequence_length and "
+                    "data.validation_fraction, or start a new run with another output"
                 )
         self._position = state["position"]

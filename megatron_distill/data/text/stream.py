@@ -160,9 +160,8 @@ class PackedStream:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
-                    f"checkpoint was written, to {value}; restore it, or start a new run with "
-                    "another output"
+                    f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore it, or start a new run with another output"
                 )
         place = Place(
             epoch=state["epoch"],
@@ -332,7 +331,7 @@ def tokenized_documents(
     Nothing is held out or shuffled. Raises DataError, see `DocumentReader`.
     """
     if spec.format == "megatron":
-        raise DataError("a source of format megatron is tokenised already")
+        raise DataError("a source of format megatron is already tokenised")
     reader = DocumentReader(
         source_files(spec),
         read=reading_table(spec.text_key)[spec.format, spec.documents],

@@ -165,7 +165,8 @@ def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
     empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
     if empty:
         _LOGGER.warning(
-            "validation.samples=%d leaves nothing held out of %s; raise it, or its weight",
+            "validation.samples=%d gives no held-out sample of %s; raise it, or the weight of "
+            "the source",
             config.validation.samples,
             ", ".join(empty),
         )

@@ -94,7 +94,7 @@ def open_stored(
             first = corpus.stores[0]
             identities = tuple(store.plan.uid.hex() for store in corpus.stores)
             said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
-            _LOGGER.info("the teacher is read from %s", _described(corpus))
+            _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
             reading = _open(config, entries, vocabulary, student)
     dist.broadcast_object_list(said, src=0)
@@ -130,15 +130,14 @@ def _open(
 def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
     if store.identity.tokenizer == UNKNOWN:
         _LOGGER.warning(
-            "%s does not say of which tokenizer its ids are; nothing can check that it is this "
-            "run's",
+            "%s does not name its tokenizer, so it cannot be compared with that of this run",
             store.folder,
         )
     elif store.identity.tokenizer != vocabulary.identity:
         raise StoreError(
-            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, this run's "
-            f"{vocabulary.identity[:12]}; leave data.tokenizer out to use the store's, or capture "
-            "a store with this one"
+            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, not "
+            f"{vocabulary.identity[:12]} as in this run; remove data.tokenizer to use that of the "
+            "store, or capture a store with this one"
         )
 
 
@@ -155,8 +154,9 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
         return
     if len(stores.stores) > 1:
         raise StoreError(
-            f"teacher.store: {len(stores.stores)} stores are named and data.sources are given; join"
-            " one store with them, or leave data.sources out to train on the stores' samples"
+            f"teacher.store: {len(stores.stores)} stores, but only one can be joined with "
+            "data.sources; name one store, or remove data.sources to train on the samples of the "
+            "stores"
         )
     _check_corpus(config, stores.stores[0])
 
@@ -180,8 +180,8 @@ def _check_documents(config: RunConfig, store: StoreReader) -> None:
     isolated = captured.get("isolate_documents", config.data.isolate_documents)
     if isolated != config.data.isolate_documents:
         raise StoreError(
-            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, so that"
-            " its teacher saw other contexts than this student would; set it so here too"
+            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, and "
+            "the student needs the same contexts; set the same value"
         )
 
 
@@ -195,7 +195,7 @@ def _check_corpus(config: RunConfig, store: StoreReader) -> None:
     if differences:
         raise StoreError(
             f"{store.folder}: captured on another stream of samples ({'; '.join(differences)}); "
-            "restore these settings, or leave data.sources out to train on the store's samples"
+            "restore these settings, or remove data.sources to train on the samples of the store"
         )
 
 
@@ -215,8 +215,8 @@ def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> No
     if found != digest:
         source = teacher.hf or teacher.checkpoint or "teacher.architecture"
         raise StoreError(
-            f"teacher.store was captured from a teacher of weights {digest[:19]}, and {source} has "
-            f"{found[:19]}; name that teacher, or only teacher.store"
+            f"teacher.store was captured from a teacher with weights {digest[:19]}, but {source} "
+            f"has {found[:19]}; set the same teacher, or teacher.store alone"
         )
 
 
@@ -224,9 +224,8 @@ def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
     is_at_one = term.temperature == 1.0 and term.temperatures is None
     if not term.is_forward_kl or not is_at_one or term.top_k is not None:
         raise StoreError(
-            f"{store.folder}: holds ids drawn at temperature 1, which serve forward_kl at "
-            f"temperature 1 and nothing else; change objective.terms.{index}, or capture a store "
-            "with mode: top_k"
+            f"{store.folder}: contains sampled ids, which serve only forward_kl at temperature 1 "
+            f"without top_k; change objective.terms.{index}, or capture a store with mode: top_k"
         )
 
 

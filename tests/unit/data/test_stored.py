@@ -113,9 +113,9 @@ def test_a_state_of_other_stores_or_of_a_corpus_is_refused(
     folders: list[Path], tmp_path: Path
 ) -> None:
     state = stream(opened(folders)).state_dict()
-    with pytest.raises(DataError, match="are not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match="differ from the stores in the checkpoint"):
         stream(opened(folders[:1])).load_state_dict(state)
-    with pytest.raises(DataError, match="name those"):
+    with pytest.raises(DataError, match="restore those"):
         stream(opened(folders)).load_state_dict({"taken": [3], "sources": [{}]})
 
 

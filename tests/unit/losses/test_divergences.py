@@ -208,7 +208,9 @@ def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> N
     expected = solved(student, kept, torch.ones(7), **given)
     found = solved(student, DenseLogits(teacher), torch.ones(7), top_k=5, **given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="top_k is 3, but the signal is one of few ids already"):
+    with pytest.raises(
+        ValueError, match="top_k is 3, but the signal is already a top-k or sampled one"
+    ):
         solved(student, kept, torch.ones(7), top_k=3, **given)
 
 

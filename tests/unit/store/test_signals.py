@@ -107,7 +107,7 @@ def test_without_a_tail_only_the_renormalised_support_is_served() -> None:
     record, _ = captured(wanted())
     kept = replace(record, entries=replace(record.top_k, log_tail_S=None))
     for support in ("tail", "raw"):
-        with pytest.raises(StoreError, match=f"sample 0: the store holds no log_tail .*{support}"):
+        with pytest.raises(StoreError, match=f"sample 0: the store has no log_tail .*{support}"):
             top_k_signal([kept], support=support)  # type: ignore[arg-type]
     assert torch.isneginf(top_k_signal([kept], support="renormalized").log_tail).all()
 

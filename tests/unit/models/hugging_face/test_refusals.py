@@ -176,7 +176,7 @@ O_PROJ = f"{ATTENTION}.o_proj.weight"
 TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], tuple[str, ...]]] = {
     "missing": ("llama2", without(O_PROJ), (f"lacks {O_PROJ}, which",)),
     "no head": ("llama2", without(HEAD), (f"lacks {HEAD}",)),
-    "surplus": ("llama2", add(more=torch.zeros(1)), ("has more, which", "nothing is left out")),
+    "surplus": ("llama2", add(more=torch.zeros(1)), ("has more, which", "remove the surplus")),
     "five surplus": (
         "llama2", add(**{f"a{i}": torch.zeros(1) for i in range(5)}), ("a0, a1, a2, a3, a4, which",)
     ),
@@ -299,7 +299,7 @@ ONE_FILE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a folder": (
         lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), (WEIGHTS, "damaged")
     ),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), ("holds no safetensors file",)),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), ("contains no safetensors file",)),
     "a pickle": (
         lambda f: ((f / WEIGHTS).unlink(), (f / "pytorch_model.bin").write_bytes(b"")),
         ("pytorch_model.bin is a pickle", "refused", "safetensors"),

@@ -32,7 +32,9 @@ def test_a_state_of_another_store_is_refused(tmp_path: Path) -> None:
 def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
     StreamPlaces(tmp_path, UID).save(STATES)
     (tmp_path / "stream-000003.json").rename(tmp_path / "stream-000005.json")
-    with pytest.raises(StoreError, match="stream-000005.json: not what its name says; remove it"):
+    with pytest.raises(
+        StoreError, match="stream-000005.json: not the content for this file name; remove it"
+    ):
         StreamPlaces(tmp_path, UID).load()
 
 
