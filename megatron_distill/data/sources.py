@@ -23,7 +23,7 @@ from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held
 from megatron_distill.data.text.megatron_indexed import IndexedSource
 from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 
 HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
 _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
@@ -159,9 +159,9 @@ def read_held_out(
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
-            f"(data.validation_fraction={fraction}) fill only {len(found_samples)} samples of "
-            f"{options.sequence_length} tokens; lower validation.samples, raise "
-            "data.validation_fraction, or name data.validation_sources"
+            f"(data.validation_fraction={fraction}) fill only "
+            f"{counted(len(found_samples), 'sample')} of {options.sequence_length} tokens; lower "
+            "validation.samples, raise data.validation_fraction, or set data.validation_sources"
         )
     return SampleList(found_samples)
 

@@ -52,8 +52,9 @@ class StoredSamples:
         for share in shares:
             if self._held_out.issuperset(share.numbers):
                 raise DataError(
-                    f"validation.samples: all {len(share.numbers)} samples of a store would be "
-                    "held out; lower it, or capture more samples"
+                    "validation.samples: it would hold out "
+                    f"{counted(len(share.numbers), 'sample')}, all that a store has; lower it, or "
+                    "capture more samples"
                 )
         # Of each share: samples given, and places of its epochs gone by.
         self._taken = [0] * len(shares)

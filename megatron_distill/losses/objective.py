@@ -101,9 +101,7 @@ def fused_linear_objective(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:
-        raise ValueError(
-            f"{counted(len(terms), 'divergence term')} without a teacher signal; pass a signal"
-        )
+        raise ValueError(f"{counted(len(terms), 'divergence term')} without a teacher signal")
     check_distinct(terms)
     between, kept = _plans(signal, terms, student_hidden.shape[0])
     work = FusedLinear(

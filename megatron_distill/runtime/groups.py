@@ -77,7 +77,7 @@ def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
         raise ConfigError(
             f"parallel.tensor * parallel.pipeline * parallel.context = {layout.tensor} * "
             f"{layout.pipeline} * {layout.context}: the layout needs a multiple of "
-            f"{counted(layout.model_ranks, 'process', 'processes')}; there are {world_size}: set "
+            f"{counted(layout.model_ranks, 'process', 'processes')}; there are {world_size}. Set "
             "--nproc-per-node or one of these keys"
         )
     parallel_state.initialize_model_parallel(

@@ -79,7 +79,7 @@ def value_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
     else:
         counts = entries.counts_SM
         if counts.min() < 0 or (counts.sum(1) != settings.k).any():
-            yield f"the counts of a position do not sum up to {settings.k} draws"
+            yield f"the counts of a position do not sum to {settings.k} draws"
     if record.scalars is not None:
         for name, values in vars(record.scalars).items():
             if not np.isfinite(values).all():

@@ -238,7 +238,7 @@ def require_version(path: Path, value: Any) -> None:
     if value.get("version") != VERSION:
         raise StoreError(
             f"{path}: version {value.get('version')} of the store's format; this release reads "
-            f"version {VERSION}: use the release that wrote it, or capture anew"
+            f"version {VERSION}: use the release that wrote it, or capture the store again"
         )
 
 

@@ -39,9 +39,9 @@ def said(pool: Pool, inputs: Inputs, tmp_path: Path, folder: Path, *overrides: s
 
 
 WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "more layers": (("student.num_layers=4",), ("student.num_layers = 4", "has 3 layers")),
+    "more layers": (("student.num_layers=4",), ("student.num_layers = 4", "has only 3 layers")),
     "a layer that is not there": (
-        ("student.keep_layers=[0,3]",), ("student.keep_layers = [0, 3]", "3 layers, 0 to 2, counted from 0"),
+        ("student.keep_layers=[0,3]",), ("student.keep_layers = [0, 3]", "3 layers, 0 to 2,"),
     ),
     "heads": (
         ("parallel.tensor=4",),

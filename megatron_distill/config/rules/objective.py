@@ -137,7 +137,7 @@ def _ratio_settings(balance: BalanceConfig) -> Iterator[Problem]:
         yield Problem(
             ("objective.balance.per_microbatch", "objective.balance.raw_losses"),
             "objective.balance.raw_losses = 'previous': with objective.balance.per_microbatch = "
-            "true there are no losses of an earlier step for a micro-batch; use 'exact'",
+            "true a micro-batch has no losses of an earlier step; use 'exact'",
         )
     if balance.ema:
         yield Problem(

@@ -41,7 +41,7 @@ from megatron_distill.data.samples import FULLY_TRAINED
 from megatron_distill.data.text.corpora import SourceSpec, source_files
 from megatron_distill.data.text.documents import is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -196,17 +196,20 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     said = found.manifest
     untrained = int((found.index["trained"] == 0).sum())
     _LOG.info(
-        "%s: %s rows, %s conversations, %s tokens; cross-entropy trains %.1f%% of them, "
-        "distillation %.1f%%%s%s%s",
+        "%s: %s, %s, %s; cross-entropy trains %.1f%% of them, distillation %.1f%%%s%s%s",
         spec.name,
-        f"{said.rows:,}",
-        f"{said.conversations:,}",
-        f"{said.tokens:,}",
+        counted(said.rows, "row"),
+        counted(said.conversations, "conversation"),
+        counted(said.tokens, "token"),
         100 * said.ce_labels / max(1, said.tokens),
         100 * said.kd_labels / max(1, said.tokens),
-        f"; {said.bad_rows:,} bad rows skipped" if said.bad_rows else "",
-        f"; {untrained:,} conversations without a trained token left out" if untrained else "",
-        f"; {said.dropped:,} responses before the first prompt dropped" if said.dropped else "",
+        f"; {counted(said.bad_rows, 'bad row')} skipped" if said.bad_rows else "",
+        f"; {counted(untrained, 'conversation')} without a trained token left out"
+        if untrained
+        else "",
+        f"; {counted(said.dropped, 'response')} before the first prompt dropped"
+        if said.dropped
+        else "",
     )
     if said.unclosed:
         _warn_of_unclosed(spec.name, found.folder, said.unclosed, said.conversations)

@@ -232,8 +232,8 @@ def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
 def _described(stores: StoreSet) -> str:
     settings = stores.stores[0].settings
     folders = ", ".join(str(store.folder) for store in stores.stores)
-    entries = "draws" if settings.mode == "sampled" else "ids"
-    return f"{folders}: {stores.samples} samples, {settings.k} {entries} per token"
+    entries = "sampled ids" if settings.mode == "sampled" else "top-k ids"
+    return f"{folders}: {counted(stores.samples, 'sample')}, {settings.k} {entries} per token"
 
 
 def stored_source(config: RunConfig, stored: Stored) -> StoredSamples | None:

@@ -56,8 +56,8 @@ BROKEN: dict[str, tuple[Sequence[str], str]] = {
     "micro-batches of the step before": (
         [MAGNITUDE, "objective.balance={per_microbatch: true, raw_losses: previous}"],
         "objective.balance.raw_losses = 'previous': with "
-        "objective.balance.per_microbatch = true there are no losses of an earlier "
-        "step for a micro-batch; use 'exact'",
+        "objective.balance.per_microbatch = true a micro-batch has no losses of an earlier step; "
+        "use 'exact'",
     ),
     "a mean of micro-batches": (
         [MAGNITUDE, "objective.balance={per_microbatch: true, ema: 0.9}"],

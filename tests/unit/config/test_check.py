@@ -164,13 +164,13 @@ def test_a_rule_that_is_just_kept_says_nothing(tmp_path, overrides):
             ["parallel={tensor: 2, pipeline: 2}"],
             6,
             "parallel.tensor * parallel.pipeline * parallel.context = 2 * 2 * 1: the layout "
-            "needs a multiple of 4 processes; there are 6: set --nproc-per-node",
+            "needs a multiple of 4 processes; there are 6. Set --nproc-per-node",
         ),
         (
             ["parallel.context=2"],
             1,
             "parallel.tensor * parallel.pipeline * parallel.context = 1 * 1 * 2: the layout "
-            "needs a multiple of 2 processes; there is 1: set --nproc-per-node",
+            "needs a multiple of 2 processes; there is 1. Set --nproc-per-node",
         ),
         (
             [EXPERTS, "parallel.expert=2"],

@@ -205,7 +205,7 @@ def test_a_shard_with_too_few_records_is_found(store: Path) -> None:
     writer = RecordFileWriter(path, named=path)
     writer.write(b"x")
     writer.close()
-    assert f"{path}: 1 records instead of 4" in refusal(store)
+    assert f"{path}: 1 record instead of 4" in refusal(store)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
