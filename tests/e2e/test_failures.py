@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "world size": (
         ("parallel.context=4",),
-        ("parallel.context", "= 4 does not divide the 2 processes", "start a multiple of 4"),
+        ("parallel.context", "layout needs a multiple of 4 processes; there are 2", "Set --nproc"),
     ),
     "heads": (
         (TENSOR, f"{ARCHITECTURE}num_attention_heads=3", f"{ARCHITECTURE}hidden_size=33",

@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "too many ids": (
         (f"objective.terms=[{{divergence: forward_kl, top_k: {K + 1}}}]",),
-        ("holds 12 ids per position, not a top-13", "a larger k"),
+        ("contains 12 top-k ids per position, not a top-13", "a larger k"),
     ),
     "unknown temperature": (
         ("objective.terms=[{divergence: forward_kl, temperature: 1.5}]",),

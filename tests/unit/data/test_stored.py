@@ -120,7 +120,7 @@ def test_a_state_of_other_stores_or_of_a_corpus_is_refused(
 
 
 def test_nothing_left_to_train_on_is_said(folders: list[Path]) -> None:
-    with pytest.raises(DataError, match="hold only 20 samples"):
+    with pytest.raises(DataError, match="contain only 20 samples"):
         held_out_numbers(20, 20)
     shares = [Share(range(1), 1.0), Share(range(1, 20), 1.0)]
     with pytest.raises(DataError, match="it would hold out 1 sample, all that a store has"):

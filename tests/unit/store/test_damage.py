@@ -292,7 +292,7 @@ def test_capabilities_are_asked_for_beforehand(store: Path) -> None:
     with StoreReader.open(store) as reader:
         reader.require(support="tail", k=8, temperatures=[1.0])
         reader.require(support="renormalized", k=3, temperatures=[2.0])
-        with pytest.raises(StoreError, match="holds 8 ids per position, not a top-9"):
+        with pytest.raises(StoreError, match="contains 8 top-k ids per position, not a top-9"):
             reader.read([0], k=9)
         with pytest.raises(StoreError, match="top_k is 0; set it to at least 1"):
             reader.read([0], k=0)

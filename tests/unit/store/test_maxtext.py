@@ -154,7 +154,7 @@ def refused() -> dict[str, list[bytes]]:
     far = sequence(0) | {"top_k_indices": [(1 << 32) + 5] * 60}
     nan = sequence(0) | {"top_k_logits": [float("nan")] * 60}
     return {
-        r"record 0: a Python pickle \(MaxText until May": [pickle.dumps({"a": 1})],
+        "record 0: a Python pickle (MaxText until May": [pickle.dumps({"a": 1})],
         "record 0: a batch as safetensors": [(20).to_bytes(8, "little") + b'{"tokens":{}}' * 3],
         "record 1: not a tf.train.Example": [good, good[:-5]],
         "record 0: has no feature top_k_logits, only inputs": [example({"inputs": [1, 2]})],

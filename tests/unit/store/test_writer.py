@@ -127,9 +127,9 @@ def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
         add(0, 0, then=KeyboardInterrupt())
     with pytest.raises(StoreError, match="1 record written instead of 4"):
         add(0, 0)
-    with pytest.raises(StoreError, match="sample 1: sample 0 of 4 has its turn"):
+    with pytest.raises(StoreError, match="sample 1: the next sample must be 0 of 4"):
         add(0, 1)
-    with pytest.raises(StoreError, match="sample 10: sample 10 of 10 has its turn"):
+    with pytest.raises(StoreError, match="sample 10: the next sample must be 10 of 10"):
         add(2, 8, 9, 10)
     assert contents(tmp_path) == before
 

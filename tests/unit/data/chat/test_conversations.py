@@ -154,5 +154,5 @@ def test_a_bad_row_says_what_is_wrong(row: Any, said: str) -> None:
 
 def test_half_a_surrogate_pair_is_refused() -> None:
     row = {"messages": [{"role": "user", "content": "\ud800"}, EXPECTED[1]]}
-    with pytest.raises(BadConversationError, match="half a surrogate pair"):
+    with pytest.raises(BadConversationError, match="unpaired surrogate"):
         conversation_of(row, PLAIN).digest()

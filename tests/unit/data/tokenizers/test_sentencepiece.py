@@ -109,7 +109,7 @@ def model_file(folder: Path, kind: str) -> Path:
         ("cut off", "not a SentencePiece model"),
         ("ranks", "contains tiktoken ranks, not a SentencePiece model; name it .tiktoken"),
         ("no end", "no end-of-document token; train it with an eos_id that is not negative"),
-        ("two", "holds another.model, broken.model; set data.tokenizer.path to one"),
+        ("two", "contains another.model, broken.model; set data.tokenizer.path to one"),
         ("other ending", "neither .model nor .tiktoken"),
     ],
 )
