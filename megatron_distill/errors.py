@@ -11,6 +11,7 @@ __all__ = [
     "MegatronDistillError",
     "StoreError",
     "TrainingError",
+    "counted",
 ]
 
 
@@ -36,3 +37,8 @@ class CheckpointError(MegatronDistillError):
 
 class TrainingError(MegatronDistillError):
     """Training itself went wrong: losses or gradients that are not finite."""
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Write a number with its noun: "1 sample", "2 samples", "1,024 processes"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megatron_distill.commands.command import Command, with_launch
 from megatron_distill.commands.shipped import config_file
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Job"]
 
 J = TypeVar("J", bound="JobConfig")
+
+_LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,17 @@ class Job(Generic[J]):
     def _join(
         self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
     ) -> None:
-        from megatron_distill.config import check_layout
+        from megatron_distill.config import check_layout, load_warnings
         from megatron_distill.runtime.launch import joined_world
 
         name, overrides = _file_and_overrides(given)
         with launch.together("configuration"):
-            config = self.load(config_file(name), overrides)
+            path = config_file(name)
+            config = self.load(path, overrides)
             check_layout(config, launch.size)
+            if launch.rank == 0:
+                for warning in load_warnings(path, overrides, type(config)):
+                    _LOGGER.warning("%s", warning)
         with joined_world(**config.runtime.model_dump(), launch=launch) as device:
             self.run(config, device, termination)
 

@@ -1,8 +1,18 @@
 """The configuration of a run: schema, loading, rules."""
 
-from megatron_distill.config.load import load_capture_config, load_config, to_yaml
+from megatron_distill.config.load import (
+    load_capture_config,
+    load_config,
+    load_warnings,
+    to_yaml,
+)
 from megatron_distill.config.rules.objective import matched_layers
-from megatron_distill.config.rules.run import check_architecture, check_features, check_layout
+from megatron_distill.config.rules.run import (
+    check_architecture,
+    check_features,
+    check_layout,
+    with_steps,
+)
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
@@ -60,6 +70,8 @@ __all__ = [
     "check_layout",
     "load_capture_config",
     "load_config",
+    "load_warnings",
     "matched_layers",
     "to_yaml",
+    "with_steps",
 ]

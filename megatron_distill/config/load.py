@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from megatron_distill.config.messages import (
     Problem,
+    WithoutEffect,
     innermost,
     locate,
     raise_problems,
@@ -21,7 +22,7 @@ from megatron_distill.config.rules.run import rule_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 
-__all__ = ["load_capture_config", "load_config", "to_yaml"]
+__all__ = ["load_capture_config", "load_config", "load_warnings", "to_yaml"]
 
 
 J = TypeVar("J", bound=JobConfig)
@@ -31,33 +32,44 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `parallel.tensor=2` in order, and check the result.
 
     A value is YAML; `data.sources.0.weight=2` reaches into a list; a mapping is merged into what
-    is there, everything else replaces it. Rules that need the number of processes are left to
-    `check_layout`.
+    is there, everything else replaces it. Of `train.steps` and `train.epochs` the later override
+    replaces the other key. Settings without effect become their defaults; `load_warnings` lists
+    them. Rules that need the number of processes are left to `check_layout`.
 
     Raises ConfigError: the file is missing or not a YAML mapping, an override is malformed, or
     keys or values are wrong; then every problem of the file is in the one message.
     """
-    return _load(path, overrides, RunConfig)
+    return _loaded(path, overrides, RunConfig)[0]
 
 
 def load_capture_config(path: str | Path, overrides: Sequence[str] = ()) -> CaptureConfig:
     """Read the file of a capture; as `load_config` in everything else."""
-    return _load(path, overrides, CaptureConfig)
+    return _loaded(path, overrides, CaptureConfig)[0]
 
 
-def _load(path: str | Path, overrides: Sequence[str], kind: type[J]) -> J:
+def load_warnings(path: str | Path, overrides: Sequence[str], kind: type[JobConfig]) -> list[str]:
+    """List the settings of a file and its overrides that have no effect, one sentence each.
+
+    Raises ConfigError as `load_config`.
+    """
+    return _loaded(path, overrides, kind)[1]
+
+
+def _loaded(path: str | Path, overrides: Sequence[str], kind: type[J]) -> tuple[J, list[str]]:
     tree = _read_mapping(Path(path), kind)
+    warnings = []
     for override in overrides:
         _apply(tree, override, Path(path))
+        warnings += _drop_older_length(tree, override)
     subject = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     try:
         resolved = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{subject}: {_first_line(error)}") from error
-    config, problems = _validate(resolved, kind)
+    config, problems, without_effect = _validate(resolved, kind)
     raise_problems(subject, problems)
     assert config is not None, "no problems means a valid configuration"
-    return config
+    return config, warnings + without_effect
 
 
 def to_yaml(config: JobConfig) -> str:
@@ -71,7 +83,7 @@ def _read_mapping(path: Path, kind: type[JobConfig]) -> DictConfig:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); name the YAML file of a job"
+            f"{path}: cannot be read ({error.strerror}); name a configuration file (YAML)"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -84,7 +96,7 @@ def _read_mapping(path: Path, kind: type[JobConfig]) -> DictConfig:
         found = "nothing" if root is None else other
         needed = [name for name, field in kind.model_fields.items() if field.is_required()]
         sections = f"{', '.join(needed[:-1])} and {needed[-1]}"
-        raise ConfigError(f"{path}: holds {found}; write a mapping with the sections {sections}")
+        raise ConfigError(f"{path}: contains {found}; write a mapping with the sections {sections}")
     try:
         tree = OmegaConf.create(text)
     except yaml.YAMLError as error:
@@ -119,7 +131,7 @@ def _apply(tree: DictConfig, override: str, path: Path) -> None:
 
 
 def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: Path) -> None:
-    """Refuse a step into a list that is not an entry of it, and a number where no list is."""
+    """Refuse an index outside a list, and an index into a value that is no list."""
     for depth, part in enumerate(parts):
         name = ".".join(parts[:depth])
         holder = OmegaConf.select(tree, name) if depth else tree
@@ -127,8 +139,8 @@ def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: P
             if not (part.isdecimal() and int(part) < len(holder)):
                 raise ConfigError(
                     f"override {override!r}: {name} is a list with entries 0 to "
-                    f"{len(holder) - 1}, and {part!r} is none of them; to add one write the "
-                    f"whole list, {name}=[...]"
+                    f"{len(holder) - 1}, none of them {part!r}; to add an entry write the whole "
+                    f"list, {name}=[...]"
                 )
         elif part.isdecimal():
             raise ConfigError(
@@ -137,14 +149,36 @@ def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: P
             )
 
 
-def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem]]:
-    """Check keys and values, then the rules over several keys, on as much as is sound.
+_LENGTHS = {"steps": 0, "epochs": None}
 
-    When single keys are wrong, their defaults (or examples) stand in for them so that the rules
-    can still be read; what a rule then says about such a key is left out.
+
+def _drop_older_length(tree: DictConfig, override: str) -> list[str]:
+    """Drop `train.steps` where the override gives `train.epochs`, and the other way round."""
+    name, _, text = override.partition("=")
+    section = OmegaConf.from_dotlist([f"value={text}"])["value"] if name == "train" else None
+    given = set(section) if isinstance(section, DictConfig) else {name.removeprefix("train.")}
+    found = {key: OmegaConf.select(tree, f"train.{key}") for key in _LENGTHS}
+    newer = [key for key in _LENGTHS if key in given and found[key]]
+    if len(newer) != 1 or not all(found.values()):
+        return []
+    (older,) = set(_LENGTHS) - set(newer)
+    OmegaConf.update(tree, f"train.{older}", _LENGTHS[older])
+    return [
+        f"train.{older} = {found[older]} has no effect: train.{newer[0]} = {found[newer[0]]} was "
+        "given later"
+    ]
+
+
+def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem], list[str]]:
+    """Check keys and values, then the rules over several keys, as far as possible.
+
+    Wrong single keys are replaced by their defaults (or examples), so that the rules can be
+    checked all the same; findings of the rules on such a key are left out.
+
+    Returns the configuration, errors, and settings without effect.
     """
     try:
-        config = kind.model_validate(tree)
+        return _settled(tree, kind)
     except ValidationError as error:
         details = innermost(error)
         problems = schema_problems(details, kind)
@@ -153,11 +187,34 @@ def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem]]:
         for detail in details:
             _repair(stand_in, detail["loc"], kind)
         try:
-            found = rule_problems(kind.model_validate(stand_in))
+            found = _settled(stand_in, kind)[1]
         except ValidationError:
             found = []
-        return None, problems + [p for p in found if not any(map(p.concerns, wrong))]
-    return config, rule_problems(config)
+        return None, problems + [p for p in found if not any(map(p.concerns, wrong))], []
+
+
+def _settled(tree: Any, kind: type[J]) -> tuple[J, list[Problem], list[str]]:
+    """Replace settings without effect, in place, until the rules find no more of them."""
+    warnings: dict[str, None] = {}
+    while True:
+        config = kind.model_validate(tree)
+        found = rule_problems(config)
+        idle = [problem for problem in found if isinstance(problem, WithoutEffect)]
+        warnings.update((problem.text, None) for problem in idle)
+        changed = [_replaced(tree, problem) for problem in idle]
+        if not any(changed):
+            errors = [problem for problem in found if not isinstance(problem, WithoutEffect)]
+            return config, errors, list(warnings)
+
+
+def _replaced(tree: Any, problem: WithoutEffect) -> bool:
+    """Set the key of a setting without effect to its replacement; return if that is a change."""
+    *place, last = problem.keys[0].split(".")
+    for part in place:
+        tree = tree[int(part)] if isinstance(tree, list) else tree.get(part, {})
+    changed: bool = tree.get(last) != problem.instead
+    tree[last] = problem.instead
+    return changed
 
 
 def _repair(tree: Any, place: Sequence[int | str], kind: type[JobConfig]) -> None:

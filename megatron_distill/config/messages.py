@@ -1,4 +1,4 @@
-"""Words for the schema: where a key lives, which keys exist, what a value may be."""
+"""Messages about the schema: the place of a key, the known keys, the allowed values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatron_distill.config.schema import RunConfig, Section
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 __all__ = [
     "Key",
     "Problem",
+    "WithoutEffect",
     "dotted",
     "dotted_names",
     "field_key",
@@ -28,6 +29,7 @@ __all__ = [
     "schema_problems",
     "section_of",
     "shown",
+    "without_effect",
 ]
 
 
@@ -63,7 +65,7 @@ class Key:
 
     @property
     def entry(self) -> Key | None:
-        """What one entry is where this key is a list."""
+        """The key of one entry where this key is a list."""
         return Key(get_args(self.plain)[0]) if get_origin(self.plain) is tuple else None
 
     @property
@@ -111,7 +113,7 @@ class Key:
 
     @property
     def requirement(self) -> str:
-        """What a value must be, to finish the sentence 'must be ...'."""
+        """The allowed values, to finish the sentence 'must be ...'."""
         if self.entry is not None:
             words = f"a {self.type_name.removesuffix(' or null')}"
         elif self.section is not None:
@@ -128,7 +130,7 @@ class Key:
 
     @property
     def bounds_are_lengths(self) -> bool:
-        """Whether the bounds speak of the length of the value."""
+        """Whether the bounds are on the length of the value."""
         return any(isinstance(bound, annotated_types.MinLen) for bound in self.bounds)
 
 
@@ -185,6 +187,8 @@ def shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        value = list(value)
     words = repr(value)
     return words if len(words) <= 60 else f"{words[:57]}..."
 
@@ -193,7 +197,7 @@ def shown(value: object) -> str:
 class Problem:
     """One thing to repair: the keys it concerns and a sentence that names them.
 
-    A problem without keys speaks of the file itself.
+    A problem without keys concerns the file itself.
     """
 
     keys: tuple[str, ...]
@@ -208,16 +212,33 @@ def _holds(outer: str, inner: str) -> bool:
     return inner == outer or inner.startswith(f"{outer}.")
 
 
+@dataclass(frozen=True)
+class WithoutEffect(Problem):
+    """A setting that changes nothing: a warning, no error.
+
+    `instead` is the value that replaces it when a file is loaded, so that a run sees no such
+    setting.
+    """
+
+    instead: object
+
+
+def without_effect(key: str, value: object, reason: str, *, instead: object) -> WithoutEffect:
+    """Describe a setting without effect; the reason finishes "has no effect ..."."""
+    text = f"{key} = {shown(value)} has no effect {reason}"
+    return WithoutEffect((key,), text, instead)
+
+
 def raise_problems(subject: str, problems: Sequence[Problem]) -> None:
-    """Raise one ConfigError that lists every problem; return when there is none."""
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = "".join(f"\n  - {problem.text}" for problem in problems)
-        raise ConfigError(f"{subject}: {count}{lines}")
+    """Raise one ConfigError that lists every error among the problems; return if there is none."""
+    errors = [problem for problem in problems if not isinstance(problem, WithoutEffect)]
+    if errors:
+        lines = "".join(f"\n  - {problem.text}" for problem in errors)
+        raise ConfigError(f"{subject}: {counted(len(errors), 'problem')}{lines}")
 
 
 def innermost(error: ValidationError) -> list[ErrorDetails]:
-    """List what pydantic found, less what only follows from something deeper.
+    """List pydantic's errors, without those that only follow from a deeper one.
 
     Where an entry of a list is wrong, pydantic counts the list itself as too short.
     """
@@ -233,7 +254,7 @@ def innermost(error: ValidationError) -> list[ErrorDetails]:
 def schema_problems(
     details: Iterable[ErrorDetails], root: type[Section] = RunConfig
 ) -> list[Problem]:
-    """Say in the file's own words what pydantic found wrong with single keys."""
+    """Translate pydantic's errors on single keys into sentences with the file's own names."""
     return [Problem((dotted(detail["loc"]),), _sentence(detail, root)) for detail in details]
 
 

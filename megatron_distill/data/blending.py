@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_distill.data.samples import Sample, SampleSource, State, permutation
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 
 
 def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
@@ -67,8 +67,9 @@ class BlendedSource:
         """Continue from a state. Raises DataError if the sources are not the same."""
         if len(state["sources"]) != len(self._sources):
             raise DataError(
-                f"data.sources: {len(self._sources)} sources, but the checkpoint was written with "
-                f"{len(state['sources'])}; restore them, or start a new run with another output"
+                f"data.sources: {counted(len(self._sources), 'source')}, but "
+                f"{len(state['sources'])} in the checkpoint; restore them, or start a new run "
+                "with another output"
             )
         for source, part in zip(self._sources, state["sources"], strict=True):
             source.load_state_dict(part)
@@ -165,9 +166,9 @@ class ShuffledSamples:
         """Continue from a state. Raises DataError if source or window are not the same."""
         if state.get("shuffle_samples") != self._window:
             raise DataError(
-                f"data source {self._name}: its shuffle_samples changed from "
-                f"{state.get('shuffle_samples')}, when the checkpoint was written, to "
-                f"{self._window}; restore it, or start a new run with another output"
+                f"data source {self._name}: shuffle_samples differs from the checkpoint "
+                f"({self._window}, was {state.get('shuffle_samples')}); restore it, or start a "
+                "new run with another output"
             )
         self._source.load_state_dict(state["source"])
         self._begin(state["source"], number=state["window"], given=state["given"])

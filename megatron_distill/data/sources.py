@@ -24,9 +24,10 @@ from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held
 from megatron_distill.data.text.megatron_indexed import IndexedSource
 from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 
 HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+_COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read for each one kept: the more, the more documents they come from.
 _HELD_OUT_CHOICE: Final = 8
 
@@ -84,6 +85,43 @@ def open_training(
     return BlendedSource(sources, weights=weights, owners=owners)
 
 
+def samples_per_epoch(
+    spec: SourceSpec, *, tokenizer: TextEncoder, options: DataOptions, seed: int
+) -> int:
+    """Training samples of one pass over a source, the last of which may be incomplete.
+
+    Documents are tokenised for it, so that only small files are counted; the packing of
+    conversations differs by a few samples from one epoch to the next. To be called on the one
+    rank that reads. Raises DataError: there is too much text, or nothing to train on.
+    """
+    if spec.format == "megatron":
+        (indexed,) = _indexed(spec, tokenizer, options, seed, is_held_out=False)
+        return indexed.samples_per_epoch
+    if spec.conversation is not None:
+        return _conversations(spec, tokenizer, options, seed, is_held_out=False).samples_in_epoch()
+    size = sum(file.stat().st_size for file in source_files(spec))
+    if size > _COUNTED_BYTES:
+        raise DataError(
+            f"train.epochs: data source {spec.name} has {size / 1e6:,.0f} MB of documents, and "
+            f"the samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted at the "
+            "start; set train.steps, or tokenise the corpus with tools/tokenize_corpus.py"
+        )
+    order = Order(
+        seed=seed,
+        shuffle_buffer=options.shuffle_buffer,
+        held_out_fraction=options.validation_fraction,
+        is_held_out=False,
+    )
+    stream = _stream(spec, tokenizer, options, order, epochs=1)
+    samples = sum(1 for _ in iter(stream.next_or_none, None))
+    if samples == 0:
+        raise DataError(
+            f"data source {spec.name}: no document to train on (its files are empty, or every "
+            "document is held out); add documents or lower data.validation_fraction"
+        )
+    return samples
+
+
 def read_held_out(
     specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, samples: int
 ) -> SampleList:
@@ -122,9 +160,9 @@ def read_held_out(
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
-            f"(data.validation_fraction={fraction}) fill only {len(found_samples)} samples of "
-            f"{options.sequence_length} tokens; lower validation.samples, raise "
-            "data.validation_fraction, or name data.validation_sources"
+            f"(data.validation_fraction={fraction}) fill only "
+            f"{counted(len(found_samples), 'sample')} of {options.sequence_length} tokens; lower "
+            "validation.samples, raise data.validation_fraction, or set data.validation_sources"
         )
     return SampleList(found_samples)
 

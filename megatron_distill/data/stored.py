@@ -8,7 +8,7 @@ from typing import Final
 
 from megatron_distill.data.blending import next_source
 from megatron_distill.data.samples import Sample, SampleList, State, shuffled
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 from megatron_distill.store import StoreSet
 
 __all__ = ["Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
@@ -52,8 +52,9 @@ class StoredSamples:
         for share in shares:
             if self._held_out.issuperset(share.numbers):
                 raise DataError(
-                    f"validation.samples: all {len(share.numbers)} samples of a store would be "
-                    "held out; lower it, or capture more samples"
+                    "validation.samples: it would hold out "
+                    f"{counted(len(share.numbers), 'sample')}, all that a store has; lower it, or "
+                    "capture more samples"
                 )
         # Of each share: samples given, and places of its epochs gone by.
         self._taken = [0] * len(shares)
@@ -89,8 +90,8 @@ class StoredSamples:
         if state.get("stores") != self._identities():
             folders = ", ".join(str(store.folder) for store in self._stores.stores)
             raise DataError(
-                f"teacher.store: {folders} are not what the checkpoint was trained on; name those, "
-                "or start a new run with another output"
+                f"teacher.store: {folders} differ from the stores in the checkpoint; restore "
+                "those, or start a new run with another output"
             )
         self._taken, self._places = list(state["taken"]), list(state["places"])
 
@@ -105,8 +106,9 @@ def held_out_numbers(samples: int, count: int) -> list[int]:
     """
     if count >= samples:
         raise DataError(
-            f"validation.samples is {count}, but the stores hold only {samples} samples, which are "
-            "trained on as well; lower it, or capture more samples"
+            f"validation.samples is {count}, but the stores contain only "
+            f"{counted(samples, 'sample')} for training and validation together; lower it, or "
+            "capture more samples"
         )
     return [shuffled(place, samples, _HELD_OUT_SEED) for place in range(count)]
 

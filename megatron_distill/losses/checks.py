@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import Signal
 
@@ -65,7 +66,7 @@ def check_rows(count: int, **held: Tensor | Signal) -> None:
     for name, one in held.items():
         rows = one.shape[0] if isinstance(one, Tensor) else one.tokens
         if rows != count:
-            raise ValueError(f"{name} has {rows} rows for {count} tokens")
+            raise ValueError(f"{name} has {counted(rows, 'row')} for {counted(count, 'token')}")
 
 
 def check_per_token(count: int, **tensors: Tensor) -> None:

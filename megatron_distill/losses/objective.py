@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.losses.checks import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.divergences import WeightedDivergence
@@ -99,7 +100,7 @@ def fused_linear_objective(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if signal is None and terms:
-        raise ValueError(f"{len(terms)} divergence terms need a teacher's signal, there is none")
+        raise ValueError(f"{counted(len(terms), 'divergence term')} without a teacher signal")
     check_distinct(terms)
     between, id_terms = _split(signal, terms)
     work = FusedLinear(

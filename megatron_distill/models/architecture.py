@@ -333,7 +333,7 @@ def architecture_differences(there: Architecture, here: Architecture) -> list[st
     """Say in which dotted fields two architectures compute different things."""
     theirs, ours = model_fields(there), model_fields(here)
     return [
-        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        f"{key} {theirs.get(key)!r} vs {ours.get(key)!r}"
         for key in {**ours, **theirs}
         if theirs.get(key) != ours.get(key)
     ]

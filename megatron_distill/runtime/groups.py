@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
 )
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
     world_size = dist.get_world_size()
     if world_size % layout.model_ranks:
         raise ConfigError(
-            f"the world has {world_size} ranks, which parallel.tensor={layout.tensor} x "
-            f"parallel.pipeline={layout.pipeline} x parallel.context={layout.context} = "
-            f"{layout.model_ranks} does not divide; change one of them or --nproc-per-node"
+            f"parallel.tensor * parallel.pipeline * parallel.context = {layout.tensor} * "
+            f"{layout.pipeline} * {layout.context}: the layout needs a multiple of "
+            f"{counted(layout.model_ranks, 'process', 'processes')}; there are {world_size}. Set "
+            "--nproc-per-node or one of these keys"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

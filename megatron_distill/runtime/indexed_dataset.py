@@ -68,7 +68,7 @@ def check_files(prefix: str) -> None:
     if version != 1 or code not in {kind.value for kind in DType}:
         raise DataError(f"{index}: unknown version {version} or data type {code}")
     if sequences == 0:
-        raise DataError(f"{index}: holds no document")
+        raise DataError(f"{index}: contains no document")
     expected = _HEADER.size + sequences * _SEQUENCE_BYTES + documents * _DOCUMENT_BYTES
     if index.stat().st_size < expected:
         raise DataError(
@@ -163,9 +163,9 @@ class IndexedSamples:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocabulary.vocab_size:
             raise DataError(
-                f"{self.prefix}.bin: holds token id {low if low < 0 else high}, but the tokenizer "
-                f"has {self._vocabulary.vocab_size} ids; set data.tokenizer.path to the tokenizer "
-                "that the file was made with"
+                f"{self.prefix}.bin: contains token id {low if low < 0 else high}, but the "
+                f"tokenizer has {self._vocabulary.vocab_size} ids; set data.tokenizer.path to the "
+                "tokenizer that the file was made with"
             )
         return tokens.astype(np.int32)
 
@@ -250,7 +250,7 @@ def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[
         try:
             yield writer
             if not writer.documents:
-                raise DataError(f"{data}: there is no document to write; look at the sources")
+                raise DataError(f"{data}: no document to write; check the sources")
             writer.finish(partial[index])
         finally:
             writer.close()

@@ -84,7 +84,8 @@ class Launch:
             arrived = self.store.add(f"{name}/arrived", 0)
             raise ConfigError(
                 f"only {arrived} of {self.size} ranks started within {_MEETING_SECONDS:.0f} s; "
-                "look at what the others wrote, and at the nodes that torchrun was started on"
+                "check the output of the missing ranks, and the nodes that torchrun was started "
+                "on"
             ) from failure
         if self.store.check([f"{name}/error"]):
             kind, message = json.loads(self.store.get(f"{name}/error"))

@@ -269,8 +269,8 @@ def change_literals(change: LiteralChange) -> None:
     missing = set(change.constants) - seen
     if missing:
         raise ConfigError(
-            f"{change.module}.{change.function} no longer holds {sorted(map(str, missing))}, which "
-            f"the CPU patches replace ({change.reason}); install megatron-core "
+            f"{change.module}.{change.function} does not contain {sorted(map(str, missing))}, "
+            f"which the CPU patches replace ({change.reason}); install megatron-core "
             f"{', '.join(SUPPORTED_RELEASES)}"
         )
     function.__code__ = code
@@ -303,8 +303,8 @@ def _patch_for_cpu() -> None:
     release = version("megatron-core")
     if release not in SUPPORTED_RELEASES:
         raise ConfigError(
-            f"megatron-core {release} is installed, and running it without CUDA is known for "
-            f"{', '.join(SUPPORTED_RELEASES)} only; install one of those"
+            f"megatron-core {release} is installed; without CUDA only "
+            f"{', '.join(SUPPORTED_RELEASES)} are tested: install one of them"
         )
     # Fused element-wise functions are compiled by decoration at import. Nothing here uses them, and
     # loading the compiler costs every process four seconds.

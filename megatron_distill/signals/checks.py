@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.signals.targets import TermView
 
 __all__ = ["refuse_choice", "require_bias", "require_ids", "require_matrix", "require_positive"]
@@ -56,6 +57,6 @@ def refuse_choice(terms: Sequence[TermView], ids: Tensor) -> None:
     for term in terms:
         if term.top_k is not None:
             raise ValueError(
-                f"{term.name} asks for a top-k of {term.top_k}, but the signal is one of "
-                f"{ids.shape[1]} ids already; leave top_k out"
+                f"{term.name} has top_k {term.top_k}, but the signal has only "
+                f"{counted(ids.shape[1], 'id')} per token; remove top_k"
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megatron_distill.errors import counted
 from megatron_distill.signals.targets import IdTarget, TermView
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class Recorded:
             ValueError: the signals are not as many as the terms, or one is not for its term.
         """
         if len(self.by_term) != len(terms):
-            raise ValueError(f"Recorded has signals of {len(self.by_term)} terms of {len(terms)}")
+            raise ValueError(
+                f"Recorded has {counted(len(self.by_term), 'term')}, the objective {len(terms)}"
+            )
         pairs = zip(self.by_term, terms, strict=True)
         return [signal.target(term) for signal, term in pairs]
 

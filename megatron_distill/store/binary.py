@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.codecs import (
     CODECS,
     Array,
@@ -343,7 +343,7 @@ def require_record(
         StoreError: it is not.
     """
     if len(packed) < HEADER_BYTES:
-        raise StoreError(f"cut off: {len(packed)} bytes are no record")
+        raise StoreError(f"cut off: {counted(len(packed), 'byte')} instead of a whole record")
     header = Header.of(packed)
     if header.magic != MAGIC:
         raise StoreError("damaged, or not a record of a teacher store: wrong magic number")
@@ -360,7 +360,7 @@ def require_record(
         raise StoreError("damaged: the payload does not match its checksum")
     if sample_id is not None and header.sample_id != sample_id:
         raise StoreError(
-            f"holds sample {header.sample_id}: shards or records are swapped or duplicated"
+            f"contains sample {header.sample_id}: shards or records are swapped or duplicated"
         )
     if capture_uid is not None and header.uid != capture_uid:
         raise StoreError(
@@ -400,7 +400,7 @@ class Sections:
         """The next section; a view. Raises StoreError: the payload is too short."""
         size = np.dtype(dtype).itemsize * count
         if self.offset + size > len(self.packed):
-            raise StoreError("damaged: the payload is shorter than its header says")
+            raise StoreError("damaged: the payload is shorter than in its header")
         found = np.frombuffer(self.packed, dtype, count, self.offset)
         self.offset += size + -size % 8
         return found

@@ -32,7 +32,7 @@ def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
     }
     entries, knows = record.entries, settings.normalised_over == "vocabulary"
     if isinstance(entries, DrawnEntries) != (settings.mode == "sampled"):
-        yield f"holds {type(entries).__name__}; the plan's mode is {settings.mode}"
+        yield f"contains {type(entries).__name__}; the mode of the plan is {settings.mode}"
         return
     if isinstance(entries, TopKEntries):
         expected["ids_SK"] = (entries.ids_SK, (positions, k), "int32")
@@ -79,7 +79,7 @@ def value_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
     else:
         counts = entries.counts_SM
         if counts.min() < 0 or (counts.sum(1) != settings.k).any():
-            yield f"the counts of a position do not sum up to {settings.k} draws"
+            yield f"the counts of a position do not sum to {settings.k} draws"
     if record.scalars is not None:
         for name, values in vars(record.scalars).items():
             if not np.isfinite(values).all():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 
 __all__ = ["RecordFile", "RecordFileWriter"]
 
@@ -82,10 +82,10 @@ class RecordFile:
             raise StoreError(f"{path}: missing")
         self._reader = _module().ArrayRecordReader(str(path), _READ_OPTIONS)
         if not self._reader.ok():
-            raise StoreError(f"{path}: cut off, never closed, or no ArrayRecord file")
+            raise StoreError(f"{path}: cut off, not closed, or not an ArrayRecord file")
         self.count: int = self._reader.num_records()
         if count is not None and self.count != count:
-            raise StoreError(f"{path}: {self.count} records instead of {count}")
+            raise StoreError(f"{path}: {counted(self.count, 'record')} instead of {count}")
 
     def read(self, positions: Sequence[int]) -> list[bytes]:
         """Records at positions from 0. Raises StoreError: one of them is damaged."""

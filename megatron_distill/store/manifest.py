@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.plan import (
     FORMAT,
     MANIFEST,
@@ -80,7 +80,7 @@ class ShardProof:
             proof = cls.from_json({name: value[name] for name in cls.__dataclass_fields__})
         except (KeyError, TypeError) as error:
             raise StoreError(
-                f"{path}: not what this release writes ({error}); {repair_advice(folder)}"
+                f"{path}: not in the format of this release ({error}); {repair_advice(folder)}"
             ) from error
         expected = (shard, plan.first(shard), plan.count(shard))
         if (proof.shard, proof.first_sample, proof.count) != expected:
@@ -144,8 +144,8 @@ class Manifest:
                 for shard in range(plan.shards)
             )
             raise StoreError(
-                f"{folder}: incomplete, {there} of {plan.shards} shards are there and no {MANIFEST}"
-                "; run the capture again, which fills the holes and finishes the store"
+                f"{folder}: incomplete, {there} of {counted(plan.shards, 'shard')} and no "
+                f"{MANIFEST}; run the capture again to write the missing shards"
             )
         value = unsealed(path, advice=repair_advice(folder, file=True))
         require_version(path, value)
@@ -153,12 +153,12 @@ class Manifest:
         try:
             manifest = cls(plan, tuple(ShardProof.from_json(proof) for proof in value["shards"]))
         except (KeyError, TypeError) as error:
-            raise StoreError(f"{path}: not what this release writes ({error})") from error
+            raise StoreError(f"{path}: not in the format of this release ({error})") from error
         if len(manifest.shards) != plan.shards or manifest.content != sealed(
             {k: v for k, v in value.items() if k != "seal"}
         ):
             raise StoreError(
-                f"{path}: damaged, its totals are not the sums over its shards; "
+                f"{path}: damaged, its totals differ from the sums over its shards; "
                 f"{repair_advice(folder)}"
             )
         return manifest

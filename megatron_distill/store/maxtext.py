@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.container import RecordFile
 from megatron_distill.store.manifest import Manifest
 from megatron_distill.store.plan import CaptureSettings, Identity
@@ -59,7 +59,9 @@ def convert_maxtext(
     first = sources.read(0)
     length, k = len(first["inputs"]), _k(sources.where(0), first)
     if length < 2:
-        raise StoreError(f"{sources.where(0)}: a sequence of {length} tokens predicts nothing")
+        raise StoreError(
+            f"{sources.where(0)}: a sequence of {counted(length, 'token')} has no label"
+        )
     writer = StoreWriter(
         folder,
         settings=CaptureSettings(
@@ -103,7 +105,7 @@ class _Sources:
             for position in range(file.count)
         ]
         if not self._places:
-            raise StoreError(f"{files[0]}: holds no sequence")
+            raise StoreError(f"{files[0]}: contains no sequence")
 
     @property
     def samples(self) -> int:
@@ -119,8 +121,8 @@ class _Sources:
         where = self.where(sample_id)
         if content.startswith(_PICKLE):
             raise StoreError(
-                f"{where}: a Python pickle, as MaxText wrote them until May 2026; loading one runs "
-                "whatever code it holds: capture again with a later MaxText"
+                f"{where}: a Python pickle (MaxText until May 2026), which can run code when it "
+                "is loaded; capture again with a later MaxText"
             )
         if _is_safetensors(content):
             raise StoreError(
@@ -130,7 +132,7 @@ class _Sources:
         try:
             features = read_example(content)
         except WireError as error:
-            raise StoreError(f"{where}: no tf.train.Example ({error})") from error
+            raise StoreError(f"{where}: not a tf.train.Example ({error})") from error
         for name in _REQUIRED:
             if name not in features:
                 raise StoreError(
@@ -257,7 +259,7 @@ def _entry(entry: memoryview) -> tuple[str, NDArray[Any] | None]:
             try:
                 name = bytes(part).decode("utf-8")
             except UnicodeDecodeError as error:
-                raise WireError("a feature's name is no text") from error
+                raise WireError("a feature's name is not text") from error
         elif number == 2:
             for kind, found in _fields(part):
                 if kind == _FLOATS:
@@ -300,7 +302,7 @@ def _floats(view: memoryview) -> NDArray[np.float32]:
     parts = []
     for number, part in _fields(view):
         if number != 1 or len(part) % 4:
-            raise WireError("a float list that is no list of floats")
+            raise WireError("a float list that is not a list of floats")
         parts.append(np.frombuffer(part, "<f4"))
     return np.concatenate([np.empty(0, np.float32), *parts])
 

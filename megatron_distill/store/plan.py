@@ -198,7 +198,7 @@ class Plan:
         """The plan of a store. Raises StoreError: no store, another version, or damaged."""
         path = folder / PLAN
         if not path.is_file():
-            raise StoreError(f"{folder}: no teacher store, it has no {PLAN}; correct the path")
+            raise StoreError(f"{folder}: not a teacher store (no {PLAN}); correct the path")
         value = unsealed(path, advice="restore it from a copy, nothing else can")
         require_version(path, value)
         try:
@@ -211,9 +211,9 @@ class Plan:
                 value["samples_per_shard"],
             )
         except (KeyError, TypeError, ValueError, StoreError) as error:
-            raise StoreError(f"{path}: not what this release writes ({error})") from error
+            raise StoreError(f"{path}: not in the format of this release ({error})") from error
         if plan.content != sealed({name: part for name, part in value.items() if name != "seal"}):
-            raise StoreError(f"{path}: holds more than this release knows; use a later one")
+            raise StoreError(f"{path}: contains fields of a later release; use that release")
         return plan
 
     def require_same(
@@ -226,19 +226,19 @@ class Plan:
         differences = plan_differences(found.as_json(), self.as_json(), named or _own_name)
         if differences:
             raise StoreError(
-                f"{path}: the store was begun with another plan ({'; '.join(differences)}); restore"
-                " these settings to go on with it, or name another folder"
+                f"{path}: the store was started with other settings ({'; '.join(differences)}); "
+                "restore these to continue, or name another folder"
             )
 
 
 def require_version(path: Path, value: Any) -> None:
     """Raise StoreError unless a JSON value is of this format and version."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise StoreError(f"{path}: not of a {FORMAT}; correct the path")
+        raise StoreError(f"{path}: not a file of a {FORMAT}; correct the path")
     if value.get("version") != VERSION:
         raise StoreError(
             f"{path}: version {value.get('version')} of the store's format; this release reads "
-            f"version {VERSION}: use the release that wrote it, or capture anew"
+            f"version {VERSION}: use the release that wrote it, or capture the store again"
         )
 
 
@@ -255,7 +255,7 @@ def plan_differences(
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += plan_differences(one, other, named, f"{prefix}{key}.")
         elif one != other:
-            found.append(f"{named(f'{prefix}{key}')} is {one!r} there and {other!r} here")
+            found.append(f"{named(f'{prefix}{key}')} is {one!r} in the store, not {other!r}")
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.binary import Header, decode, decode_tokens, require_record
 from megatron_distill.store.container import RecordFile
 from megatron_distill.store.manifest import Manifest
@@ -121,12 +121,12 @@ class StoreReader:
                 " term, or capture a store that can"
             )
         if k is not None and k < 1:
-            raise StoreError(f"{self.folder}: a top-{k} was asked for; set top_k to at least 1")
+            raise StoreError(f"{self.folder}: top_k is {k}; set it to at least 1")
         if k is not None and (settings.mode == "sampled" or k > settings.k):
             raise StoreError(
-                f"{self.folder}: holds {settings.k} "
-                f"{'draws' if settings.mode == 'sampled' else 'ids'} per position, not a top-{k}; "
-                "use a smaller top_k, or capture a store with a larger k"
+                f"{self.folder}: contains {settings.k} "
+                f"{'sampled' if settings.mode == 'sampled' else 'top-k'} ids per position, not a "
+                f"top-{k}; use a smaller top_k, or capture a store with a larger k"
             )
         # Ratios of probabilities are known at every temperature, but not what they are of.
         if support != "renormalized":
@@ -164,7 +164,8 @@ class StoreReader:
         for place, sample_id in enumerate(sample_ids):
             if not 0 <= sample_id < self.samples:
                 raise StoreError(
-                    f"{self.folder}: no sample {sample_id}, it holds 0 to {self.samples - 1}"
+                    f"{self.folder}: no sample {sample_id}; the store contains 0 to "
+                    f"{self.samples - 1}"
                 )
             by_shard.setdefault(sample_id // self.plan.samples_per_shard, []).append(place)
         found: dict[int, tuple[bytes, Header]] = {}
@@ -254,7 +255,7 @@ def find_stores(patterns: Sequence[str]) -> list[Path]:
         names = [path] if Path(path).exists() else glob.glob(path)  # noqa: PTH207
         stores = [name for name in names if (Path(name) / PLAN).is_file()]
         if not stores:
-            raise StoreError(f"{pattern}: names no teacher store; correct the path")
+            raise StoreError(f"{pattern}: no teacher store found; correct the path")
         found.update(stores)
     if not found:
         raise StoreError("no teacher store is named; give at least one path")
@@ -315,7 +316,9 @@ class StoreSet:
 
     def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self.samples:
-            raise StoreError(f"no sample {number}: the stores hold {self.samples}")
+            raise StoreError(
+                f"no sample {number}: the stores contain {counted(self.samples, 'sample')}"
+            )
         store = bisect_right(self._ends, number)
         return store, number - (self._ends[store - 1] if store else 0)
 

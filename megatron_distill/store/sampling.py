@@ -106,7 +106,7 @@ def _draw(
     totals = gather_ranks(own, group)
     whole = totals.sum(0)
     if not ((whole.double() * 2.0**-_MASS_BITS - 1).abs() < _SLACK).all():
-        raise ValueError("log_probs hold a row whose probabilities do not sum up to one")
+        raise ValueError("log_probs contain a row whose probabilities do not sum to one")
     rank = 0 if group is None else dist.get_rank(group)
     aims = (fractions * whole.double().unsqueeze(1)).long() - totals[:rank].sum(0).unsqueeze(1)
     if edges.shape[1] == 0:

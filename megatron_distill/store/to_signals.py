@@ -50,8 +50,8 @@ def _at(
         return _over_kept(entries, temperature)
     if entries.log_tail_S is None:
         raise StoreError(
-            f"sample {record.sample_id}: the store holds no log_tail (its source knew k logits and "
-            f"nothing else), so that support {support} is not defined; use support: renormalized"
+            f"sample {record.sample_id}: the store has no log_tail (its source has only k "
+            f"logits), so support {support} is undefined; use support: renormalized"
         )
     if temperature == 1.0:
         return entries.ids_SK, entries.log_probs_SK, entries.log_tail_S

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import (
     flush_folder,
     partial_file,
@@ -149,7 +149,7 @@ class ShardWriter:
         end = self._plan.first(self._shard) + self._plan.count(self._shard)
         where = f"{self._path}: sample {record.sample_id}"
         if record.sample_id != self._next or self._next == end:
-            raise StoreError(f"{where}: sample {self._next} of {end} has its turn")
+            raise StoreError(f"{where}: the next sample must be {self._next} of {end}")
         settings = self._plan.settings
         for problems in (shape_problems, value_problems):
             for problem in problems(record, settings):
@@ -186,7 +186,7 @@ class ShardWriter:
         added = self._next - self._plan.first(self._shard)
         if added != count:
             self._file.abandon()
-            raise StoreError(f"{self._path}: {added} records were added, {count} are planned")
+            raise StoreError(f"{self._path}: {counted(added, 'record')} written instead of {count}")
         self._file.close()
         self._require_readable(count)
         with write_errors(self._path):

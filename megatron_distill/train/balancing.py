@@ -119,8 +119,8 @@ class Balancing:
         if not self.is_measured or state.fits(self.mode, terms=terms, features=features):
             return state
         _LOGGER.warning(
-            "the checkpoint's running means are of other losses (%s of %d terms); those of "
-            "objective.balance begin anew",
+            "the running means of the checkpoint are for other losses (%s, %d terms); "
+            "objective.balance starts with new ones",
             state.measure,
             0 if state.decayed is None else len(state.decayed.terms),
         )
@@ -313,6 +313,7 @@ def _warning(name: str, scale: float, clamp: float) -> str:
     size, change = ("small", "raise") if scale >= 1 else ("large", "lower")
     return (
         f"objective.balance.clamp = {clamp:g}: {name} was {scale:.6g} in each of the last "
-        f"{CLAMPED_STEPS} steps, so that nothing is balanced: {losses} stayed too {size} against "
-        f"{others} for this clamp; raise objective.balance.clamp, or {change} the weights of {key}"
+        f"{CLAMPED_STEPS} steps, the limit of this clamp, so the losses are not balanced: "
+        f"{losses} are too {size} relative to {others}; raise objective.balance.clamp, or "
+        f"{change} the weights of {key}"
     )

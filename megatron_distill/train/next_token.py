@@ -35,8 +35,8 @@ class NextToken:
     def __post_init__(self) -> None:
         if self.groups.layout.context > 1:
             raise ConfigError(
-                f"parallel.context={self.groups.layout.context}: text is written without context "
-                "parallelism; set parallel.context=1"
+                f"parallel.context={self.groups.layout.context}: generation does not support "
+                "context parallelism; set parallel.context=1"
             )
 
     def __call__(self, tokens_bs: Tensor) -> Tensor:

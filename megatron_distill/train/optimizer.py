@@ -100,7 +100,8 @@ def build_schedule(
     The optimizer's groups have the rate of the first update already. The schedule counts updates
     and is stepped after each that was applied.
     """
-    decay_steps = schedule.decay_steps or steps
+    # A warm-up as long as the run has no decay; Megatron requires at least one update of it.
+    decay_steps = schedule.decay_steps or max(steps, schedule.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.initial_learning_rate,

@@ -73,7 +73,7 @@ def take_lock(path: Path, *, named: str) -> int:
                     "another folder"
                 ) from None
             if not waited:
-                _LOGGER.warning("%s: waiting for another run (%s) to leave it", named, holder)
+                _LOGGER.warning("%s: waiting for another run (%s) to end", named, holder)
             waited = True
             time.sleep(_POLL_SECONDS)
         except OSError as error:

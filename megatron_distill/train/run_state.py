@@ -155,14 +155,15 @@ def check_same_model(
     differences = architecture_differences(saved_architecture(description, folder), architecture)
     if differences:
         raise CheckpointError(
-            f"{folder} is a checkpoint of another model: {'; '.join(differences)}; change the "
-            "architecture, or `output` to start a run of its own"
+            f"{folder} is a checkpoint of another model (checkpoint vs configuration): "
+            f"{'; '.join(differences)}; change the architecture, or `output` to start a run of "
+            "its own"
         )
     # Weights may have been imported without a tokenizer.
     if description.tokenizer and description.tokenizer != tokenizer_hash:
         raise CheckpointError(
-            f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, this run "
-            f"has {tokenizer_hash[:12]}); set data.tokenizer.path to that one"
+            f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, not "
+            f"{tokenizer_hash[:12]}); set data.tokenizer.path to that one"
         )
 
 
@@ -175,9 +176,9 @@ def check_same_features(
     for key, setting in (("losses", "objective.features"), ("projectors", "objective.projector")):
         if there[key] != here[key]:
             raise CheckpointError(
-                f"{folder} has other feature losses: {key} are {there[key]} there and {here[key]} "
-                f"here; change {setting}, or start a run of its own with student.checkpoint and "
-                "another `output`"
+                f"{folder} has other feature losses: {key} are {there[key]} in the checkpoint and "
+                f"{here[key]} in this run; change {setting}, or start a run of its own with "
+                "student.checkpoint and another `output`"
             )
 
 

@@ -226,5 +226,5 @@ def draw_wrong(rank: int, world: int) -> str:
 
 
 def test_what_is_no_distribution_over_all_ranks_is_refused_on_all(pool: Pool) -> None:
-    said = "log_probs hold a row whose probabilities do not sum up to one"
+    said = "log_probs contain a row whose probabilities do not sum to one"
     assert pool.run(2, draw_wrong) == [said, said]

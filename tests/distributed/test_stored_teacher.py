@@ -171,4 +171,4 @@ def test_another_samples_record_stops_all(pool: Pool, tmp_path: Path) -> None:
     write_store(tmp_path / "s", settings(vocab_size=131_072), samples=SAMPLES)
     said = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)
     assert len(set(said)) == 1, said
-    assert "sample 0: the store's tokens are not those of this run's sample" in said[0]
+    assert "sample 0: the tokens in the store and in this run differ" in said[0]

@@ -226,11 +226,11 @@ def assembled(
     from contextlib import ExitStack
 
     config = configure(rank, config_path, overrides, world)
-    from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.assemble.models import job_groups
+    from megatron_distill.train.assemble.run import _assemble
 
     with job_groups(config, trains=True) as groups, ExitStack() as resources:
-        yield config, assembly._assemble(config, CPU, groups, resources)
+        yield config, _assemble(config, CPU, groups, resources)[0]
 
 
 def run(

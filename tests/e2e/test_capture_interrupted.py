@@ -242,17 +242,17 @@ def short(inputs: Inputs) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("store.k=13", "store.k is 12 there and 13 here"),
-        ("store.codec=u8", "store.codec is 'f32' there and 'u8' here"),
-        ("store.samples=10", "store.samples is 9 there and 10 here"),
-        ("seed=8", "; seed is 7 there and 8 here"),
-        ("data.shuffle_buffer=4", "data.shuffle_buffer is 16 there and 4 here"),
-        ("data.isolate_documents=false", "data.isolate_documents is True there and False here"),
+        ("store.k=13", "store.k is 12 in the store, not 13"),
+        ("store.codec=u8", "store.codec is 'f32' in the store, not 'u8'"),
+        ("store.samples=10", "store.samples is 9 in the store, not 10"),
+        ("seed=8", "; seed is 7 in the store, not 8"),
+        ("data.shuffle_buffer=4", "data.shuffle_buffer is 16 in the store, not 4"),
+        ("data.isolate_documents=false", "data.isolate_documents is True in the store, not False"),
         (
             "teacher.architecture.norm_epsilon=0.001",
             "digest of the teacher's weights is 'sha256:",
         ),
-        ("capture.precision=bf16", "capture.precision is 'fp32' there and 'bf16' here"),
+        ("capture.precision=bf16", "capture.precision is 'fp32' in the store, not 'bf16'"),
     ],
 )
 def test_other_settings_are_refused_by_name(
@@ -262,7 +262,7 @@ def test_other_settings_are_refused_by_name(
     assert run_in(pool, 1, short, store, stop_after=2) is False
     before = contents(store)
     said = str(run_in(pool, 2, short, store, change))
-    assert said.startswith(f"StoreError: {store}: the store was begun with another plan (")
+    assert said.startswith(f"StoreError: {store}: the store was started with other settings (")
     assert words in said
     assert contents(store) == before
 

@@ -70,7 +70,7 @@ def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
         ("store.job=1", "jobs are counted from 0 and store.jobs = 1"),
         ("store.temperatures=[1.0]", "list positive numbers other than 1, ascending"),
         ("store.mode=sampled", "draws are not cut and are of temperature 1"),
-        ("parallel.tensor=4", "does not divide the 2 processes"),
+        ("parallel.tensor=4", "the layout needs a multiple of 4 processes; there are 2"),
         ("store.kk=3", "store.kk"),
     ],
 )

@@ -60,7 +60,7 @@ def test_changes_are_said_once_and_each_start_is_kept(
     first = (begun / "config.yaml").read_bytes()
     # What cannot go on is refused as before, and is no start of this run.
     wrong = (*SECOND, "student.architecture.hidden_size=48")
-    assert "hidden_size is 32 there and 48 here" in message(call(pool, config, begun, *wrong))
+    assert "hidden_size 32 vs 48" in message(call(pool, config, begun, *wrong))
     assert kept(begun) == ["config.yaml"]
     assert (begun / "config.yaml").read_bytes() == first
 

@@ -220,7 +220,7 @@ def test_a_source_is_not_replaced_by_what_is_read_from_it(
 ) -> None:
     for output in (words[2], made):
         said = refused(pool, made, *words, output, "--overwrite")
-        assert f"{output} is or holds {words[2]}, which is read" in said
+        assert f"{output} is or contains the source {words[2]}" in said
 
 
 def test_too_little_space_is_found_before_anything_is_written(

@@ -175,5 +175,5 @@ def test_torchrun_ends_both_ranks_with_one_message(large: Sources, tmp_path: Pat
         started.wait_for_all()
     said = started.log.read_text()
     assert started.statuses() == ["1", "1"], said
-    assert said.count("--dtype float64: not a dtype of weights") == 1, said
+    assert said.count("--dtype float64: not supported") == 1, said
     assert f'File "{TOOL}"' not in said, "a traceback of a rank"

@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "world size": (
         ("parallel.context=4",),
-        ("parallel.context", "= 4 does not divide the 2 processes", "start a multiple of 4"),
+        ("parallel.context", "layout needs a multiple of 4 processes; there are 2", "Set --nproc"),
     ),
     "heads": (
         (TENSOR, f"{ARCHITECTURE}num_attention_heads=3", f"{ARCHITECTURE}hidden_size=33",
@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "no checkpoint": (
         ("teacher.checkpoint=/nowhere/run",),
-        ("/nowhere/run holds no complete checkpoint",),
+        ("/nowhere/run contains no complete checkpoint",),
     ),
     "no GPU": (("runtime.device=cuda",), ("runtime.device is cuda", "runtime.device=cpu")),
     "nothing held out": (
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_model_is_said_once(
         call(pool, config, tmp_path, "train.steps=5", SAVE, f"{ARCHITECTURE}qkv_bias=true")
     )
     assert f"{tmp_path}/checkpoints/step_0000004" in said
-    assert "qkv_bias is False there and True here" in said
+    assert "qkv_bias False vs True" in said
 
 
 def test_a_sequence_beyond_the_positions_of_a_checkpoint(

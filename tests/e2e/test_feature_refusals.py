@@ -34,7 +34,7 @@ def test_only_a_run_of_the_same_features_goes_on(
     going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
     for changes, part in (
         ((LOSSES.replace("cosine}, {match", "mse}, {match"), MLP), "losses are ['feature_mse_1_2'"),
-        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} there and "),
+        ((LOSSES, MLP.replace("24", "16")), "'sizes': [32, 24, 40]} in the checkpoint and "),
         ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
         ((), "losses are ['feature_mse_1_2'"),
     ):
@@ -107,9 +107,9 @@ def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
             ],
             [
                 "2 problems",
-                "objective.features.0.student = 5: the student has layers 1 to 4; lower it",
-                "objective.features.2 and objective.features.1 both have the mse loss between "
-                "layer 2 of the student and layer 1 of the teacher",
+                "objective.features.0.student = 5: the student has layers 1 to 4, counted from 1",
+                "objective.features.2 and objective.features.1 both have the mse loss of "
+                "student layer 2 and teacher layer 1",
             ],
         ),
         (
@@ -123,7 +123,9 @@ def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
 ) -> None:
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
     said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
-    assert said.startswith("ConfigError: feature losses between 4 and 2 layers: ")
+    assert said.startswith(
+        "ConfigError: feature losses between 4 student layers and 2 teacher layers: "
+    )
     for part in parts:
         assert part in said
 
@@ -133,7 +135,9 @@ def test_maps_of_layers_that_see_other_keys_are_refused(
 ) -> None:
     window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
     said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
-    assert said.startswith("ConfigError: objective.features with loss = 'attention' need layers")
+    assert said.startswith(
+        "ConfigError: objective.features with loss = 'attention' need student and"
+    )
     assert (
         "layer 4 of the student has a sliding_window of 8, layer 2 of the teacher one of None"
         in said

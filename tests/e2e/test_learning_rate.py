@@ -54,6 +54,16 @@ def test_a_step_has_the_rate_of_the_updates_before_it(
     assert expected[-1] > FLOOR
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_warm_up_as_long_as_the_run_is_cut_at_its_end(
+    pool: Pool, inputs: Inputs, tmp_path: Path, steps: int
+) -> None:
+    length = (f"train.steps={steps}", "schedule.warmup_steps=4")
+    found = run(pool, 1, inputs.folder / "dense.yaml", tmp_path, *length)
+    expected = [PEAK * updates / 4 for updates in range(steps)]
+    assert [one["learning_rate"] for one in found] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("form", ["linear", "cosine", "exponential", "minus_sqrt"])
 def test_the_forms_of_a_final_decay(pool: Pool, inputs: Inputs, tmp_path: Path, form: str) -> None:
     config = inputs.folder / "dense.yaml"

@@ -40,19 +40,19 @@ def copy(store: Path, tmp_path: Path) -> Path:
 WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "another teacher": (
         ("teacher.architecture.init_std=0.1",),
-        ("teacher.store was captured from a teacher of weights sha256:", "name that teacher"),
+        ("teacher.store was captured from a teacher with weights sha256:", "set the same teacher"),
     ),
     "another order": (
         ("teacher.architecture=null", "data.shuffle_samples=41"),
-        ("captured on another stream", "data.shuffle_samples is 40 there and 41 here"),
+        ("captured on another stream", "data.shuffle_samples is 40 in the store, not 41"),
     ),
     "another seed": (
         ("teacher.architecture=null", "seed=8"),
-        ("captured on another stream", "(seed is 7 there and 8 here"),
+        ("captured on another stream", "(seed is 7 in the store, not 8"),
     ),
     "documents mixed": (
         ("data.isolate_documents=false",),
-        ("captured with data.isolate_documents=true", "set it so here too"),
+        ("captured with data.isolate_documents=true", "set the same value"),
     ),
     "another length": (
         ("data.sequence_length=64",),
@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "too many ids": (
         (f"objective.terms=[{{divergence: forward_kl, top_k: {K + 1}}}]",),
-        ("holds 12 ids per position, not a top-13", "a larger k"),
+        ("contains 12 top-k ids per position, not a top-13", "a larger k"),
     ),
     "unknown temperature": (
         ("objective.terms=[{divergence: forward_kl, temperature: 1.5}]",),
@@ -72,27 +72,27 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "too few samples": (
         ("train.steps=9",),
-        ("holds 64 samples", "read 72", "leave data.sources out"),
+        ("contains 64 samples", "reads 72", "remove data.sources"),
     ),
     "nothing to learn": (
         ("objective.terms=[]",),
-        ("objective.terms = []: nothing is learned from teacher.store",),
+        ("objective.terms = []: a store serves distillation terms only",),
     ),
     "all held out": (
         ("data.sources=[]", "validation.samples=64"),
-        ("validation.samples is 64, but the stores hold only 64 samples",),
+        ("validation.samples is 64, but the stores contain only 64 samples",),
     ),
     "a student in a store": (
         ("student.store=somewhere",),
-        ("student.store: a student is trained, a store only speaks",),
+        ("student.store: a store has no weights to train",),
     ),
     "two stores beside a corpus": (
         ("teacher.store=[a, b]",),
-        ("teacher.store names 2 entries and data.sources are given",),
+        ("teacher.store has 2 entries, but only one store can be joined",),
     ),
     "no store": (
         ("teacher.store=stores/nowhere",),
-        ("stores/nowhere: names no teacher store",),
+        ("stores/nowhere: no teacher store found",),
     ),
 }
 
@@ -151,7 +151,7 @@ def _foreign(store: Path) -> None:
 
 REPAIR = "run `python tools/teacher_store.py repair "
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "unfinished": (_unfinished, ("incomplete, 13 of 13 shards are there and no manifest.json",)),
+    "unfinished": (_unfinished, ("incomplete, 13 of 13 shards and no manifest.json",)),
     "missing": (_missing, ("logits-000003.array_record", "sample")),
     "cut": (_cut, ("logits-000003.array_record", "bytes instead of", REPAIR)),
     "exchanged": (_exchanged, ("logits-00000", "sample 2", "swapped or duplicated")),
@@ -203,7 +203,7 @@ def test_another_tokenizer_is_refused(
         assert "use one tokenizer for data and models" in said
     else:
         assert "its tokenizer is" in said
-        assert "leave data.tokenizer out to use the store's" in said
+        assert "remove data.tokenizer to use that of the store" in said
 
 
 def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
@@ -220,7 +220,7 @@ def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
         *SHORT, ONE_TERM, f"teacher.store={copy}",
         f"data.sources.0.paths={folder / inputs.corpus.name}",
     )  # fmt: skip
-    assert "the store's tokens are not those of this run's sample" in said
+    assert "the tokens in the store and in this run differ" in said
     assert "logits-000000.array_record: sample" in said
 
 
@@ -237,4 +237,4 @@ def test_a_run_does_not_go_on_from_a_store_of_another_teacher(
     capture = inputs.folder / "refused.yaml"
     assert run_in(pool, 1, capture, copy, "teacher.architecture.init_std=0.1") is True
     said = failure(pool, 2, config, output, *saved, TENSOR)
-    assert "teacher.store: not what the checkpoint was trained with" in said
+    assert "teacher.store: differs from the stores in the checkpoint" in said

@@ -76,13 +76,13 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no checkpoint": (
         ("student={{architecture: null, checkpoint: {models}/none}}",),
-        "{models}/none holds no complete checkpoint",
+        "{models}/none contains no complete checkpoint",
     ),
     "no teacher's checkpoint": (
         ("teacher={{architecture: null, checkpoint: {models}/none}}",),
-        "{models}/none holds no complete checkpoint",
+        "{models}/none contains no complete checkpoint",
     ),
-    "family": ((TEACHER_HF % "foreign",), "model_type 'bloom' is not a family"),
+    "family": ((TEACHER_HF % "foreign",), "model_type 'bloom' is not supported"),
     "damaged weights": ((TEACHER_HF % "cut",), r"{models}/cut/.*\.safetensors"),
     "vocabularies": (
         ("teacher.architecture.vocab_size=400",),
@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         (STUDENT_HF % "small",),
         r"student\.hf = '{models}/small': its vocabulary has 203 tokens, but the tokenizer has 301",
     ),
-    "tokenizer": ((TEACHER_HF % "worded",), "its tokenizer gives .* data.tokenizer gives it"),
+    "tokenizer": ((TEACHER_HF % "worded",), "its tokenizer encodes .* data.tokenizer as"),
     "heads": (
         ("parallel.tensor=2", "student.architecture.num_kv_heads=1"),
         r"num_kv_heads = 1",
@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("objective.features=[{{student: 9, teacher: 1, loss: mse, weight: 1.0}}]",), "layer",
     ),
     "no store": (
-        ("teacher={{architecture: null, store: {models}/none}}",), "names no teacher store",
+        ("teacher={{architecture: null, store: {models}/none}}",), "no teacher store found",
     ),
     "no file": (
         ("data.validation_sources=[{{format: jsonl, paths: {models}/none.jsonl}}]",),
@@ -182,7 +182,7 @@ def test_a_folder_that_was_there_is_as_it_was(
     said = failure(pool, 2, config, output, *SHORT, broken, other, "checkpoint.save=true")
     assert "is a checkpoint of another model" in said
     off = ("checkpoint.save=true", "checkpoint.resume=false")
-    assert "an earlier run left" in failure(pool, 2, config, output, *SHORT, broken, *off)
+    assert "of an earlier run exists" in failure(pool, 2, config, output, *SHORT, broken, *off)
     assert BROKEN_ROW in failure(pool, 2, config, output, *SHORT, broken, "train.steps=4")
     left = {name: content for name, (content, _) in everything(output).items()}
     assert left == {name: content for name, (content, _) in before.items()}
@@ -218,8 +218,8 @@ def test_what_was_prepared_stays_where_another_source_is_broken(
 
 CAPTURE_WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no teacher": ((TEACHER_HF % "none",), r"{models}/none/config\.json: no such file"),
-    "family": ((TEACHER_HF % "foreign",), "model_type 'bloom' is not a family"),
-    "tokenizer": ((TEACHER_HF % "worded",), "its tokenizer gives"),
+    "family": ((TEACHER_HF % "foreign",), "model_type 'bloom' is not supported"),
+    "tokenizer": ((TEACHER_HF % "worded",), "its tokenizer encodes"),
     "k": (("store.k=500",), r"store\.k = 500: the teacher's vocabulary has 301"),
     "the data": ((), BROKEN_ROW),
 }

@@ -138,7 +138,7 @@ def test_an_export_says_that_transformers_finds_no_tokenizer(
 ) -> None:
     tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"
     _, said = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
-    assert "the run's tokenizer is no Hugging Face one" in said
+    assert "the run's tokenizer is not a Hugging Face tokenizer" in said
     assert holds_tokenizer(out)
     assert not is_hugging_face(out)
     assert not any((out / name).exists() for name in ("tokenizer.model", "tokenizer_config.json"))
@@ -154,7 +154,7 @@ def test_an_export_says_that_transformers_finds_no_tokenizer(
     assert load_tokenizer(back / "hugging_face").identity == expected
     words = ("export", "--checkpoint", back, "--hf", other, "--tokenizer", inputs.tokenizer)
     _, said = written(pool, tool, *words)
-    assert "no Hugging Face one" not in said
+    assert "not a Hugging Face tokenizer" not in said
     assert is_hugging_face(other)
 
 
@@ -199,9 +199,9 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
     ]
     said = message(pool.run(2, call_with_cache, arguments, str(tmp_path / "cache"), timeout=120.0))
-    assert "data.tokenizer.encoding = 'o200k_base': its ranks" in said
-    assert f"are wanted as {tmp_path / 'cache'}" in said
-    assert "nothing is downloaded here" in said
+    assert "data.tokenizer.encoding = 'o200k_base': its rank file" in said
+    assert f"is expected at {tmp_path / 'cache'}" in said
+    assert "it is not downloaded at run time" in said
 
 
 def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(

@@ -179,7 +179,7 @@ def test_the_run_is_the_first_word_or_an_option(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing: not a run, it has no config\.yaml; give"):
+    with pytest.raises(ConfigError, match=r"nothing: not a run folder \(no config\.yaml\); give"):
         load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
 
 

@@ -102,7 +102,7 @@ def test_a_documented_command_with_a_wrong_layout_is_found(tmp_path):
         encoding="utf-8",
     )
     [(world_size, overrides)] = documented_runs(tmp_path, path)
-    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
+    with pytest.raises(ConfigError, match="needs a multiple of 2 processes; there are 3"):
         check_layout(load_config(path, overrides), world_size)
 
 

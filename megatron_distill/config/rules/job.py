@@ -1,14 +1,15 @@
-"""Rules over several keys that hold for every job, whether a student is trained or not."""
+"""Rules over several keys that hold for training and for capture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
-from megatron_distill.config.messages import Problem
+from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig, SourceConfig
 from megatron_distill.config.schema.data import ConversationFormat, PathlessFormat, TokenizedFormat
+from megatron_distill.errors import counted
 
 __all__ = [
     "capture_problems",
@@ -23,7 +24,7 @@ _CONVERSATION_FORMATS = get_args(ConversationFormat)
 
 
 def job_problems(job: JobConfig) -> Iterator[Problem]:
-    """Find what the rules say that hold for any job and any number of processes."""
+    """Collect the findings of the rules for any job and any number of processes."""
     for rule in _RULES:
         yield from rule(job)
 
@@ -53,25 +54,23 @@ def _vocabularies(job: JobConfig) -> Iterator[Problem]:
 
 
 def _pipeline(job: JobConfig) -> Iterator[Problem]:
-    parallel = job.parallel
-    if parallel.virtual_pipeline is not None and parallel.pipeline < 2:
-        yield Problem(
-            ("parallel.virtual_pipeline", "parallel.pipeline"),
-            f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: interleaving needs "
-            f"parallel.pipeline >= 2, not {parallel.pipeline}; raise it or set "
-            "parallel.virtual_pipeline=null",
-        )
+    parallel, key = job.parallel, "parallel.virtual_pipeline"
+    if parallel.virtual_pipeline is None:
+        return
+    if isinstance(job, CaptureConfig):
+        reason = "in a capture, which runs forward passes only"
+        yield without_effect(key, parallel.virtual_pipeline, reason, instead=None)
+    elif parallel.pipeline < 2:
+        reason = f"with parallel.pipeline = {parallel.pipeline}"
+        yield without_effect(key, parallel.virtual_pipeline, reason, instead=None)
 
 
 def _sequence(job: JobConfig) -> Iterator[Problem]:
     parallel, length = job.parallel, job.data.sequence_length
     if parallel.sequence and parallel.tensor < 2:
-        yield Problem(
-            ("parallel.sequence", "parallel.tensor"),
-            "parallel.sequence = true: sequence parallelism needs parallel.tensor >= 2, not "
-            f"{parallel.tensor}; raise it or set parallel.sequence=false",
-        )
-    if parallel.sequence and length % (parallel.tensor * parallel.context):
+        reason = f"with parallel.tensor = {parallel.tensor}"
+        yield without_effect("parallel.sequence", value=True, reason=reason, instead=False)
+    elif parallel.sequence and length % (parallel.tensor * parallel.context):
         yield Problem(
             ("data.sequence_length", "parallel.sequence", "parallel.tensor", "parallel.context"),
             f"data.sequence_length = {length}: with parallel.sequence it must be a multiple of "
@@ -87,12 +86,10 @@ def _sequence(job: JobConfig) -> Iterator[Problem]:
 
 def _experts(job: JobConfig) -> Iterator[Problem]:
     shapes = [model.architecture for model in job.models.values()]
-    if job.parallel.expert > 1 and all(s is not None and s.moe is None for s in shapes):
-        yield Problem(
-            ("parallel.expert", "student.architecture.moe", "teacher.architecture.moe"),
-            f"parallel.expert = {job.parallel.expert}: no model here has experts; set "
-            "parallel.expert=1 or give an architecture.moe section",
-        )
+    expert = job.parallel.expert
+    if expert > 1 and all(s is not None and s.moe is None for s in shapes):
+        reason = "because no model here has experts (architecture.moe)"
+        yield without_effect("parallel.expert", expert, reason, instead=1)
 
 
 def _sources(job: JobConfig) -> Iterator[Problem]:
@@ -101,8 +98,8 @@ def _sources(job: JobConfig) -> Iterator[Problem]:
     if not data.sources and not is_stored:
         yield Problem(
             ("data.sources",),
-            "data.sources = []: no corpus is named; give at least one, or teacher.store to train "
-            "on the samples of a store",
+            "data.sources = []: add a source, or set teacher.store to train on the samples of a "
+            "store",
         )
     for name, sources in (
         ("data.sources", data.sources),
@@ -114,14 +111,14 @@ def _sources(job: JobConfig) -> Iterator[Problem]:
 
 
 def repeated_names(key: str, names: Sequence[str]) -> Iterator[Problem]:
-    """Find the sources of one list that the log would call the same."""
+    """Find the sources of one list that have the same name in the log."""
     for index, name in enumerate(names):
         first = names.index(name)
         if first < index:
             yield Problem(
                 (f"{key}.{index}.name", f"{key}.{first}.name"),
-                f"{key}.{index}.name: the log calls this source {name!r} and {key}.{first} as "
-                "well; give one of them another name",
+                f"{key}.{index}.name = {name!r}: {key}.{first} has the same name in the log; set "
+                "another name for one of the two",
             )
 
 
@@ -132,35 +129,30 @@ def _conversations(job: JobConfig) -> Iterator[Problem]:
     if has_conversations and not data.isolate_documents:
         yield Problem(
             ("data.isolate_documents", "data.sources"),
-            "data.isolate_documents = false: conversations in one sequence must not see each "
-            "other; set it to true",
+            "data.isolate_documents = false: no attention may cross from one conversation to "
+            "another in a sequence; set it to true",
         )
-    asked = {
-        "distill_on_prompt": data.distill_on_prompt,
-        "train_on": data.train_on != "all_responses",
-    }
-    for name in (name for name, is_asked in asked.items() if is_asked and not has_conversations):
-        yield Problem(
-            (f"data.{name}", "data.sources"),
-            f"data.{name} = {getattr(data, name)!r}: says something of conversations, and no "
-            "source has a `conversation` section; give one or leave it out",
-        )
+    settings: dict[str, object] = {"distill_on_prompt": False, "train_on": "all_responses"}
+    for name, default in settings.items():
+        value = getattr(data, name)
+        if not has_conversations and value != default:
+            reason = "because no source has a `conversation` section"
+            yield without_effect(f"data.{name}", value, reason, instead=default)
 
 
 def _source(name: str, source: SourceConfig) -> Iterator[Problem]:
     keys = (f"{name}.paths", f"{name}.format")
     has_paths = source.format not in get_args(PathlessFormat)
     if source.paths and not has_paths:
-        yield Problem(
-            keys, f"{name}.paths: format {source.format} finds its own files; leave paths out"
-        )
+        reason = f"with {name}.format = {source.format!r}"
+        yield without_effect(f"{name}.paths", source.paths, reason, instead=[])
     if has_paths and not source.paths:
-        yield Problem(keys, f"{name}.paths: format {source.format} needs at least one path")
+        yield Problem(keys, f"{name}.paths = []: format {source.format} needs at least one path")
     if source.conversation is not None and source.format not in _CONVERSATION_FORMATS:
         yield Problem(
             (f"{name}.conversation", f"{name}.format"),
-            f"{name}.conversation: rows of format {', '.join(_CONVERSATION_FORMATS)} hold "
-            f"conversations, those of format {source.format} do not; leave it out",
+            f"{name}.conversation: format {source.format} has no conversations, only "
+            f"{', '.join(_CONVERSATION_FORMATS)}; remove the section or change {name}.format",
         )
 
 
@@ -177,19 +169,19 @@ def _tokenizer(job: JobConfig) -> Iterator[Problem]:
     if not given and not from_model:
         yield Problem(
             tuple(values),
-            f"data.tokenizer: give one of {', '.join(values)}, or a model's student.hf or "
-            "teacher.hf, or teacher.store",
+            f"data.tokenizer: set one of {', '.join(values)}, student.hf, teacher.hf or "
+            "teacher.store",
         )
     if len(given) > 1:
         said = " and ".join(f"{key} = {value!r}" for key, value in given.items())
-        yield Problem(tuple(given), f"{said}: give only one of them")
+        yield Problem(tuple(given), f"{said}: set only one of them")
     for index, source in enumerate(job.data.sources):
         is_tokenized = source.format in get_args(TokenizedFormat)
         if is_tokenized and tokenizer.train_vocab_size is not None:
             yield Problem(
                 (size, f"data.sources.{index}.format"),
-                f"{size} = {tokenizer.train_vocab_size}: data.sources.{index} is tokenised "
-                f"already; give the folder of its tokenizer in {path}",
+                f"{size} = {tokenizer.train_vocab_size}: data.sources.{index} is already "
+                f"tokenised; set {path} to the folder of its tokenizer",
             )
 
 
@@ -197,8 +189,8 @@ def _backend(job: JobConfig) -> Iterator[Problem]:
     if job.runtime.backend == "nccl" and job.runtime.device == "cpu":
         yield Problem(
             ("runtime.backend", "runtime.device"),
-            "runtime.backend = 'nccl': needs runtime.device = 'cuda', not 'cpu'; use 'gloo' or "
-            "'auto' on a CPU",
+            "runtime.backend = 'nccl' needs runtime.device = 'cuda', not 'cpu'; set "
+            "runtime.backend to 'gloo' or 'auto'",
         )
 
 
@@ -216,67 +208,65 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
 
 
 def layout_problems(job: JobConfig, world_size: int) -> Iterator[Problem]:
-    """Find what keeps the layout off this number of processes."""
+    """Find why the layout does not fit this number of processes."""
     parallel = job.parallel
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    processes = counted(world_size, "process", "processes")
     if world_size % model_ranks:
+        there = f"there {'is' if world_size == 1 else 'are'} {world_size:,}"
         yield Problem(
             ("parallel.tensor", "parallel.pipeline", "parallel.context"),
             f"parallel.tensor * parallel.pipeline * parallel.context = {parallel.tensor} * "
-            f"{parallel.pipeline} * {parallel.context} = {model_ranks} does not divide the "
-            f"{world_size} processes; start a multiple of {model_ranks} or change the layout",
+            f"{parallel.pipeline} * {parallel.context}: the layout needs a multiple of "
+            f"{counted(model_ranks, 'process', 'processes')}; {there}. Set --nproc-per-node or "
+            "one of these keys",
         )
     elif world_size // (parallel.tensor * parallel.pipeline) % parallel.expert:
         yield Problem(
             ("parallel.expert",),
-            f"parallel.expert = {parallel.expert}: must divide the data-parallel times context "
-            f"size, {world_size // model_ranks} * {parallel.context} on {world_size} processes",
+            f"parallel.expert = {parallel.expert}: must divide data-parallel size * "
+            f"parallel.context = {world_size // model_ranks} * {parallel.context} on {processes}",
         )
 
 
 def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
-    """Say what of a capture contradicts itself."""
+    """Find contradictions within a capture."""
     store, teacher = config.store, config.teacher
     if teacher is None:
         yield Problem(
-            ("teacher",), "teacher = null: nobody speaks; give teacher.hf or teacher.checkpoint"
+            ("teacher",),
+            "teacher is required to capture a store; set teacher.hf or teacher.checkpoint",
         )
     elif teacher.store is not None:
         yield Problem(
             ("teacher.store",),
-            "teacher.store: a store is captured from a model; give teacher.hf or "
-            "teacher.checkpoint, and where the store goes in store.path",
-        )
-    if config.parallel.virtual_pipeline is not None:
-        yield Problem(
-            ("parallel.virtual_pipeline",),
-            f"parallel.virtual_pipeline = {config.parallel.virtual_pipeline}: belongs to training; "
-            "a teacher that only speaks runs without, leave it out",
+            "teacher.store: a capture runs a model and cannot read a store; set teacher.hf or "
+            "teacher.checkpoint, and store.path to the folder of the new store",
         )
     if store.job >= store.jobs:
         yield Problem(
             ("store.job", "store.jobs"),
-            f"store.job = {store.job}: jobs are counted from 0 and store.jobs = {store.jobs}; "
-            "lower the first or raise the second",
+            f"store.job = {store.job}: with store.jobs = {store.jobs} the jobs are 0 to "
+            f"{store.jobs - 1}; lower store.job or raise store.jobs",
         )
     if list(store.temperatures) != sorted(set(store.temperatures)) or any(
         temperature <= 0 or temperature == 1 for temperature in store.temperatures
     ):
         yield Problem(
             ("store.temperatures",),
-            f"store.temperatures = {list(store.temperatures)}: list positive numbers other than 1, "
-            "ascending",
+            f"store.temperatures = {list(store.temperatures)}: list positive numbers other than 1 "
+            "in ascending order",
         )
-    if store.mode == "sampled" and (store.top_p is not None or store.temperatures):
-        yield Problem(
-            ("store.mode", "store.top_p", "store.temperatures"),
-            "store.mode = 'sampled': draws are not cut and are of temperature 1; leave store.top_p "
-            "and store.temperatures out",
-        )
+    if store.mode == "sampled" and store.top_p is not None:
+        reason = "with store.mode = 'sampled'"
+        yield without_effect("store.top_p", store.top_p, reason, instead=None)
+    if store.mode == "sampled" and store.temperatures:
+        reason = "with store.mode = 'sampled', which draws at temperature 1"
+        yield without_effect("store.temperatures", store.temperatures, reason, instead=[])
 
 
 def store_problems(config: RunConfig) -> Iterator[Problem]:
-    """Say what of the run does not go with a teacher that is a store."""
+    """Find settings of the run that contradict a teacher that is a store."""
     store = None if config.teacher is None else config.teacher.store
     data = config.data
     if store is None:
@@ -285,25 +275,22 @@ def store_problems(config: RunConfig) -> Iterator[Problem]:
     if data.sources and len(store) > 1:
         yield Problem(
             ("teacher.store", "data.sources"),
-            f"teacher.store names {len(store)} entries and data.sources are given: only one store "
-            "can be joined with a corpus, by the numbers of its samples; leave data.sources out to "
-            "train on the samples of the stores",
+            f"teacher.store has {len(store)} entries, but only one store can be joined with "
+            "data.sources (by sample number); remove data.sources to train on the samples of the "
+            "stores",
         )
+    reason = "without data.sources"
     if data.validation_sources and not data.sources:
-        yield Problem(
-            ("data.validation_sources", "data.sources"),
-            "data.validation_sources: without data.sources, samples of the stores are held out; "
-            "leave them out, or give data.sources",
-        )
-    if data.tokenizer.train_vocab_size is not None and not data.sources:
-        yield Problem(
-            ("data.tokenizer.train_vocab_size", "data.sources"),
-            f"data.tokenizer.train_vocab_size = {data.tokenizer.train_vocab_size}: a tokenizer is "
-            "trained on data.sources, and there are none; leave it out to use that of the store",
-        )
+        names = [source.log_name for source in data.validation_sources]
+        why = f"{reason}: samples of the stores are held out"
+        yield without_effect("data.validation_sources", names, why, instead=[])
+    vocab_size = data.tokenizer.train_vocab_size
+    if vocab_size is not None and not data.sources:
+        why = f"{reason}: the store's tokenizer is used"
+        yield without_effect("data.tokenizer.train_vocab_size", vocab_size, why, instead=None)
     if not config.objective.terms:
         yield Problem(
             ("objective.terms", "teacher.store"),
-            "objective.terms = []: nothing is learned from teacher.store; add a term, or set "
+            "objective.terms = []: a store serves distillation terms only; add a term, or set "
             "teacher=null",
         )

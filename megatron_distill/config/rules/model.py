@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_distill.config.messages import Problem
+from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.schema import ArchitectureConfig, ModelConfig, ParallelConfig
 
 __all__ = ["architecture_problems", "source_problems"]
@@ -13,7 +13,7 @@ __all__ = ["architecture_problems", "source_problems"]
 def architecture_problems(
     architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
 ) -> Iterator[Problem]:
-    """Find what is wrong with the model `role` ('student' or 'teacher') on this layout."""
+    """Find problems of the model `role` ('student' or 'teacher') on this layout."""
     name = f"{role}.architecture"
     yield from _heads(architecture, name)
     yield from _positions(architecture, name, sequence_length)
@@ -65,18 +65,15 @@ def _rotations(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
             ("sliding_rope_base", shape.sliding_rope_base, None),
         ):
             if value != default:
-                yield Problem(
-                    (f"{name}.{key}", f"{name}.positions"),
-                    f"{name}.{key} = {value}: {name}.positions = learned turns nothing; "
-                    f"set positions=rope or leave {key} out",
-                )
+                reason = f"with {name}.positions = 'learned'"
+                yield without_effect(f"{name}.{key}", value, reason, instead=default)
         return
     turned = int(shape.head_width * shape.rotary_fraction)
     if shape.rotary_fraction < 1 and (turned % 2 or turned == 0):
         yield Problem(
             (f"{name}.rotary_fraction", f"{name}.head_size"),
-            f"{name}.rotary_fraction = {shape.rotary_fraction}: turns {turned} of the "
-            f"{shape.head_width} dimensions of a head, which must be an even number above 0",
+            f"{name}.rotary_fraction = {shape.rotary_fraction}: rotates {turned} of the "
+            f"{shape.head_width} dimensions of a head; this must be an even number above 0",
         )
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind != "llama3":
@@ -99,20 +96,16 @@ def _windows(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
             ("sliding_rope_base", shape.sliding_rope_base),
         ):
             if value is not None and not (key == "sliding_rope_base" and _is_learned(shape)):
-                said = list(value) if isinstance(value, tuple) else value
-                yield Problem(
-                    (f"{name}.{key}", f"{name}.sliding_window"),
-                    f"{name}.{key} = {said}: no layer slides without {name}.sliding_window; "
-                    f"give it or leave {key} out",
-                )
+                reason = f"with {name}.sliding_window = null"
+                yield without_effect(f"{name}.{key}", value, reason, instead=None)
         return
     outside = [layer for layer in shape.sliding_layers or () if not 0 <= layer < shape.num_layers]
     if outside:
         yield Problem(
             (f"{name}.sliding_layers", f"{name}.num_layers"),
             f"{name}.sliding_layers = {list(shape.sliding_layers or ())}: there is no layer "
-            f"{outside[0]}; {name}.num_layers = {shape.num_layers} are numbered from 0 to "
-            f"{shape.num_layers - 1}",
+            f"{outside[0]}; with {name}.num_layers = {shape.num_layers} the layers are 0 to "
+            f"{shape.num_layers - 1}, counted from 0",
         )
 
 
@@ -124,19 +117,19 @@ def _extras(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
     if _is_learned(shape) and shape.embedding_scale != 1:
         yield Problem(
             (f"{name}.embedding_scale", f"{name}.positions"),
-            f"{name}.embedding_scale = {shape.embedding_scale}: would scale the positions of "
-            f"{name}.positions = learned too; set positions=rope or leave embedding_scale out",
+            f"{name}.embedding_scale = {shape.embedding_scale}: would also scale the position "
+            f"embeddings of {name}.positions = learned; set positions=rope or embedding_scale=1",
         )
     if shape.attention_softcap is not None and shape.attention_dropout:
         yield Problem(
             (f"{name}.attention_dropout", f"{name}.attention_softcap"),
-            f"{name}.attention_dropout = {shape.attention_dropout}: soft-capped attention "
-            "(attention_softcap) has no dropout; set attention_dropout=0",
+            f"{name}.attention_dropout = {shape.attention_dropout}: not supported with "
+            f"{name}.attention_softcap; set attention_dropout=0",
         )
     if shape.post_norms and shape.moe is not None:
         yield Problem(
             (f"{name}.post_norms", f"{name}.moe"),
-            f"{name}.post_norms = true: experts ({name}.moe) have no norm behind them; set "
+            f"{name}.post_norms = true: not supported with experts ({name}.moe); set "
             "post_norms=false or moe=null",
         )
 
@@ -171,7 +164,7 @@ def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) ->
     yield Problem(
         tuple(keys),
         f"{words}: more stages than {name}.num_layers = {shape.num_layers}; each stage needs a "
-        "layer, so use fewer stages or another depth",
+        "layer: lower parallel.pipeline or raise the depth",
     )
 
 
@@ -187,8 +180,8 @@ def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> 
     if shape.moe.top_k == 1 and shape.moe.renormalize:
         yield Problem(
             (f"{name}.moe.top_k", f"{name}.moe.renormalize"),
-            f"{name}.moe.top_k = 1: with renormalize = true the one expert's weight is 1 whatever "
-            "the router says, which then learns nothing; set renormalize=false or top_k=2",
+            f"{name}.moe.top_k = 1: with renormalize = true the weight of the expert is always 1, "
+            "and the router gets no gradient; set renormalize=false or top_k=2",
         )
     if shape.moe.num_experts % parallel.expert:
         yield Problem(
@@ -200,12 +193,12 @@ def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> 
         yield Problem(
             ("parallel.sequence", "parallel.tensor", f"{name}.moe"),
             f"parallel.sequence = false: {name}.moe with parallel.tensor = {parallel.tensor} "
-            "needs parallel.sequence=true",
+            "needs sequence parallelism; set parallel.sequence=true",
         )
 
 
 def _divisors(size: int) -> str:
-    """Say which numbers divide `size`; long lists are cut."""
+    """List the divisors of `size`; long lists are cut."""
     found = [str(number) for number in range(1, size + 1) if size % number == 0]
     if len(found) > 8:
         return f"{', '.join(found[:8])}, ..."
@@ -213,22 +206,25 @@ def _divisors(size: int) -> str:
 
 
 def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
-    """Find contradictions in where the model `role` ('student' or 'teacher') comes from."""
+    """Find contradictions in the source of the model `role` ('student' or 'teacher')."""
     hf, shape, checkpoint = f"{role}.hf", f"{role}.architecture", f"{role}.checkpoint"
     store = f"{role}.store"
     if role == "student" and model.store is not None:
-        yield Problem((store,), f"{store}: a student is trained, a store only speaks; remove it")
+        yield Problem(
+            (store,),
+            f"{store}: a store has no weights to train; set {hf}, {shape} or {checkpoint}",
+        )
     sources = (model.hf, model.architecture, model.checkpoint, model.store)
     if all(source is None for source in sources):
         yield Problem(
             (hf, shape, checkpoint),
-            f"{role}: neither {hf} nor {shape} nor {checkpoint} is given; give a Hugging Face "
-            "folder, the shape, a checkpoint, or shape and checkpoint",
+            f"{role}: neither {hf} nor {shape} nor {checkpoint} is given; set {hf} to a Hugging "
+            f"Face folder, {shape} to a shape (random weights), or {checkpoint} to a checkpoint",
         )
     for key, value in ((shape, model.architecture), (checkpoint, model.checkpoint)):
         if model.hf is not None and value is not None:
             yield Problem(
-                (hf, key), f"{hf} = {model.hf!r} and {key} are both given; give only one of the two"
+                (hf, key), f"{hf} = {model.hf!r} and {key} are both given; set only one of the two"
             )
     yield from _kept_layers(model, role)
 
@@ -240,17 +236,17 @@ def _kept_layers(model: ModelConfig, role: str) -> Iterator[Problem]:
             continue
         said = f"{key} = {list(value) if isinstance(value, tuple) else value}"
         if role == "teacher":
-            yield Problem((key,), f"{said}: a teacher keeps all its layers; remove it")
+            yield Problem((key,), f"{said}: only a student can be pruned; remove it")
         elif model.architecture is not None or (model.hf is None and model.checkpoint is None):
             yield Problem(
                 (key, f"{role}.architecture", f"{role}.hf", f"{role}.checkpoint"),
-                f"{said}: needs {role}.hf or {role}.checkpoint to take layers from, and no "
-                f"{role}.architecture",
+                f"{said}: takes layers from {role}.hf or {role}.checkpoint; set one of these and "
+                f"remove {role}.architecture",
             )
     layers = model.keep_layers
     if layers is not None and model.num_layers is not None:
-        yield Problem((kept, count), f"{kept} and {count} are both given; give only one of the two")
+        yield Problem((kept, count), f"{kept} and {count} are both given; set only one of the two")
     if layers is not None and (layers[0] < 0 or list(layers) != sorted(set(layers))):
         yield Problem(
-            (kept,), f"{kept} = {list(layers)}: list layers from 0 upwards, each at most once"
+            (kept,), f"{kept} = {list(layers)}: list layers in ascending order, counted from 0"
         )

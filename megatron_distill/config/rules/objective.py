@@ -1,10 +1,10 @@
-"""Rules of what balances the losses, and of schedules of weights and temperatures."""
+"""Rules on the objective: terms, feature losses, loss balancing, schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_distill.config.messages import Problem, shown
+from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.schema import (
     PARAMETERS,
     BalanceConfig,
@@ -15,6 +15,7 @@ from megatron_distill.config.schema import (
     TermConfig,
     ValueScheduleConfig,
 )
+from megatron_distill.errors import counted
 
 __all__ = [
     "balance_problems",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 
-# What only ratios have, and the value that asks for nothing.
+# Keys of the modes with ratios, and their defaults.
 _OF_RATIOS: dict[str, object] = {
     "raw_losses": "exact",
     "ema": 0.0,
@@ -36,7 +37,7 @@ _OF_RATIOS: dict[str, object] = {
 
 
 def balance_problems(config: RunConfig) -> Iterator[Problem]:
-    """Say what of `objective.balance` and of the schedules contradicts itself or the rest."""
+    """Find contradictions in `objective.balance` and the schedules."""
     balance = config.objective.balance
     schedules = dict(_schedules(config))
     for key, schedule in schedules.items():
@@ -48,13 +49,13 @@ def balance_problems(config: RunConfig) -> Iterator[Problem]:
         for name, nothing in _OF_RATIOS.items():
             value = getattr(balance, name)
             if value != nothing:
-                yield Problem(
-                    (f"objective.balance.{name}", "objective.balance.mode"),
-                    f"objective.balance.{name} = {shown(value)} is of ratios, and "
-                    f"objective.balance.mode = {balance.mode!r} has none; leave it "
-                    "out, or choose 'magnitude' or 'gradient_norm'",
-                )
+                key, reason = f"objective.balance.{name}", f"with {_mode(balance)}"
+                yield without_effect(key, value, reason, instead=nothing)
     yield from _temperatures(config)
+
+
+def _mode(balance: BalanceConfig) -> str:
+    return f"objective.balance.mode = {balance.mode!r}"
 
 
 def _schedules(config: RunConfig) -> Iterator[tuple[str, ValueScheduleConfig]]:
@@ -74,86 +75,76 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, ValueScheduleConfig]]:
 
 def _schedule(key: str, schedule: ValueScheduleConfig, balance: BalanceConfig) -> Iterator[Problem]:
     if balance.mode == "fixed":
+        value = schedule.model_dump(exclude_defaults=True)
+        yield without_effect(key, value, f"with {_mode(balance)}", instead=None)
+    elif schedule.kind == "constant" and schedule.steps is not None:
+        reason = f"with {key}.kind = 'constant', which changes at {key}.start_step"
+        yield without_effect(f"{key}.steps", schedule.steps, reason, instead=None)
+    elif schedule.kind != "constant" and schedule.steps is None:
         yield Problem(
-            (key, "objective.balance.mode"),
-            f"{key} is given, but objective.balance.mode = 'fixed' changes nothing; set "
-            "objective.balance.mode=schedule, or leave the schedule out",
+            (f"{key}.steps", f"{key}.kind"),
+            f"{key}.steps is required with {key}.kind = {schedule.kind!r}; set the number of "
+            "optimizer steps of the change",
         )
-    if (schedule.kind == "constant") != (schedule.steps is None):
-        remedy = (
-            f"{key}.kind = {schedule.kind!r} needs {key}.steps; give it"
-            if schedule.steps is None
-            else f"{key}.steps = {schedule.steps}, but {key}.kind = 'constant' jumps at "
-            f"{key}.start_step; leave it out"
-        )
-        yield Problem((f"{key}.steps", f"{key}.kind"), remedy)
 
 
 def _ratio_targets(config: RunConfig) -> Iterator[Problem]:
-    """Find what has no size to be scaled, or to scale to."""
+    """Find losses whose size cannot be scaled, or scaled to."""
     objective = config.objective
     mode = objective.balance.mode
     if not objective.terms and not objective.features:
-        yield Problem(
-            ("objective.balance.mode", "objective.terms", "objective.features"),
-            f"objective.balance.mode = {mode!r} but objective.terms and objective.features are "
-            "empty: there is nothing to scale; add a term, or set objective.balance.mode=fixed",
-        )
+        reason = "without objective.terms and objective.features"
+        yield without_effect("objective.balance.mode", mode, reason, instead="schedule")
+        return
     end = objective.ce_weight_schedule
     if objective.ce_weight == 0 or (end is not None and end.to == 0):
         key = "objective.ce_weight" + ("" if objective.ce_weight == 0 else "_schedule.to")
         yield Problem(
             ("objective.balance.mode", key),
             f"{key} = 0.0: objective.balance.mode = {mode!r} scales distillation to the "
-            "cross-entropy, and there is none; raise it, or set objective.balance.mode=schedule",
+            "cross-entropy; raise it, or set objective.balance.mode=schedule",
         )
     for index, term in enumerate(objective.terms):
         if mode == "magnitude" and term.support == "raw":
             yield Problem(
                 ("objective.balance.mode", f"objective.terms.{index}.support"),
-                f"objective.terms.{index}.support = 'raw' can be negative, which has no magnitude "
-                "to scale by; use 'tail' or 'renormalized', or "
-                "objective.balance.mode=gradient_norm",
+                f"objective.terms.{index}.support = 'raw': this loss can be negative, and "
+                f"objective.balance.mode = {mode!r} needs positive ones; use 'tail' or "
+                "'renormalized', or objective.balance.mode=gradient_norm",
             )
     for index, feature in enumerate(objective.features):
         if mode == "gradient_norm" and feature.loss == "attention":
             yield Problem(
                 ("objective.balance.mode", f"objective.features.{index}.loss"),
-                f"objective.features.{index}.loss = 'attention' has gradients on queries and keys, "
-                "and objective.balance.mode = 'gradient_norm' compares those on hidden states; use "
+                f"objective.features.{index}.loss = 'attention' has gradients at queries and keys; "
+                f"objective.balance.mode = {mode!r} compares gradients at hidden states; use "
                 "'mse' or 'cosine', or objective.balance.mode=magnitude",
             )
 
 
 def _ratio_settings(balance: BalanceConfig) -> Iterator[Problem]:
     if balance.mode == "gradient_norm":
-        if balance.raw_losses == "previous":
-            yield Problem(
-                ("objective.balance.raw_losses", "objective.balance.mode"),
-                "objective.balance.raw_losses = 'previous', but with objective.balance.mode = "
-                "'gradient_norm' a step leaves no norms of single losses behind; use 'exact'",
-            )
-        if balance.per_microbatch:
-            yield Problem(
-                ("objective.balance.per_microbatch", "objective.balance.mode"),
-                "objective.balance.per_microbatch = true belongs to objective.balance.mode = "
-                "'magnitude', here 'gradient_norm'; leave it out",
-            )
+        settings: dict[str, object] = {"raw_losses": "exact", "per_microbatch": False}
+        for name, default in settings.items():
+            value = getattr(balance, name)
+            if value != default:
+                key, reason = f"objective.balance.{name}", f"with {_mode(balance)}"
+                yield without_effect(key, value, reason, instead=default)
         return
     if not balance.per_microbatch:
         return
     if balance.raw_losses == "previous":
         yield Problem(
             ("objective.balance.per_microbatch", "objective.balance.raw_losses"),
-            "objective.balance.raw_losses = 'previous', but with objective.balance.per_microbatch "
-            "= true no micro-batch has been seen before; use 'exact'",
+            "objective.balance.raw_losses = 'previous': with objective.balance.per_microbatch = "
+            "true a micro-batch has no losses of an earlier step; use 'exact'",
         )
     if balance.ema:
         yield Problem(
             ("objective.balance.per_microbatch", "objective.balance.ema"),
-            f"objective.balance.ema = {balance.ema} averages over steps, but with "
-            "objective.balance.per_microbatch = true every micro-batch stands for itself; set "
-            "one of the two",
+            f"objective.balance.ema = {balance.ema} averages over steps, but "
+            "objective.balance.per_microbatch = true takes the ratios of each micro-batch alone; "
+            "set only one of the two",
         )
 
 
@@ -167,14 +158,14 @@ def _temperatures(config: RunConfig) -> Iterator[Problem]:
         if schedule.to == 0:
             yield Problem(
                 (f"{path}.temperature_schedule.to",),
-                f"{path}.temperature_schedule.to = 0.0: a temperature is above zero; raise it",
+                f"{path}.temperature_schedule.to = 0.0: a temperature must be above 0; raise it",
             )
         if is_stored and term.support != "renormalized":
             yield Problem(
                 (f"{path}.temperature_schedule", f"{path}.support", "teacher.store"),
-                f"{path}.temperature_schedule: a store knows its teacher at the temperatures of "
-                f"the capture only, unless {path}.support = 'renormalized', here "
-                f"{term.support!r}; set it so, or leave the schedule out",
+                f"{path}.temperature_schedule: a store has the temperatures of its capture only, "
+                f"unless {path}.support = 'renormalized' (here {term.support!r}); set that, or "
+                "remove the schedule",
             )
 
 
@@ -203,21 +194,23 @@ def matched_layers(
 
 
 def feature_problems(config: RunConfig) -> Iterator[Problem]:
-    """Say what of the feature losses contradicts itself or the rest."""
+    """Find contradictions in the feature losses."""
     objective = config.objective
     features, teacher = objective.features, config.teacher
-    if features and teacher is None:
+    if features and teacher is None and is_declined(config):
+        reason = "with teacher = null"
+        yield without_effect("objective.features", _names(features), reason, instead=[])
+    elif features and teacher is None:
         yield Problem(
             ("objective.features", "teacher"),
-            f"objective.features: {len(features)} feature loss(es) but teacher = null; give a "
-            "teacher or set objective.features=[]",
+            f"objective.features: {_losses(features)} but teacher = null; set teacher.hf or "
+            "teacher.checkpoint, or objective.features=[]",
         )
     if features and teacher is not None and teacher.store is not None:
         yield Problem(
             ("objective.features", "teacher.store"),
-            f"objective.features: {len(features)} feature loss(es), but a teacher.store holds no "
-            "hidden states; use a live teacher (teacher.hf or teacher.checkpoint) or set "
-            "objective.features=[]",
+            f"objective.features: {_losses(features)}, but teacher.store has no hidden states; set "
+            "teacher.hf or teacher.checkpoint in its place, or objective.features=[]",
         )
     for index, entry in enumerate(features):
         yield from _entry(f"objective.features.{index}", entry)
@@ -227,8 +220,21 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
         yield from layer_problems(features, *layers)
 
 
+def is_declined(config: RunConfig) -> bool:
+    """Whether the file sets `teacher: null`, which is no section that was forgotten."""
+    return config.teacher is None and "teacher" in config.model_fields_set
+
+
+def _losses(features: tuple[FeatureConfig, ...]) -> str:
+    return counted(len(features), "feature loss", "feature losses")
+
+
+def _names(features: tuple[FeatureConfig, ...]) -> list[str]:
+    return [feature.loss for feature in features]
+
+
 def _layers(model: ModelConfig) -> int | None:
-    """Return a model's number of layers, or None where the file does not tell."""
+    """Return a model's number of layers, or None where the file does not give it."""
     return model.architecture.num_layers if model.architecture is not None else None
 
 
@@ -237,39 +243,33 @@ def _entry(path: str, entry: FeatureConfig) -> Iterator[Problem]:
     keys = (f"{path}.student", f"{path}.teacher", f"{path}.match")
     if entry.match is None and None in given.values():
         yield Problem(
-            keys, f"{path}: give {path}.student and {path}.teacher, or {path}.match for all layers"
+            keys, f"{path}: set {path}.student and {path}.teacher, or {path}.match for all layers"
         )
     for name, layer in given.items():
         if entry.match is not None and layer is not None:
             yield Problem(
                 keys,
                 f"{path}.match = {entry.match!r} pairs all layers, but {path}.{name} = {layer}; "
-                "give only one of the two",
+                "set only one of the two",
             )
 
 
 def _projector(projector: ProjectorConfig, *, has_features: bool) -> Iterator[Problem]:
     path = "objective.projector"
-    if projector.kind == "linear" and projector.hidden_size is not None:
-        yield Problem(
-            (f"{path}.hidden_size", f"{path}.kind"),
-            f"{path}.hidden_size = {projector.hidden_size} belongs to {path}.kind = 'mlp', here "
-            "'linear'; leave it out",
-        )
     if not has_features and projector != ProjectorConfig():
-        yield Problem(
-            (path, "objective.features"),
-            f"{path}: settings are given but objective.features is empty; add a feature loss or "
-            "leave them out",
-        )
+        value = projector.model_dump(exclude_defaults=True)
+        yield without_effect(path, value, "without objective.features", instead={})
+    elif projector.kind == "linear" and projector.hidden_size is not None:
+        reason = f"with {path}.kind = 'linear'"
+        yield without_effect(f"{path}.hidden_size", projector.hidden_size, reason, instead=None)
 
 
 def layer_problems(
     features: tuple[FeatureConfig, ...], student_layers: int | None, teacher_layers: int | None
 ) -> Iterator[Problem]:
-    """Say which layers the models do not have, and which pairs there are twice.
+    """Find layers that the models do not have, and repeated pairs.
 
-    A depth of None is not known yet. Entries that contradict themselves are passed over.
+    A depth of None is not known yet. Entries with contradictions are skipped.
     """
     seen: dict[tuple[int, int, str], str] = {}
     repeated: set[tuple[str, str]] = set()
@@ -282,7 +282,8 @@ def layer_problems(
             if layer is not None and depth is not None and layer > depth:
                 yield Problem(
                     (f"{path}.{role}", f"{role}.architecture.num_layers"),
-                    f"{path}.{role} = {layer}: the {role} has layers 1 to {depth}; lower it",
+                    f"{path}.{role} = {layer}: the {role} has layers 1 to {depth}, counted from 1; "
+                    "lower it",
                 )
         if student_layers is None or teacher_layers is None:
             continue
@@ -290,7 +291,8 @@ def layer_problems(
             yield Problem(
                 (f"{path}.match", "teacher.architecture.num_layers"),
                 f"{path}.match = 'last': the teacher has {teacher_layers} layers, fewer than the "
-                f"student's {student_layers}; use 'uniform' or name the layers",
+                f"student's {student_layers}; use 'uniform', or set {path}.student and "
+                f"{path}.teacher",
             )
             continue
         for pair in matched_layers(entry, student_layers, teacher_layers):
@@ -299,13 +301,13 @@ def layer_problems(
                 repeated.add((path, first))
                 yield Problem(
                     (path, first),
-                    f"{path} and {first} both have the {entry.loss} loss between layer {pair[0]} "
-                    f"of the student and layer {pair[1]} of the teacher; add the weights up in one "
-                    "of them",
+                    f"{path} and {first} both have the {entry.loss} loss of student layer "
+                    f"{pair[0]} and teacher layer {pair[1]}; keep one of them, with the sum of "
+                    "the weights",
                 )
 
 
-# What two terms may differ in and still be one: they would be reported under one name.
+# Two terms that differ in these keys alone would have one name in the log.
 _SAME_TERM = {
     "weight",
     "weight_schedule",
@@ -315,54 +317,49 @@ _SAME_TERM = {
 
 
 def objective_problems(config: RunConfig) -> Iterator[Problem]:
-    """Say what of the objective contradicts itself or the rest."""
+    """Find contradictions in the objective."""
     objective = config.objective
-    if objective.terms and config.teacher is None:
+    if objective.terms and is_declined(config):
+        names = [term.divergence for term in objective.terms]
+        yield without_effect("objective.terms", names, "with teacher = null", instead=[])
+    elif objective.terms and config.teacher is None:
         yield Problem(
             ("objective.terms", "teacher"),
-            f"objective.terms: {len(objective.terms)} distillation term(s) but teacher = null; "
-            "give a teacher or set objective.terms=[]",
+            f"objective.terms: {counted(len(objective.terms), 'distillation term')} but teacher = "
+            "null; set teacher.hf, teacher.checkpoint or teacher.store, or objective.terms=[]",
         )
     if objective.ce_weight == 0 and not objective.terms and not objective.features:
         yield Problem(
             ("objective.ce_weight", "objective.terms", "objective.features"),
-            "objective.ce_weight = 0.0 and objective.terms is empty: nothing is trained; raise "
+            "objective.ce_weight = 0.0 and objective.terms = []: there is no loss; raise "
             "objective.ce_weight or add a term",
         )
     yield from feature_problems(config)
     is_stored = config.teacher is not None and config.teacher.store is not None
     for index, term in enumerate(objective.terms):
-        yield from _term(f"objective.terms.{index}", term, keeps_all=not is_stored)
+        yield from _term(f"objective.terms.{index}", term, is_dense=not is_stored)
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
         last = term.temperature_schedule and term.temperature_schedule.to
-        what = (*term.model_dump(exclude=_SAME_TERM).values(), last)
-        first = seen.setdefault(what, index)
+        identity = (*term.model_dump(exclude=_SAME_TERM).values(), last)
+        first = seen.setdefault(identity, index)
         if first != index:
             yield Problem(
                 (f"objective.terms.{index}", f"objective.terms.{first}"),
-                f"objective.terms.{index} differs from objective.terms.{first} at most in its "
-                "weight; add the weights up in one of them",
+                f"objective.terms.{index} differs from objective.terms.{first} in its weight at "
+                "most; keep one of them, with the sum of the weights",
             )
 
 
-def _term(path: str, term: TermConfig, *, keeps_all: bool) -> Iterator[Problem]:
+def _term(path: str, term: TermConfig, *, is_dense: bool) -> Iterator[Problem]:
     if term.weight == 0 and (term.weight_schedule is None or term.weight_schedule.to == 0):
-        yield Problem(
-            (f"{path}.weight", f"{path}.weight_schedule"),
-            f"{path}.weight = 0.0: nothing is learned from this term; raise it, or leave the term "
-            "out",
-        )
+        reason = "on the student: the term is measured but not trained"
+        yield without_effect(f"{path}.weight", term.weight, reason, instead=term.weight)
     for name, divergences in PARAMETERS.items():
-        if getattr(term, name) is not None and term.divergence not in divergences:
-            yield Problem(
-                (f"{path}.{name}", f"{path}.divergence"),
-                f"{path}.{name} = {getattr(term, name)} belongs to {' and '.join(divergences)}, "
-                f"here {path}.divergence = {term.divergence!r}; leave it out",
-            )
-    if term.support != "tail" and term.top_k is None and keeps_all:
-        yield Problem(
-            (f"{path}.support", f"{path}.top_k"),
-            f"{path}.support = {term.support!r} says what becomes of tokens that are not kept, but "
-            f"{path}.top_k = null keeps all; give {path}.top_k or leave the support out",
-        )
+        value = getattr(term, name)
+        if value is not None and term.divergence not in divergences:
+            reason = f"with {path}.divergence = {term.divergence!r}"
+            yield without_effect(f"{path}.{name}", value, reason, instead=None)
+    if term.support != "tail" and term.top_k is None and is_dense:
+        reason = f"with {path}.top_k = null, which compares the whole vocabulary"
+        yield without_effect(f"{path}.support", term.support, reason, instead="tail")

@@ -2,7 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from megatron_distill.config.messages import Problem, raise_problems
+from megatron_distill.config.messages import (
+    Problem,
+    WithoutEffect,
+    raise_problems,
+    without_effect,
+)
 from megatron_distill.config.rules.job import (
     capture_problems,
     job_problems,
@@ -23,14 +28,22 @@ from megatron_distill.config.schema import (
     ParallelConfig,
     RunConfig,
 )
+from megatron_distill.errors import counted
 
-__all__ = ["check_architecture", "check_features", "check_layout", "rule_problems"]
+__all__ = [
+    "check_architecture",
+    "check_features",
+    "check_layout",
+    "rule_problems",
+    "with_steps",
+]
 
 
 def check_layout(config: JobConfig, world_size: int) -> None:
     """Check every rule over several keys, those on the number of processes included.
 
-    Raises ConfigError: one message with all problems, each naming key, value and remedy.
+    Raises ConfigError: one message with all problems, each naming key, value and remedy. Settings
+    without effect are no problem here; `load_config` removes them.
     """
     problems = rule_problems(config)
     layout = list(layout_problems(config, world_size))
@@ -38,19 +51,20 @@ def check_layout(config: JobConfig, world_size: int) -> None:
     fits = world_size % (parallel.tensor * parallel.pipeline * parallel.context) == 0
     if isinstance(config, RunConfig) and fits:
         layout += _batch_problems(config, world_size)
-    raise_problems(f"this configuration on {world_size} processes", problems + layout)
+    processes = counted(world_size, "process", "processes")
+    raise_problems(f"this configuration on {processes}", problems + layout)
 
 
 def check_architecture(
     architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
 ) -> list[str]:
-    """Say what keeps a model of this shape off this layout; `role` is 'student' or 'teacher'.
+    """List why a model of this shape does not fit this layout; `role`: 'student' or 'teacher'.
 
     For shapes that are known only after a checkpoint has been opened; shapes written in the file
     are checked by `check_layout`.
     """
     found = architecture_problems(architecture, role, parallel, sequence_length)
-    return [problem.text for problem in found]
+    return [problem.text for problem in found if not isinstance(problem, WithoutEffect)]
 
 
 def check_features(
@@ -60,42 +74,86 @@ def check_features(
 
     Raises ConfigError: one message with all problems.
     """
-    subject = f"feature losses between {student_layers} and {teacher_layers} layers"
+    subject = (
+        f"feature losses between {counted(student_layers, 'student layer')} and "
+        f"{counted(teacher_layers, 'teacher layer')}"
+    )
     raise_problems(subject, list(layer_problems(features, student_layers, teacher_layers)))
 
 
+def with_steps(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
+    """Replace `train.epochs` by the steps computed from it; return also the rules' warnings.
+
+    Raises ConfigError: the learning-rate schedule does not fit that many steps.
+    """
+    train = config.train.model_copy(update={"steps": steps, "epochs": None})
+    resolved = config.model_copy(update={"train": train})
+    found = list(_schedule(resolved))
+    raise_problems(f"train.epochs = {config.train.epochs:g}, train.steps = {steps}", found)
+    return resolved, [problem.text for problem in found if isinstance(problem, WithoutEffect)]
+
+
 def rule_problems(config: JobConfig) -> list[Problem]:
-    """Collect what the rules that hold for any number of processes find."""
+    """Collect the findings of the rules that hold for any number of processes."""
     if isinstance(config, CaptureConfig):
         return [*job_problems(config), *capture_problems(config)]
     assert isinstance(config, RunConfig)
     return [problem for rule in _RULES for problem in rule(config)]
 
 
+def _length(config: RunConfig) -> Iterator[Problem]:
+    train = config.train
+    keys = ("train.steps", "train.epochs")
+    if train.epochs is None and not train.steps:
+        yield Problem(
+            keys,
+            f"train.steps = {train.steps}: set train.steps to the number of optimizer steps, or "
+            "train.epochs to the passes over the data",
+        )
+    if train.epochs is None:
+        return
+    if train.steps:
+        yield Problem(
+            keys,
+            f"train.steps = {train.steps} and train.epochs = {train.epochs:g}: give only one of "
+            "the two",
+        )
+    store = None if config.teacher is None else config.teacher.store
+    parts = {
+        "data.sources": sum(
+            len(source.paths) if source.format == "megatron" else 1
+            for source in config.data.sources
+        ),
+        "teacher.store": 0 if config.data.sources or store is None else len(store),
+    }
+    for key, count in parts.items():
+        if count > 1:
+            yield Problem(
+                ("train.epochs", key),
+                f"train.epochs = {train.epochs:g}: {key} is a blend of {count} corpora, each with "
+                "epochs of its own; set train.steps instead",
+            )
+
+
 def _schedule(config: RunConfig) -> Iterator[Problem]:
-    schedule, steps = config.schedule, config.train.steps
-    wsd, end = schedule.wsd_decay_steps, schedule.decay_steps
-    if (schedule.decay == "wsd") != (wsd is not None):
-        remedy = "is required by" if wsd is None else f"= {wsd} belongs only to"
+    schedule, train = config.schedule, config.train
+    decay, wsd = f"schedule.decay = {schedule.decay!r}", schedule.wsd_decay_steps
+    if schedule.decay == "wsd" and wsd is None:
         yield Problem(
             ("schedule.wsd_decay_steps", "schedule.decay"),
-            f"schedule.wsd_decay_steps {remedy} schedule.decay = 'wsd', here "
-            f"schedule.decay = {schedule.decay!r}",
+            f"schedule.wsd_decay_steps is required with {decay}; set it to the number of updates "
+            "of the final decay",
         )
-    last, last_name = (steps, "train.steps") if end is None else (end, "schedule.decay_steps")
-    needed = schedule.warmup_steps + (wsd or 0)
-    if needed > last:
-        yield Problem(
-            ("schedule.warmup_steps", "schedule.wsd_decay_steps", last_name),
-            f"schedule.warmup_steps = {schedule.warmup_steps}"
-            + (f" and schedule.wsd_decay_steps = {wsd} take" if wsd else " takes")
-            + f" more than {last_name} = {last}; shorten the first or raise the second",
-        )
-    elif schedule.warmup_steps >= last:
-        yield Problem(
-            ("schedule.warmup_steps", last_name),
-            f"schedule.warmup_steps = {schedule.warmup_steps} leaves nothing of {last_name} = "
-            f"{last} for the decay; shorten the first or raise the second",
+    if schedule.decay != "wsd" and wsd is not None:
+        key = "schedule.wsd_decay_steps"
+        yield without_effect(key, wsd, f"with {decay}", instead=None)
+    if schedule.decay != "wsd" and schedule.wsd_decay_form != "linear":
+        form = schedule.wsd_decay_form
+        yield without_effect("schedule.wsd_decay_form", form, f"with {decay}", instead="linear")
+    first = schedule.initial_learning_rate
+    if first and not schedule.warmup_steps:
+        yield without_effect(
+            "schedule.initial_learning_rate", first, "with schedule.warmup_steps = 0", instead=0.0
         )
     for name in ("min_learning_rate", "initial_learning_rate"):
         rate = getattr(schedule, name)
@@ -105,30 +163,52 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
                 f"schedule.{name} = {rate} is above "
                 f"optimizer.learning_rate = {config.optimizer.learning_rate}; lower it",
             )
-    if schedule.initial_learning_rate and not schedule.warmup_steps:
-        yield Problem(
-            ("schedule.initial_learning_rate", "schedule.warmup_steps"),
-            f"schedule.initial_learning_rate = {schedule.initial_learning_rate} begins a warm-up, "
-            "and schedule.warmup_steps = 0; give that a number, or leave the first out",
+    if schedule.decay_steps is not None or train.epochs is None:
+        yield from _warm_up(config)
+
+
+def _warm_up(config: RunConfig) -> Iterator[Problem]:
+    """Compare the warm-up with the length of the schedule, which is known."""
+    schedule, steps = config.schedule, config.train.steps
+    end = schedule.decay_steps
+    wsd = schedule.wsd_decay_steps if schedule.decay == "wsd" else None
+    last, last_name = (steps, "train.steps") if end is None else (end, "schedule.decay_steps")
+    if wsd is None and end is None and 0 < last <= schedule.warmup_steps:
+        yield without_effect(
+            "schedule.decay",
+            schedule.decay,
+            f"within train.steps = {steps}: the warm-up takes schedule.warmup_steps = "
+            f"{schedule.warmup_steps}",
+            instead=schedule.decay,
         )
-    if schedule.decay != "wsd" and schedule.wsd_decay_form != "linear":
+    elif schedule.warmup_steps + (wsd or 0) > last > 0:
         yield Problem(
-            ("schedule.wsd_decay_form", "schedule.decay"),
-            f"schedule.wsd_decay_form = {schedule.wsd_decay_form!r} belongs only to "
-            f"schedule.decay = 'wsd', here schedule.decay = {schedule.decay!r}",
+            ("schedule.warmup_steps", "schedule.wsd_decay_steps", last_name),
+            f"schedule.warmup_steps = {schedule.warmup_steps}"
+            + (f" and schedule.wsd_decay_steps = {wsd} take" if wsd else " takes")
+            + f" more than {last_name} = {last}; shorten the first or raise the second",
+        )
+    elif schedule.warmup_steps >= last > 0:
+        yield Problem(
+            ("schedule.warmup_steps", last_name),
+            f"schedule.warmup_steps = {schedule.warmup_steps} leaves no update of {last_name} = "
+            f"{last} for the decay; shorten the first or raise the second",
         )
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
-    if optimizer.overlap_param_gather and not (
-        optimizer.distributed and optimizer.overlap_grad_reduce
-    ):
-        names = ("overlap_param_gather", "distributed", "overlap_grad_reduce")
-        yield Problem(
-            tuple(f"optimizer.{name}" for name in names),
-            "optimizer.overlap_param_gather = true: needs optimizer.distributed = true and "
-            "optimizer.overlap_grad_reduce = true",
+    needed = {
+        "optimizer.distributed": optimizer.distributed,
+        "optimizer.overlap_grad_reduce": optimizer.overlap_grad_reduce,
+    }
+    missing = [f"{key} = false" for key, is_on in needed.items() if not is_on]
+    if optimizer.overlap_param_gather and missing:
+        yield without_effect(
+            "optimizer.overlap_param_gather",
+            value=True,
+            reason=f"with {' and '.join(missing)}",
+            instead=False,
         )
 
 
@@ -145,10 +225,9 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 def _validation(config: RunConfig) -> Iterator[Problem]:
     validation, data = config.validation, config.data
     if validation.interval and not validation.samples:
-        yield Problem(
-            ("validation.interval", "validation.samples"),
-            f"validation.interval = {validation.interval} but validation.samples = 0; give the "
-            "number of held-out sequences or set validation.interval=0",
+        interval = validation.interval
+        yield without_effect(
+            "validation.interval", interval, "with validation.samples = 0", instead=0
         )
     held_out = data.validation_fraction or data.validation_sources
     if validation.samples and data.sources and not held_out:
@@ -161,12 +240,12 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    if not checkpoint.save and (checkpoint.interval or checkpoint.asynchronous):
-        yield Problem(
-            ("checkpoint.save", "checkpoint.interval", "checkpoint.asynchronous"),
-            "checkpoint.save = false: checkpoint.interval and checkpoint.asynchronous mean "
-            "nothing then; leave them out or set checkpoint.save=true",
-        )
+    settings: dict[str, object] = {"interval": 0, "asynchronous": False}
+    for name, nothing in settings.items():
+        value = getattr(checkpoint, name)
+        if not checkpoint.save and value != nothing:
+            key = f"checkpoint.{name}"
+            yield without_effect(key, value, "with checkpoint.save = false", instead=nothing)
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
@@ -174,6 +253,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     store_problems,
     objective_problems,
     balance_problems,
+    _length,
     _schedule,
     _optimizer,
     _batch,
@@ -192,13 +272,13 @@ def _batch_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             ("train.global_batch_size", "train.micro_batch_size"),
             f"train.global_batch_size = {train.global_batch_size}: must be a multiple of "
             f"train.micro_batch_size * data-parallel size = {train.micro_batch_size} * "
-            f"{data_ranks} on {world_size} processes",
+            f"{data_ranks} on {counted(world_size, 'process', 'processes')}",
         )
     elif parallel.virtual_pipeline and train.global_batch_size // per_pass % parallel.pipeline:
+        micro_batches = counted(train.global_batch_size // per_pass, "micro-batch", "micro-batches")
         yield Problem(
             ("train.global_batch_size", "parallel.virtual_pipeline", "parallel.pipeline"),
-            f"train.global_batch_size = {train.global_batch_size}: makes "
-            f"{train.global_batch_size // per_pass} micro-batches on each data-parallel rank, "
-            "and parallel.virtual_pipeline needs a multiple of parallel.pipeline = "
-            f"{parallel.pipeline}",
+            f"train.global_batch_size = {train.global_batch_size} makes {micro_batches} on each "
+            "data-parallel rank; parallel.virtual_pipeline needs a multiple of "
+            f"parallel.pipeline = {parallel.pipeline}",
         )

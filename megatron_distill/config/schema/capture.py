@@ -1,4 +1,4 @@
-"""The file of a capture: which teacher says what about which samples, and where it is kept."""
+"""The file of a capture: teacher, data and the store to write."""
 
 from typing import Literal
 
@@ -11,54 +11,57 @@ __all__ = ["CaptureConfig", "CapturePassConfig", "StoreConfig"]
 
 
 class StoreConfig(Section):
-    """The teacher store that is written."""
+    """The teacher store to write."""
 
-    path: str = Field(min_length=1, examples=["stores/teacher"], description="Its folder.")
+    path: str = Field(min_length=1, examples=["stores/teacher"], description="Folder of the store.")
     samples: int = Field(
         ge=1,
         examples=[256_000],
-        description="Sequences to keep, from the first of the training stream on; a run of N steps "
+        description="Sequences to store, from the start of the training stream. A run of N steps "
         "reads N times `train.global_batch_size`.",
     )
     mode: Literal["top_k", "sampled"] = Field(
         default="top_k",
-        description="The most probable ids, or ids drawn at random with replacement (unbiased for "
-        "`forward_kl`, and for no other divergence).",
+        description="`top_k`: the most probable token ids; `sampled`: ids drawn with replacement,"
+        " which estimate `forward_kl` without bias and serve no other divergence.",
     )
-    k: int = Field(default=64, ge=1, description="Ids kept per token, or how often is drawn.")
+    k: int = Field(
+        default=64, ge=1, description="Ids stored per token: the top k, or the number of draws."
+    )
     codec: Literal["f32", "f16", "u8"] = Field(
-        default="u8", description="Of log-probabilities: every bit, half precision, or 8 bits."
+        default="u8", description="Encoding of log-probabilities: fp32, fp16 or 8 bits."
     )
     top_p: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Cut a token's ids where their mass reaches this; null: keep all k.",
+        description="Nucleus cut: store the fewest ids whose probability reaches this, at most "
+        "`k`; null: all `k`.",
     )
     temperatures: tuple[float, ...] = Field(
         default=(),
         strict=False,
-        description="Temperatures other than 1 that terms may ask for, ascending.",
+        description="Temperatures other than 1 that distillation terms may use, ascending.",
     )
     samples_per_shard: int | None = Field(
         default=None,
         ge=1,
-        description="Sequences in one file; null: some 256 MB, and 16 files at least. What is lost "
-        "where a capture is killed.",
+        description="Sequences per shard file; null: about 256 MB per file and at least 16 files."
+        " A killed capture loses the shards in progress.",
     )
     job: int = Field(
-        default=0, ge=0, description="Which part of the shards this job writes, from 0."
+        default=0, ge=0, description="Index of this job, from 0; it writes its part of the shards."
     )
     jobs: int = Field(
         default=1,
         ge=1,
-        description="Jobs that write the store side by side, each started by itself; the last one "
-        "to end finishes the store.",
+        description="Number of jobs that write the store in parallel, each started separately. "
+        "The last one to end completes the store.",
     )
 
 
 class CapturePassConfig(Section):
-    """How the teacher is run."""
+    """Forward passes of the teacher."""
 
     micro_batch_size: int = Field(
         default=1, ge=1, description="Sequences in one forward pass of one rank."
@@ -66,28 +69,29 @@ class CapturePassConfig(Section):
     micro_batches: int = Field(
         default=4,
         ge=1,
-        description="Micro-batches of one step, which the pipeline's stages work on side by side.",
+        description="Micro-batches per step; pipeline stages work on them in parallel.",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Of weights and activations; statistics are fp32 always."
+        default="fp32",
+        description="Precision of weights and activations; statistics are always fp32.",
     )
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens whose logits exist at one time; null: 2^25 logits on a CPU, 2^28 on a "
-        "GPU, however large the vocabulary.",
+        description="Tokens whose logits are in memory at once; null: as many as give 2^25 logits"
+        " on a CPU, 2^28 on a GPU.",
     )
 
 
 class CaptureConfig(JobConfig):
-    """One capture: everything that decides what a store holds, in one file."""
+    """The configuration of one capture."""
 
     store: StoreConfig = Field(
         examples=[{"path": "stores/teacher", "samples": 1024}],
-        description="The store that is written.",
+        description="The store to write.",
     )
     capture: CapturePassConfig = Field(
-        default=CapturePassConfig(), description="How the teacher is run."
+        default=CapturePassConfig(), description="Settings of the teacher's forward passes."
     )
 
     @property

@@ -36,62 +36,67 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "ipython"]
 
 
 class ConversationConfig(Section):
-    """Where in a row its conversation is, and how it is rendered."""
+    """Columns of a conversation in a row, and its rendering."""
 
     messages_key: str = Field(
-        default="messages", min_length=1, description="Field or column with the list of messages."
+        default="messages", min_length=1, description="Field or column of the list of messages."
     )
     role_key: str = Field(
-        default="role", min_length=1, description="Field of a message: who speaks (`from`)."
+        default="role",
+        min_length=1,
+        description="Field of the role in a message (ShareGPT: `from`).",
     )
     content_key: str = Field(
-        default="content", min_length=1, description="Field of a message: what is said (`value`)."
+        default="content",
+        min_length=1,
+        description="Field of the content in a message (ShareGPT: `value`).",
     )
     roles: dict[str, Role] = Field(
         default_factory=dict,
-        description="Further names of roles; human, gpt, model, bot, function and the like are "
-        "known.",
+        description="Additional names of roles, mapped to known ones. human, gpt, model, bot and "
+        "function are known.",
     )
     prompt_key: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Columns of the prompt, in place of a list of messages: one or several, joined "
-        "by an empty line where they are not empty.",
+        description="Columns of the prompt, instead of a list of messages. Several columns are "
+        "joined by an empty line; empty ones are skipped.",
     )
     response_key: str = Field(
-        default="response", min_length=1, description="Column of the response to `prompt_key`."
+        default="response", min_length=1, description="Column of the response, with `prompt_key`."
     )
     system_key: str | None = Field(
-        default=None, min_length=1, description="Column of the system prompt to `prompt_key`."
+        default=None, min_length=1, description="Column of the system prompt, with `prompt_key`."
     )
     tools_key: str = Field(
         default="tools",
         min_length=1,
-        description="Field or column with the tools' JSON schemas, if a row has any.",
+        description="Field or column of the tools' JSON schemas; a row may lack it.",
     )
     weight_key: str = Field(
         default="weight",
         min_length=1,
-        description="Field of a message: how much it is trained, from 0 (as a prompt) to 1; "
-        "rounded to a multiple of 1/64.",
+        description="Field of the loss weight in a message, from 0 (not trained) to 1; rounded to"
+        " a multiple of 1/64.",
     )
     leading_assistant: Literal["drop", "keep", "refuse"] = Field(
         default="drop",
-        description="Responses before the first prompt, as ShareGPT has them: leave them out and "
-        "count them, give them to the template, which may refuse them, or take the row for bad.",
+        description="Responses before the first prompt (common in ShareGPT): `drop` removes and "
+        "counts them, `keep` passes them to the template, `refuse` treats the row as bad.",
     )
     chat_template: str = Field(
         default="tokenizer",
         min_length=1,
-        description="`tokenizer`: the template of the tokenizer; `plain`: contents one after "
-        "another, each response ended by the end-of-document token; else a Jinja file.",
+        description="`tokenizer`: the tokenizer's template; `plain`: contents in sequence, with "
+        "an end-of-document token after each response; otherwise a Jinja file.",
     )
     separator: str = Field(
-        default="\n", description="What `plain` writes after everything but a response."
+        default="\n", description="Text that `plain` writes after every message except responses."
     )
     template_options: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Further variables of the template, as `enable_thinking` or `date_string`.",
+        description="Additional variables of the template, such as `enable_thinking` or "
+        "`date_string`.",
     )
 
     @field_validator("prompt_key", mode="before")
@@ -106,37 +111,39 @@ class SourceConfig(Section):
     format: SourceFormat = Field(
         examples=["text"],
         description="`text` and `jsonl` (plain, .gz or .zst), `parquet`, `arrow` (files or saved "
-        "datasets), `megatron` (.bin/.idx pairs), or `python_stdlib`: the source of the running "
-        "Python's standard library.",
+        "datasets), `megatron` (.bin/.idx pairs), or `python_stdlib`: the standard library's "
+        "source of the running Python.",
     )
     paths: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Files or glob patterns, one or a list; prefixes (no .bin) for `megatron`; "
-        "for `arrow` also folders of saved datasets; left out only for `python_stdlib`.",
+        description="Files or glob patterns, one or a list. `megatron`: prefixes without .bin; "
+        "`arrow`: also folders of saved datasets; `python_stdlib`: none.",
     )
     weight: float = Field(
-        default=1.0, gt=0, description="Share of this source, relative to the other weights."
+        default=1.0,
+        gt=0,
+        description="Share of this source in the blend, relative to the other weights.",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="Field or column with the text, of `jsonl`, `parquet` and `arrow`.",
+        description="Field or column of the text, for `jsonl`, `parquet` and `arrow`.",
     )
     documents: Literal["file", "line"] = Field(
-        default="file", description="What one document is in a `text` source."
+        default="file", description="Unit of a document in a `text` source."
     )
     name: str | None = Field(
         default=None,
         pattern=SOURCE_NAME,
         examples=["wiki"],
-        description="What the log calls this source; left out: the first path's file without its "
+        description="Name of this source in the log; null: the first path's file name without "
         "endings, for a pattern its folder, else the format.",
     )
     conversation: ConversationConfig | None = Field(
         default=None,
-        description="Rows of `jsonl`, `parquet` or `arrow` are conversations: `{}` or how; null: "
-        "documents.",
+        description="Read the rows of `jsonl`, `parquet` or `arrow` as conversations; `{}` for "
+        "the defaults. null: rows are documents.",
     )
 
     @field_validator("paths", mode="before")
@@ -146,48 +153,48 @@ class SourceConfig(Section):
 
     @property
     def log_name(self) -> str:
-        """`name`, or what the first path calls itself."""
+        """`name`, or a name derived from the first path."""
         return self.name or (name_of_path(self.paths[0]) if self.paths else self.format)
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: its files, a name, or trained on the sources; none: that of a model."""
+    """The tokenizer: files, a name, or trained on the sources; empty: that of a model."""
 
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Hugging Face folder holding `tokenizer.json`, or a SentencePiece `.model` or "
-        "`.tiktoken` rank file, or the folder of one.",
+        description="Hugging Face folder with `tokenizer.json`, SentencePiece `.model` file, "
+        "`.tiktoken` rank file, or a folder with one of these files.",
     )
     encoding: EncodingName | None = Field(
         default=None,
-        description="Name of a tiktoken encoding whose ranks lie in tiktoken's cache already.",
+        description="Name of a tiktoken encoding; its rank file must be in tiktoken's cache.",
     )
     train_vocab_size: int | None = Field(
         default=None,
         ge=260,
-        description="Train a byte-level BPE of this size on the sources and keep it in "
-        "`output/tokenizer` (256 bytes and the special tokens always fit).",
+        description="Train a byte-level BPE of this size on the sources and save it in "
+        "`output/tokenizer`. It includes 256 bytes and the special tokens.",
     )
     train_bytes: int = Field(
-        default=4_000_000, ge=1, description="Bytes of text that such a tokenizer is trained on."
+        default=4_000_000, ge=1, description="Bytes of text to train that tokenizer on."
     )
 
 
 class DataConfig(Section):
-    """Where tokens come from and how they are packed."""
+    """The data, its tokenizer and its packing into sequences."""
 
     sources: tuple[SourceConfig, ...] = Field(
         default=(),
         strict=False,
         examples=[[{"format": "python_stdlib"}]],
-        description="The corpora, blended by weight; with `teacher.store` they may be left out, "
-        "and the samples of the store are trained on.",
+        description="The corpora, blended by weight. May be empty with `teacher.store`: the "
+        "samples of the store are then the training data.",
     )
     tokenizer: TokenizerConfig = Field(
         default_factory=TokenizerConfig,
         examples=[{"path": "tokenizers/llama3"}],
-        description="The tokenizer; left out: that of `student.hf`, `teacher.hf` or "
+        description="The tokenizer; if empty, that of `student.hf`, `teacher.hf` or "
         "`teacher.store`.",
     )
     sequence_length: int = Field(
@@ -195,58 +202,61 @@ class DataConfig(Section):
     )
     isolate_documents: bool = Field(
         default=True,
-        description="No attention across documents, and positions restart with each of them.",
+        description="Block attention across documents and restart positions at each document.",
     )
     validation_fraction: float = Field(
         default=0.02,
         ge=0,
         lt=1,
-        description="Share of the documents, chosen by hash, that is held out of training.",
+        description="Share of the documents that is held out of training, selected by hash.",
     )
     validation_sources: tuple[SourceConfig, ...] = Field(
         default=(),
         strict=False,
-        description="Held-out corpora of their own, in place of `validation_fraction`.",
+        description="Corpora for validation, instead of `validation_fraction`.",
     )
     shuffle_buffer: int = Field(
-        default=256, ge=1, description="Documents in one shuffled block; 1 keeps their order."
+        default=256, ge=1, description="Documents per shuffled block; 1: no shuffling of documents."
     )
     shuffle_samples: int = Field(
         default=1024,
         ge=1,
-        description="Packed samples of a source in one shuffled window, so that a long document "
-        "does not fill a batch; 1 keeps their order. Two windows are in memory.",
+        description="Packed samples per shuffled window, which spreads long documents over "
+        "batches; 1: no shuffling of samples. Two windows are in memory.",
     )
     on_error: Literal["raise", "skip"] = Field(
-        default="raise", description="A bad record: stop, or count it, report it and go on."
+        default="raise",
+        description="Bad records: `raise` stops the run, `skip` counts and reports them.",
     )
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for prepared conversations and for the index files of `megatron` "
-        "sources; null: below `output`. Runs of the same data may share it.",
+        description="Folder for prepared conversations and for index files of `megatron` sources;"
+        " null: within `output`. Runs on the same data may share it.",
     )
     distill_on_prompt: bool = Field(
         default=False,
-        description="The teacher's distribution counts on prompts of conversations too; the labels "
-        "there are never trained.",
+        description="Include the prompts of conversations in distillation; the cross-entropy "
+        "never includes them.",
     )
     train_on: Literal["all_responses", "last_response"] = Field(
-        default="all_responses", description="Which responses of a conversation are trained."
+        default="all_responses", description="Responses of a conversation that are trained."
     )
     truncation: Literal["right", "left", "split", "drop", "error"] = Field(
         default="right",
-        description="A conversation longer than the sequence: keep its beginning (each label then "
-        "has its whole context), its end, all of it in pieces, nothing, or stop.",
+        description="Conversations longer than the sequence: keep the beginning (`right`), keep "
+        "the end (`left`), cut into pieces (`split`), leave out (`drop`), or stop (`error`).",
     )
     packing_buffer: int = Field(
         default=4096,
         ge=1,
-        description="Conversations that are put into sequences together: more fill them better.",
+        description="Conversations that are packed into sequences together; a larger buffer "
+        "leaves less padding.",
     )
     workers: int | None = Field(
         default=None,
         ge=0,
         le=256,
-        description="Processes that prepare conversations; 0: none; null: by cores and size.",
+        description="Processes that prepare conversations; 0: none; null: from the cores and the "
+        "amount of data.",
     )

@@ -23,50 +23,51 @@ Positions = Literal["rope", "learned"]
 
 
 class MoeConfig(Section):
-    """Experts in place of the dense feed-forward block of every layer."""
+    """Mixture of experts in place of the dense feed-forward block, in every layer."""
 
-    num_experts: int = Field(ge=2, examples=[8], description="Experts in each layer.")
-    top_k: int = Field(default=2, ge=1, description="Experts that each token is sent to.")
+    num_experts: int = Field(ge=2, examples=[8], description="Experts per layer.")
+    top_k: int = Field(default=2, ge=1, description="Experts per token.")
     ffn_hidden_size: int | None = Field(
         default=None,
         ge=1,
-        description="Inner width of one expert; null takes the `ffn_hidden_size` of the model.",
+        description="Inner width of one expert; null: the model's `ffn_hidden_size`.",
     )
     aux_loss_coefficient: float = Field(
-        default=0.0, ge=0, description="Weight of the load-balancing loss of the router."
+        default=0.0, ge=0, description="Weight of the router's load-balancing loss."
     )
     renormalize: bool = Field(
-        default=True, description="Scale the chosen experts' probabilities to a sum of one."
+        default=True,
+        description="Normalise the probabilities of the selected experts to a sum of 1.",
     )
 
 
 class RopeScalingConfig(Section):
-    """How rotary frequencies are stretched beyond the positions of pretraining."""
+    """Scaling of rotary frequencies for sequences longer than in pretraining."""
 
     kind: Literal["linear", "llama3"] = Field(
         examples=["llama3"],
-        description="`linear` divides every frequency by `factor`, `llama3` only the slow ones.",
+        description="`linear` divides every frequency by `factor`, `llama3` only low frequencies.",
     )
-    factor: float = Field(ge=1, examples=[32.0], description="What frequencies are divided by.")
+    factor: float = Field(ge=1, examples=[32.0], description="Divisor of the frequencies.")
     low_frequency_factor: float = Field(
         default=1.0,
         gt=0,
-        description="llama3: wavelengths above `original_positions` / this are stretched fully.",
+        description="llama3: wavelengths above `original_positions` / this are scaled fully.",
     )
     high_frequency_factor: float = Field(
         default=4.0,
         gt=0,
-        description="llama3: wavelengths below `original_positions` / this are left alone.",
+        description="llama3: wavelengths below `original_positions` / this are not scaled.",
     )
     original_positions: int = Field(
-        default=8192, ge=1, description="llama3: sequence length of the pretraining."
+        default=8192, ge=1, description="llama3: sequence length of pretraining."
     )
 
 
 class ArchitectureConfig(Section):
     """The shape of a GPT."""
 
-    num_layers: int = Field(ge=1, examples=[16], description="Transformer layers.")
+    num_layers: int = Field(ge=1, examples=[16], description="Number of transformer layers.")
     hidden_size: int = Field(ge=1, examples=[2048], description="Width of the residual stream.")
     ffn_hidden_size: int = Field(
         ge=1, examples=[8192], description="Inner width of the feed-forward block."
@@ -85,57 +86,63 @@ class ArchitectureConfig(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=2,
-        description="Real vocabulary size, before padding; null: the size of the tokenizer.",
+        description="Vocabulary size before padding; null: that of the tokenizer.",
     )
     max_position_embeddings: int | None = Field(
         default=None,
         ge=1,
-        description="Longest sequence the model may see; null: `data.sequence_length`.",
+        description="Maximum sequence length; null: `data.sequence_length`.",
     )
-    norm: Norm = Field(default="rmsnorm", description="Normalisation layers.")
+    norm: Norm = Field(default="rmsnorm", description="Type of the normalisation layers.")
     norm_epsilon: float = Field(default=1e-5, gt=0, description="Epsilon inside the norms.")
     activation: Activation = Field(
-        default="swiglu", description="Feed-forward activation; the `glu` ones are gated."
+        default="swiglu",
+        description="Feed-forward activation; `swiglu`, `geglu` and `geglu_tanh` are gated.",
     )
-    positions: Positions = Field(default="rope", description="How positions enter the model.")
+    positions: Positions = Field(default="rope", description="Type of position encoding.")
     rope_base: float = Field(default=10000.0, gt=1, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingConfig | None = Field(
-        default=None, description="Stretching of the rotary frequencies; null: none."
+        default=None, description="Scaling of the rotary frequencies; null: none."
     )
     rotary_fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Part of each head that rotary positions turn."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Fraction of the dimensions of each head that are rotated.",
     )
     sliding_window: int | None = Field(
         default=None,
         ge=1,
-        description="Keys that a query sees, itself included, in `sliding_layers`; null: all.",
+        description="Attention window of `sliding_layers` in keys, including the query's own; "
+        "null: full attention.",
     )
     sliding_layers: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
         examples=[[0, 2, 4]],
-        description="Layers with the window, from 0; null: all, where there is a window.",
+        description="Layers with the window, counted from 0; null: all layers.",
     )
     sliding_rope_base: float | None = Field(
         default=None,
         gt=1,
-        description="Rotary base of the sliding layers, unscaled; null: that of the others.",
+        description="Rotary base of the layers with the window, without scaling; null: "
+        "`rope_base`.",
     )
     attention_scalar: float | None = Field(
         default=None,
         gt=0,
-        description="Attention scores are divided by its square root; null: the head size.",
+        description="Attention scores are divided by the square root of this; null: the head size.",
     )
     attention_softcap: float | None = Field(
-        default=None, gt=0, description="Soft cap c: scores become `c tanh(scores / c)`."
+        default=None,
+        gt=0,
+        description="Soft cap c: scores become `c tanh(scores / c)`; null: none.",
     )
     post_norms: bool = Field(
         default=False,
-        description="Norms behind attention and feed-forward too, before the residual sum.",
+        description="Add norms after attention and feed-forward, before the residual sum.",
     )
-    embedding_scale: float = Field(
-        default=1.0, gt=0, description="Factor on the token embeddings as they enter the model."
-    )
+    embedding_scale: float = Field(default=1.0, gt=0, description="Factor on the token embeddings.")
     qkv_bias: bool = Field(default=False, description="Bias in the query/key/value projection.")
     linear_bias: bool = Field(default=False, description="Bias in all other linear layers.")
     qk_norm: bool = Field(default=False, description="Normalise queries and keys per head.")
@@ -149,19 +156,24 @@ class ArchitectureConfig(Section):
         default=0.0, ge=0, lt=1, description="Dropout on attention probabilities."
     )
     hidden_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on what enters the residual stream."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout before each residual sum and on the embeddings.",
     )
     vocab_divisible_by: int = Field(
         default=128,
         ge=1,
         description="The vocabulary is padded to a multiple of this times `parallel.tensor`; "
-        "padding columns never carry probability.",
+        "padding columns have probability 0.",
     )
     logit_scale: float = Field(
-        default=1.0, gt=0, description="Factor on the head's outputs, before any soft cap."
+        default=1.0, gt=0, description="Factor on the logits, before any soft cap."
     )
     logit_softcap: float | None = Field(
-        default=None, gt=0, description="Soft cap c: logits become `c tanh(logits / c)`."
+        default=None,
+        gt=0,
+        description="Soft cap c: logits become `c tanh(logits / c)`; null: none.",
     )
     moe: MoeConfig | None = Field(default=None, description="Experts; null: a dense model.")
 
@@ -179,67 +191,70 @@ class ArchitectureConfig(Section):
 
 
 class StoreSourceConfig(Section):
-    """Teacher stores that are read."""
+    """Teacher stores to read."""
 
     path: str = Field(
-        min_length=1, examples=["stores/teacher"], description="A store's folder, or a glob."
+        min_length=1,
+        examples=["stores/teacher"],
+        description="Folder of a store, or a glob of such folders.",
     )
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="Share of the samples of these stores, relative to the other weights.",
+        description="Share of these samples in the blend, relative to the other weights.",
     )
     name: str | None = Field(
         default=None,
         pattern=SOURCE_NAME,
         examples=["wiki"],
-        description="What the log calls these samples; left out: the folder, for a pattern the "
-        "one above it.",
+        description="Name of these samples in the log; null: the folder's name, for a glob that "
+        "of the folder above.",
     )
 
     @property
     def log_name(self) -> str:
-        """`name`, or what the path calls itself."""
+        """`name`, or a name derived from the path."""
         return self.name or name_of_path(self.path)
 
 
 class ModelConfig(Section):
-    """A model: its shape, or where it comes from; `hf` and `checkpoint` bring weights along."""
+    """A model: its shape, or the source of its weights (`hf` or `checkpoint`)."""
 
     hf: str | None = Field(
         default=None,
         min_length=1,
-        description="Hugging Face folder with config.json and safetensors: shape and weights.",
+        description="Hugging Face folder (config.json and safetensors): shape and weights.",
     )
     architecture: ArchitectureConfig | None = Field(
-        default=None, description="The shape; null: read from `hf` or `checkpoint`."
+        default=None, description="Shape of the model; null: that of `hf` or `checkpoint`."
     )
     checkpoint: str | None = Field(
         default=None,
         min_length=1,
-        description="Run folder or checkpoint folder with the initial weights; null: random, "
-        "where `hf` gives none.",
+        description="Run folder or checkpoint folder with the initial weights; null: those of "
+        "`hf`, else random.",
     )
     keep_layers: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
         strict=False,
         examples=[[0, 1, 4, 7]],
-        description="Student only: the layers of `hf` or `checkpoint`, from 0, that the student "
-        "starts with; null: all.",
+        description="Student only: layers of `hf` or `checkpoint` that are kept, counted from 0 "
+        "over the whole model, not per stage; null: all.",
     )
     num_layers: int | None = Field(
         default=None,
         ge=1,
-        description="Student only: keep this many layers, evenly spread, first and last included.",
+        description="Student only: number of layers of `hf` or `checkpoint` to keep, evenly "
+        "spaced, including the first and the last.",
     )
     store: tuple[StoreSourceConfig, ...] | None = Field(
         default=None,
         min_length=1,
         strict=False,
-        description="Teacher only: folder of what it has said (`launch/cache_teacher.py`), a glob, "
-        "or a list of `path` and `weight`. No teacher is built then; what else is given of it is "
-        "compared with the store's.",
+        description="Teacher only: stores of its captured outputs (`launch/cache_teacher.py`) to "
+        "read instead of running a model: folder, glob, or list of `path` and `weight`. Other "
+        "keys of `teacher` are compared with the store.",
     )
 
     @field_validator("store", mode="before")

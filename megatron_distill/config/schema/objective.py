@@ -21,55 +21,66 @@ __all__ = [
 
 
 class FeatureConfig(Section):
-    """Layers of the student that are to resemble layers of the teacher.
+    """A loss between a student layer and a teacher layer.
 
-    Layers count from 1: the first layer's output is that of layer 1.
+    Layers are counted from 1 over the whole model, whatever the pipeline: layer 1 is the first.
+    `keep_layers` and `sliding_layers` count from 0.
     """
 
     student: int | None = Field(
-        default=None, ge=1, description="The student's layer; null: `match` pairs all."
+        default=None,
+        ge=1,
+        description="Student layer, counted from 1 over the whole model, not per stage; null with"
+        " `match`.",
     )
     teacher: int | None = Field(
-        default=None, ge=1, description="The teacher's layer; null: `match` pairs all."
+        default=None,
+        ge=1,
+        description="Teacher layer, counted from 1 over the whole model, not per stage; null with"
+        " `match`.",
     )
     match: Literal["uniform", "last"] | None = Field(
         default=None,
-        description="Pair every layer of the student: `uniform` by relative depth, `last` with the "
-        "teacher's last layers; null: `student` and `teacher` say which.",
+        description="Pair every student layer: `uniform` by relative depth, `last` with the last "
+        "layers of the teacher; null: `student` and `teacher` give one pair.",
     )
     loss: Literal["mse", "cosine", "attention"] = Field(
         default="mse",
-        description="Of the layers' outputs: `mse`, the squared difference, mean over the hidden "
-        "size, or `cosine`, one minus the cosine. `attention`: KL between what their heads attend "
-        "to on average.",
+        description="`mse`: squared difference of layer outputs, mean over the hidden size; "
+        "`cosine`: 1 - cosine of layer outputs; `attention`: KL of attention probabilities, "
+        "averaged over heads.",
     )
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="Factor in the loss; with `match` of the mean over all pairs.",
+        description="Weight of this loss; with `match`, of the mean over all pairs.",
     )
 
 
 class ProjectorConfig(Section):
-    """Learned maps from the student's hidden size to the teacher's, where the two differ."""
+    """Learned projections from the student's hidden size to the teacher's."""
 
     kind: Literal["linear", "mlp"] = Field(
-        default="linear", description="One matrix, or two with GELU between them; with biases."
+        default="linear",
+        description="`linear`: one matrix; `mlp`: two with GELU between them. Both with biases.",
     )
     shared: bool = Field(
-        default=False, description="One projector for all pairs, instead of one for each."
+        default=False, description="One projector for all pairs, instead of one per pair."
     )
-    always: bool = Field(default=False, description="Project also where the sizes are equal.")
+    always: bool = Field(default=False, description="Project even if both hidden sizes are equal.")
     hidden_size: int | None = Field(
-        default=None, ge=1, description="Of `mlp`: its inner size; null: the teacher's hidden size."
+        default=None, ge=1, description="`mlp`: inner size; null: the teacher's hidden size."
     )
     learning_rate: float | None = Field(
         default=None,
         gt=0,
-        description="Peak learning rate, on the student's schedule; null: the student's.",
+        description="Peak learning rate, with the student's schedule; null: "
+        "`optimizer.learning_rate`.",
     )
     weight_decay: float | None = Field(
-        default=None, ge=0, description="Weight decay of matrices; null: the student's."
+        default=None,
+        ge=0,
+        description="Weight decay of the matrices; null: `optimizer.weight_decay`.",
     )
 
 
@@ -84,7 +95,7 @@ Divergence = Literal[
     "squared_hellinger",
 ]
 
-# The keys that are parameters of a divergence, and of which.
+# Parameters of divergences, each with its divergences.
 PARAMETERS: dict[str, tuple[Divergence, ...]] = {
     "beta": ("js_divergence",),
     "skew_lambda": ("skewed_forward_kl", "skewed_reverse_kl"),
@@ -93,21 +104,21 @@ PARAMETERS: dict[str, tuple[Divergence, ...]] = {
 
 
 class ValueScheduleConfig(Section):
-    """How a value changes during the run, from what its own key says."""
+    """Change of a value during the run, from that of its own key."""
 
-    to: float = Field(ge=0, description="The value at the end, and from there on.", examples=[1.0])
+    to: float = Field(ge=0, description="Final value.", examples=[1.0])
     kind: Literal["constant", "linear", "cosine"] = Field(
         default="linear",
-        description="The way there: a straight line, half a period of a cosine, or `constant` "
-        "before and after `start_step`.",
+        description="Shape of the change: `linear`, `cosine` (half a period), or `constant`: a "
+        "jump at `start_step`.",
     )
     steps: int | None = Field(
         default=None,
         ge=1,
-        description="Optimizer steps that the way takes; of `linear` and `cosine`, which need it.",
+        description="Optimizer steps of the change; required for `linear` and `cosine`.",
     )
     start_step: int = Field(
-        default=0, ge=0, description="Optimizer steps that are done when the change begins."
+        default=0, ge=0, description="Completed optimizer steps at which the change begins."
     )
 
 
@@ -116,130 +127,131 @@ class TermConfig(Section):
 
     divergence: Divergence = Field(
         default="forward_kl",
-        description="`forward_kl` is KL(teacher || student), `reverse_kl` the other way round; "
-        "docs/losses.md has them all.",
+        description="`forward_kl` is KL(teacher || student), `reverse_kl` is KL(student || "
+        "teacher); docs/losses.md has all formulas.",
     )
-    weight: float = Field(default=1.0, ge=0, description="Factor of this term in the loss.")
+    weight: float = Field(default=1.0, ge=0, description="Weight of this term in the loss.")
     weight_schedule: ValueScheduleConfig | None = Field(
-        default=None, description="How `weight` changes; null: it does not."
+        default=None, description="Schedule of `weight`; null: constant."
     )
     temperature: float = Field(
         default=1.0, gt=0, description="T: both distributions are softmax(logits / T)."
     )
     temperature_schedule: ValueScheduleConfig | None = Field(
-        default=None, description="How `temperature` changes; null: it does not."
+        default=None, description="Schedule of `temperature`; null: constant."
     )
     scale_by_temperature_squared: bool = Field(
-        default=False, description="Multiply the term, loss and gradient alike, by T^2."
+        default=False, description="Multiply the term (loss and gradient) by T^2."
     )
     top_k: int | None = Field(
         default=None,
         ge=1,
-        description="Compare only the teacher's so many most probable tokens; null: all of them.",
+        description="Compare the teacher's k most probable tokens; null: the whole vocabulary.",
     )
     support: Literal["tail", "renormalized", "raw"] = Field(
         default="tail",
-        description="With `top_k`: all other tokens are one more class (`tail`), both models are "
-        "`renormalized` over the kept ones, or the sum is over these alone (`raw`).",
+        description="With `top_k`: `tail` treats all other tokens as one more class, "
+        "`renormalized` normalises both models over the top k, `raw` sums over the top k only.",
     )
     beta: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Of `js_divergence`: the teacher's share of the mixture (DistiLLM's lambda is "
-        "one minus it); 0 is forward KL and 1 reverse KL, as in TRL and Liger; null: 0.5.",
+        description="`js_divergence`: the teacher's share of the mixture; 0 is forward KL, 1 is "
+        "reverse KL, as in TRL and Liger (DistiLLM's lambda is 1 - beta). null: 0.5.",
     )
     skew_lambda: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Of `skewed_forward_kl` and `skewed_reverse_kl`: what the mixture has of the "
-        "model that the average is over; null: 0.1.",
+        description="`skewed_forward_kl`, `skewed_reverse_kl`: mixture coefficient lambda: m = "
+        "lambda p + (1 - lambda) q (forward), lambda q + (1 - lambda) p (reverse), p the teacher."
+        " null: 0.1.",
     )
     adaptive_alpha: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Of `adaptive_kl`: the most mass of the teacher's tail, one minus the paper's "
-        "mu; the token that crosses the boundary belongs to the head; null: 0.5.",
+        description="`adaptive_kl`: largest probability of the teacher's tail, 1 - mu in the "
+        "paper; the token that crosses the boundary belongs to the head. null: 0.5.",
     )
 
     @property
     def parameters(self) -> dict[str, float]:
-        """Those of the divergence that are given."""
+        """The parameters of the divergence that are set."""
         given = {name: getattr(self, name) for name in PARAMETERS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class BalanceConfig(Section):
-    """How large the losses are kept against each other; docs/balancing.md has the formulas."""
+    """How loss weights are balanced; docs/balancing.md has the formulas."""
 
     mode: Literal["fixed", "schedule", "magnitude", "gradient_norm"] = Field(
         default="fixed",
-        description="`fixed`: all weights and temperatures stay; `schedule`: they change as their "
-        "schedules say; `magnitude`: distillation is scaled to the value of the cross-entropy "
-        "besides; `gradient_norm`: to the norm of its gradient.",
+        description="`fixed`: constant weights and temperatures; `schedule`: they follow their "
+        "schedules; `magnitude`: also scale distillation to the value of the cross-entropy; "
+        "`gradient_norm`: also to the norm of its gradient.",
     )
     alpha: float = Field(
-        default=1.0, ge=0, description="Factor of all distillation, after any scaling."
+        default=1.0, ge=0, description="Factor of all distillation losses, after any scaling."
     )
     alpha_schedule: ValueScheduleConfig | None = Field(
-        default=None, description="How `alpha` changes; null: it does not."
+        default=None, description="Schedule of `alpha`; null: constant."
     )
     raw_losses: Literal["exact", "previous"] = Field(
         default="exact",
-        description="Of `magnitude`: ratios are those of the step itself (`exact`, which takes "
-        "another forward pass of the student) or of the step before (`previous`, for nothing).",
+        description="`magnitude`: losses of the same step (`exact`, one more forward pass of the "
+        "student) or of the step before (`previous`, no cost).",
     )
     ema: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Decay of the running mean of the sizes that ratios are of; 0: no mean.",
+        description="EMA decay of the measured losses; 0 disables smoothing.",
     )
     clamp: float | None = Field(
         default=None,
         ge=1,
-        description="c: ratios are kept in [1/c, c]; null: they are not. One that is at an end for "
-        "20 steps is warned of.",
+        description="c: limit ratios to [1/c, c]; null: no limit. A ratio at its limit for 20 "
+        "steps is logged.",
     )
-    epsilon: float = Field(default=1e-8, gt=0, description="Least denominator of a ratio.")
+    epsilon: float = Field(default=1e-8, gt=0, description="Smallest denominator of a ratio.")
     per_microbatch: bool = Field(
         default=False,
-        description="Of `magnitude`: each micro-batch of each rank has ratios of its own, as "
-        "published. They depend on the layout.",
+        description="`magnitude`: compute ratios per micro-batch and rank, as published; they "
+        "then depend on the layout.",
     )
 
 
 class ObjectiveConfig(Section):
-    """What the student is trained on."""
+    """The training loss."""
 
     ce_weight: float = Field(
-        default=1.0, ge=0, description="Factor of the cross-entropy on the labels."
+        default=1.0, ge=0, description="Weight of the cross-entropy on the labels."
     )
     ce_weight_schedule: ValueScheduleConfig | None = Field(
-        default=None, description="How `ce_weight` changes; null: it does not."
+        default=None, description="Schedule of `ce_weight`; null: constant."
     )
     terms: tuple[TermConfig, ...] = Field(
         default=(TermConfig(),),
         strict=False,
-        description="The distillation terms; left out: one `forward_kl` of weight 1 with a "
-        "teacher, none without.",
+        description="Distillation terms; default with a teacher: one `forward_kl` of weight 1, "
+        "without: none.",
     )
     features: tuple[FeatureConfig, ...] = Field(
         default=(),
         strict=False,
-        description="Losses between layers; they need a live teacher. docs/features.md.",
+        description="Losses between layers; they need a live teacher, see docs/features.md.",
     )
     projector: ProjectorConfig = Field(
-        default=ProjectorConfig(), description="What features of different sizes pass through."
+        default=ProjectorConfig(), description="Projection of features with different hidden sizes."
     )
     balance: BalanceConfig = Field(
-        default=BalanceConfig(), description="Labels and teacher against each other."
+        default=BalanceConfig(), description="Balance of cross-entropy and distillation."
     )
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens whose logits exist at one time; bounds the memory of the loss. null: "
-        "2^25 logits of each model on a CPU, 2^28 on a GPU, however large the vocabulary.",
+        description="Tokens whose logits are in memory at once; null: as many as give 2^25 logits"
+        " per model on a CPU, 2^28 on a GPU.",
     )

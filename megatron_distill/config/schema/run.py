@@ -25,18 +25,16 @@ __all__ = ["JobConfig", "RunConfig"]
 
 
 class JobConfig(Section):
-    """What training a student and capturing a teacher have in common."""
+    """The sections that training and capture have in common."""
 
     seed: int = Field(
-        default=1234, ge=0, lt=2**31, description="Seed of initial weights, order and dropout."
+        default=1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout."
     )
     teacher: ModelConfig | None = Field(
         default=None,
-        description="The frozen model to learn from; null: training on the labels alone.",
+        description="The frozen teacher; null: train on the labels only.",
     )
-    parallel: ParallelConfig = Field(
-        default=ParallelConfig(), description="The layout over the ranks."
-    )
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="Layout over the ranks.")
     data: DataConfig = Field(
         examples=[
             {
@@ -45,7 +43,7 @@ class JobConfig(Section):
                 "sequence_length": 4096,
             }
         ],
-        description="Where tokens come from.",
+        description="Training and validation data.",
     )
     runtime: RuntimeConfig = Field(
         default=RuntimeConfig(), description="Devices and process groups."
@@ -54,7 +52,7 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def folder(self) -> str:
-        """Where the job leaves what it makes."""
+        """The output folder of the job."""
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -63,32 +61,30 @@ class JobConfig(Section):
 
 
 class RunConfig(JobConfig):
-    """One run: everything that decides its result, in one file."""
+    """The configuration of one training run."""
 
     output: str = Field(
-        default="runs/default", min_length=1, description="The run folder, made if missing."
+        default="runs/default", min_length=1, description="Run folder; created if missing."
     )
     student: ModelConfig = Field(
-        examples=[{"checkpoint": "runs/pretrained"}], description="The model that is trained."
+        examples=[{"checkpoint": "runs/pretrained"}], description="The model to train."
     )
-    objective: ObjectiveConfig = Field(
-        default=ObjectiveConfig(), description="What the student is trained on."
-    )
+    objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="The training loss.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam.")
     schedule: ScheduleConfig = Field(
-        default=ScheduleConfig(), description="The learning rate over the steps."
+        default=ScheduleConfig(), description="Learning-rate schedule."
     )
     train: TrainConfig = Field(
         examples=[{"steps": 1000, "global_batch_size": 256}],
-        description="Length and arithmetic of the run.",
+        description="Length, batch and precision of the run.",
     )
     validation: ValidationConfig = Field(
-        default=ValidationConfig(), description="Held-out losses during the run."
+        default=ValidationConfig(), description="Losses on held-out samples during the run."
     )
     checkpoint: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="When the run is saved."
+        default=CheckpointConfig(), description="Saving and resuming."
     )
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where figures go.")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="Outputs of the metrics.")
 
     @property
     def folder(self) -> str:

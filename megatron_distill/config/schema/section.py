@@ -1,4 +1,4 @@
-"""What every section of a configuration file has in common."""
+"""Base class of the sections of a configuration file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Section(BaseModel):
 
     Only single values are checked here (type, range, choice). A rule over several keys is a named
     function of `megatron_distill.config.rules.run`. A required key carries an example, which the
-    reference page shows and which stands in for a wrong value while the rules look for more.
+    reference page shows and which replaces a wrong value while the rules are checked.
     """
 
     model_config = ConfigDict(

@@ -153,7 +153,9 @@ def write_cache(
         raise _unwritable(folder, error) from error
     found = open_cache(folder, files)
     if found is None or found.manifest.content != manifest.content:
-        raise DataError(f"{folder}: another process wrote something else there; remove it")
+        raise DataError(
+            f"{folder}: another process wrote different content there; remove the folder"
+        )
     return found
 
 

@@ -103,7 +103,7 @@ class Conversation:
         try:
             return content_digest(content.encode("utf-8"))
         except UnicodeEncodeError:
-            raise BadConversationError("it holds half a surrogate pair; correct it") from None
+            raise BadConversationError("it contains an unpaired surrogate; correct it") from None
 
 
 def conversation_of(row: Mapping[str, Any], spec: ConversationSpec) -> Conversation:
@@ -138,13 +138,13 @@ def _leading(messages: Sequence[Mapping[str, Any]], policy: str) -> tuple[int, i
         return start, start
     if policy == "refuse":
         raise BadConversationError(
-            f"message {start} is a response, and no prompt comes before it; correct the row, or "
-            "set conversation.leading_assistant of the data source to drop or keep"
+            f"message {start} is a response without a prompt before it; correct the row, or set "
+            "conversation.leading_assistant of the data source to drop or keep"
         )
     if stop == len(roles):
         raise BadConversationError(
-            "its messages are all the assistant's, so that nothing is left of it without those "
-            "before the first prompt; conversation.leading_assistant: keep trains them"
+            "all its messages are responses before the first prompt, which are dropped; set "
+            "conversation.leading_assistant of the data source to keep to train them"
         )
     return start, stop
 
@@ -169,15 +169,15 @@ def _from_columns(row: Mapping[str, Any], spec: ConversationSpec) -> list[Any]:
 
 def _message(message: object, spec: ConversationSpec, index: int) -> tuple[dict[str, Any], float]:
     if not isinstance(message, dict):
-        raise BadConversationError(f"message {index} is no object but {type(message).__name__}")
+        raise BadConversationError(f"message {index} is not an object but {type(message).__name__}")
     found = {key: value for key, value in message.items() if value is not None}
     name = found.pop(spec.role_key, None)
     role = spec.roles.get(name) or ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         known = ", ".join(sorted({*ROLES, *spec.roles}))
         raise BadConversationError(
-            f"message {index} has the {spec.role_key} {name!r}, which is none of {known}; correct "
-            "it or add it to conversation.roles of the data source"
+            f"message {index} has the {spec.role_key} {name!r}, not one of {known}; correct it or "
+            "add it to conversation.roles of the data source"
         )
     content = found.pop(spec.content_key, None)
     calls = _tool_calls(found.pop("tool_calls", None), index)
@@ -219,7 +219,7 @@ def _tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = _parsed(calls, f"tool_calls of message {index}")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadConversationError(f"tool_calls of message {index} is no list of objects")
+        raise BadConversationError(f"tool_calls of message {index} is not a list of objects")
     found = []
     for call in without_nulls(calls):
         function = call.get("function", call)
@@ -241,10 +241,10 @@ def _tools(tools: object) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise BadConversationError(f"its tools are no list but {type(tools).__name__}")
+        raise BadConversationError(f"its tools are not a list but {type(tools).__name__}")
     found = [_parsed(tool, "a tool") if isinstance(tool, str) else tool for tool in tools]
     if not all(isinstance(tool, dict) for tool in found):
-        raise BadConversationError("a tool is no object")
+        raise BadConversationError("a tool is not an object")
     return list(without_nulls(found))
 
 
@@ -252,7 +252,7 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadConversationError(f"{what} is not JSON ({error})") from None
+        raise BadConversationError(f"{what} is not valid JSON ({error})") from None
 
 
 def without_nulls(value: Any) -> Any:

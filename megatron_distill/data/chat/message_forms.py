@@ -76,8 +76,8 @@ def check_written(template: ChatTemplate, messages: Messages, tools: Tools) -> N
         if any(mark not in text for mark in wanted):
             part = "tool calls" if messages[index].get("tool_calls") else "content"
             raise UnwrittenError(
-                f"message {index}: the chat template does not write its {part}; use one that does, "
-                "as a Jinja file (data.sources.conversation.chat_template)"
+                f"message {index}: the chat template does not write its {part}; set "
+                "data.sources.conversation.chat_template to a Jinja file that does"
             )
 
 

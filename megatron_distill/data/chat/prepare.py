@@ -36,7 +36,7 @@ from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import FULLY_TRAINED
 from megatron_distill.data.text.documents import is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import Field, ProgressReporter, short_count
 
@@ -69,14 +69,14 @@ def prepared_conversations(
         encoder = ConversationEncoder(spec.conversation, template, tokenizer, rule)
         found = _prepare(spec, encoder, folder, files, options, skip_bad=skip_bad)
     else:
-        _LOG.info("%s: prepared before, cache hit: %s", spec.name, folder)
+        _LOG.info("%s: already prepared, cache hit: %s", spec.name, folder)
         for message in found.manifest.problems:
             _refuse(message, skip_bad=skip_bad)
     _report(spec, found)
     if not options.keeps_weights and _has_weights(found):
         raise DataError(
             f"data source {spec.name}: its messages have weights other than 0 and 1, which a "
-            "teacher store does not keep; train with the live teacher, or set "
+            "teacher store cannot contain; train with a live teacher, or set "
             "conversation.weight_key to a name that no message has"
         )
     return found
@@ -210,17 +210,20 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     said = found.manifest
     untrained = int((found.index["trained"] == 0).sum())
     _LOG.info(
-        "%s: %s rows, %s conversations, %s tokens; cross-entropy trains %.1f%% of them, "
-        "distillation %.1f%%%s%s%s",
+        "%s: %s, %s, %s; cross-entropy trains %.1f%% of them, distillation %.1f%%%s%s%s",
         spec.name,
-        f"{said.rows:,}",
-        f"{said.conversations:,}",
-        f"{said.tokens:,}",
+        counted(said.rows, "row"),
+        counted(said.conversations, "conversation"),
+        counted(said.tokens, "token"),
         100 * said.ce_labels / max(1, said.tokens),
         100 * said.kd_labels / max(1, said.tokens),
-        f"; {said.bad_rows:,} bad rows skipped" if said.bad_rows else "",
-        f"; {untrained:,} conversations without a trained token left out" if untrained else "",
-        f"; {said.dropped:,} responses before the first prompt dropped" if said.dropped else "",
+        f"; {counted(said.bad_rows, 'bad row')} skipped" if said.bad_rows else "",
+        f"; {counted(untrained, 'conversation')} without a trained token left out"
+        if untrained
+        else "",
+        f"; {counted(said.dropped, 'response')} before the first prompt dropped"
+        if said.dropped
+        else "",
     )
     if said.unclosed:
         _warn_of_unclosed(spec.name, found.folder, said.unclosed, said.conversations)
@@ -230,9 +233,10 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
 def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int) -> None:  # noqa: ARG001
     """Once per source, although training and held-out samples of one start both ask for it."""
     _LOG.warning(
-        "%s: the chat template writes no token that ends the turn after the last response of %s of "
-        "%s conversations, so that the student does not learn to stop there; give a Jinja file "
-        "that writes the model's stop token (data.sources.conversation.chat_template)",
+        "%s: in %s of %s conversations the chat template writes no end-of-turn token after the "
+        "last response, so the student does not learn to stop; set "
+        "data.sources.conversation.chat_template to a Jinja file that writes the stop token of "
+        "the model",
         name,
         f"{unclosed:,}",
         f"{conversations:,}",
@@ -364,6 +368,6 @@ class _Exchange(Generic[Item, Result]):
 
 def _gone() -> DataError:
     return DataError(
-        "data.workers: a process that prepares conversations ended before its work was done, "
-        "perhaps for want of memory; lower data.workers, or set it to 0 to see what happens"
+        "data.workers: a worker process ended early, perhaps out of memory; lower data.workers, "
+        "or set it to 0 to see the error"
     )

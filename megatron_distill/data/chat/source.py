@@ -172,6 +172,11 @@ class ConversationSource:
         """Conversations of one epoch."""
         return len(self._chosen_c)
 
+    def samples_in_epoch(self) -> int:
+        """Packed samples of the first epoch, planned from lengths alone."""
+        buffers = -(-len(self._chosen_c) // self._buffer)
+        return sum(len(self._planned(0, number)) for number in range(buffers))
+
     def _trained(self, piece: Piece) -> int:
         flags_n = self._prepared.flags_n[piece.start + 1 : piece.stop]
         return int(np.count_nonzero(flags_n & FULLY_TRAINED))
@@ -182,17 +187,17 @@ class ConversationSource:
         pieces = cut_conversation(start, stop, width=self._width, truncation=self._truncation)
         return [piece for piece in pieces if trains_something(piece, self._prepared.flags_n)]
 
-    def _planned(self) -> list[list[Piece]]:
-        """The windows of the current buffer; none after the end of an epoch."""
+    def _planned(self, epoch: int, number: int) -> list[list[Piece]]:
+        """The windows of one buffer; none after the end of an epoch."""
         count = len(self._chosen_c)
-        first = self._number * self._buffer
+        first = number * self._buffer
         order = [
-            int(self._chosen_c[shuffled(place, count, self._seed, self._epoch)])
+            int(self._chosen_c[shuffled(place, count, self._seed, epoch)])
             for place in range(first, min(first + self._buffer, count))
         ]
         pieces = [piece for number in order for piece in self._pieces(number)]
         windows = fill_windows([piece.length for piece in pieces], width=self._width)
-        key = (self._seed, self._epoch, self._number)
+        key = (self._seed, epoch, number)
         return [
             [pieces[place] for place in windows[window]]
             for window in permutation(len(windows), *key)
@@ -208,7 +213,7 @@ class ConversationSource:
         """The next sample; None after the last epoch."""
         while self._epochs is None or self._epoch < self._epochs:
             if self._windows is None:
-                self._windows = self._planned()
+                self._windows = self._planned(self._epoch, self._number)
             if self._given < len(self._windows):
                 window = self._windows[self._given]
                 self._given += 1
@@ -248,9 +253,8 @@ class ConversationSource:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
-                    f"checkpoint was written, to {value}; restore it, or start a new run with "
-                    "another output"
+                    f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore it, or start a new run with another output"
                 )
         self._begin(
             epoch=state["epoch"],

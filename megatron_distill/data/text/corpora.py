@@ -30,8 +30,8 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
     ]
     if not files:
         raise DataError(
-            f"{folder}: holds no Python source, so that format python_stdlib has no document; use "
-            "a Python installed with its sources or another data source"
+            f"{folder}: contains no Python source for format python_stdlib; use a Python that is "
+            "installed with its sources, or another data source"
         )
     return files
 

@@ -199,7 +199,7 @@ def _text_record(text: object, path: Path, after: Cursor, text_key: str) -> Reco
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError:
-        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair; correct it", after)
+        return BadRecord(f"{where}: {text_key!r} contains an unpaired surrogate; correct it", after)
     return Document(text, content_digest(content), True, after)
 
 

@@ -32,7 +32,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
     the file that cannot be opened.
     """
     if not patterns:
-        raise DataError("a data source names no file: give data.sources.paths at least one path")
+        raise DataError("data.sources.paths is empty; give at least one path")
     found: set[str] = set()
     for pattern in patterns:
         found.update(_expand(pattern))
@@ -48,10 +48,12 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
 
 def _expand(pattern: str) -> list[str]:
     if not pattern.strip():
-        raise DataError("data.sources.paths holds an empty path: remove it or name a file")
+        raise DataError("data.sources.paths contains an empty path; remove it or name a file")
     path = Path(pattern).expanduser()
     if path.is_dir():
-        raise DataError(f"{pattern}: is a folder; name its files with a glob, as {pattern}/*.txt")
+        raise DataError(
+            f"{pattern}: is a folder; give its files as a glob, such as {pattern}/*.txt"
+        )
     if path.exists():
         return [str(path)]
     if not glob.has_magic(pattern):
@@ -208,18 +210,18 @@ def _saved_files(folder: Path) -> list[str]:
     if (folder / _SPLITS_FILE).is_file():
         splits = _read_json(folder / _SPLITS_FILE).get("splits", [])
         named = ", ".join(str(folder / str(split)) for split in splits)
-        raise DataError(f"{folder}: holds the splits of a dataset; name one of {named}")
+        raise DataError(f"{folder}: contains the splits of a dataset; name one of {named}")
     if not (folder / _STATE_FILE).is_file():
         raise DataError(
-            f"{folder}: a folder without {_STATE_FILE} is no saved dataset; name its files with a "
-            f"glob, as {folder}/*.arrow"
+            f"{folder}: not a saved dataset (no {_STATE_FILE}); give its files as a glob, such as "
+            f"{folder}/*.arrow"
         )
     files = [
         str(folder / entry["filename"])
         for entry in _read_json(folder / _STATE_FILE).get("_data_files", [])
     ]
     if not files:
-        raise DataError(f"{folder}: the saved dataset names no data file; save it again")
+        raise DataError(f"{folder}: the saved dataset lists no data file; save it again")
     return files
 
 
@@ -229,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}); save the dataset again") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path}: not what save_to_disk writes; save the dataset again")
+        raise DataError(f"{path}: not in the format of save_to_disk; save the dataset again")
     return found
 
 

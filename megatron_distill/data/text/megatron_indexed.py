@@ -61,6 +61,11 @@ class IndexedSource:
                 "end-of-document token; preprocess with --append-eod and with this run's tokenizer"
             )
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the documents."""
+        return len(self._samples)
+
     def next_sample(self) -> Sample:
         """The next sample. Raises DataError."""
         epoch, index = divmod(self._position, len(self._samples))
@@ -85,9 +90,8 @@ class IndexedSource:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._prefix}: its {key} changed from {state.get(key)}, when "
-                    f"the checkpoint was written, to {value}; restore files, seed, "
-                    "data.sequence_length and data.validation_fraction, or start a new run with "
-                    "another output"
+                    f"data source {self._prefix}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore files, seed, data.sequence_length and "
+                    "data.validation_fraction, or start a new run with another output"
                 )
         self._position = state["position"]

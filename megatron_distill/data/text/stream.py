@@ -159,9 +159,8 @@ class PackedStream:
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"data source {self._name}: its {key} changed from {state.get(key)}, when the "
-                    f"checkpoint was written, to {value}; restore it, or start a new run with "
-                    "another output"
+                    f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
+                    f"{state.get(key)}); restore it, or start a new run with another output"
                 )
         place = Place(
             epoch=state["epoch"],
@@ -331,7 +330,7 @@ def tokenized_documents(
     Nothing is held out or shuffled. Raises DataError, see `DocumentReader`.
     """
     if spec.kind.reader is None:
-        raise DataError(f"a source of format {spec.format} is tokenised already")
+        raise DataError(f"a source of format {spec.format} is already tokenised")
     reader = DocumentReader(
         source_files(spec),
         read=spec.kind.reader(spec),

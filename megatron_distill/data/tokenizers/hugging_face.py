@@ -79,8 +79,8 @@ class HuggingFaceTokenizer:
         """
         if self._fast is None:
             raise DataError(
-                f"{self.name}: a tokenizer without a tokenizer.json does not say which characters "
-                "a token stands for; convert it with transformers' save_pretrained of a fast one"
+                f"{self.name}: has no tokenizer.json, so the characters of a token are unknown; "
+                "save it as a fast tokenizer with save_pretrained of transformers"
             )
         if self._with_offsets is None:
             # Post-processors may trim spaces off the offsets; they add nothing else here.
@@ -196,7 +196,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
     counted = _CountedTexts(texts)
     model.train_from_iterator(counted, trainer=trainer)
     if counted.characters == 0:
-        raise DataError("data.tokenizer.train_vocab_size: data.sources hold no text to train on")
+        raise DataError("data.tokenizer.train_vocab_size: data.sources contain no text to train on")
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )

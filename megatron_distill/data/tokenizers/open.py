@@ -81,14 +81,14 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
     files = sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
     if len(files) > 1:
         found = ", ".join(file.name for file in files)
-        raise DataError(f"{path}: holds {found}; set {named} to one of these files")
+        raise DataError(f"{path}: contains {found}; set {named} to one of these files")
     if files:
         return _open_file(files[0], named)
     if (path / OTHER_KINDS_FOLDER).is_dir():
         return load_tokenizer(path / OTHER_KINDS_FOLDER, named=named)
     raise DataError(
-        f"{path}: holds none of {', '.join(_HUGGING_FACE_FILES)}, no .model and no .tiktoken file; "
-        f"set {named} to a tokenizer's folder or file"
+        f"{path}: contains none of {', '.join(_HUGGING_FACE_FILES)}, no .model and no .tiktoken "
+        f"file; set {named} to the folder or file of a tokenizer"
     )
 
 

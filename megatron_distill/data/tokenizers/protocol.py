@@ -95,7 +95,7 @@ def check_texts(texts: Sequence[str], name: str) -> list[str]:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"{name}: a text to encode holds half a surrogate pair at character "
+                    f"{name}: a text to encode contains an unpaired surrogate at character "
                     f"{error.start}; give valid UTF-8"
                 ) from error
     return list(texts)

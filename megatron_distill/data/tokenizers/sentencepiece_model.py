@@ -159,7 +159,7 @@ def open_sentencepiece(path: Path) -> SentencePieceTokenizer:
     first = model.partition(b"\n")[0].split()
     if len(first) == 2 and first[1].isdigit():
         raise DataError(
-            f"{path}: holds tiktoken ranks, not a SentencePiece model; name it .tiktoken, with "
+            f"{path}: contains tiktoken ranks, not a SentencePiece model; name it .tiktoken, with "
             f"{path.stem}.tiktoken.json beside it"
         )
     return SentencePieceTokenizer(

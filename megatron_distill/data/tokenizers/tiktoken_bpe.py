@@ -84,8 +84,8 @@ class TiktokenTokenizer:
             )
         except ValueError as error:
             raise DataError(
-                f"{name}: pattern {rules.pattern!r} is no regular expression that tiktoken "
-                f"reads ({error})"
+                f"{name}: pattern {rules.pattern!r} is not a regular expression that tiktoken "
+                f"accepts ({error})"
             ) from error
         self._bytes = {rank: token for token, rank in ranks.items()}
         for text, number in self.special_ids.items():
@@ -193,22 +193,22 @@ def _check_special_tokens(ranks: Ranks, rules: TiktokenRules, name: str) -> None
         if token is not None and token not in special:
             known = ", ".join(list(special)[:5]) or "none"
             raise DataError(
-                f"{name}: {role} is {token!r}, which is no special token (they are {known}); "
-                f"name {role} in its .tiktoken.json"
+                f"{name}: {role} is {token!r}, not a special token (these are {known}); set "
+                f"{role} in its .tiktoken.json"
             )
     taken = set(ranks.values())
     for token, number in special.items():
         if not token or number in taken or number < 0:
             raise DataError(
-                f"{name}: special token {token!r} has the id {number}, which is not free; give it "
-                f"one that no token has, from {max(ranks.values()) + 1} on"
+                f"{name}: special token {token!r} has id {number}, which is taken; set an unused "
+                f"id, from {max(ranks.values()) + 1} on"
             )
     ordered = sorted(special)
     for first, second in itertools.pairwise(ordered):
         if second.startswith(first):
             raise DataError(
-                f"{name}: special token {second!r} begins with {first!r}, and tiktoken does not "
-                "say which of the two it takes; remove one"
+                f"{name}: special token {second!r} begins with {first!r}, which makes the "
+                "encoding ambiguous; remove one of the two"
             )
 
 
@@ -239,8 +239,9 @@ def open_tiktoken_file(path: Path) -> TiktokenTokenizer:
         rules = _rules_of(named)
     else:
         raise DataError(
-            f"{path}: a rank file does not say its pattern and special tokens; write them into "
-            f'{beside}: {{"pattern": "cl100k_base", "special_tokens": {{"{END_OF_TEXT}": 100257}}}}'
+            f"{path}: a rank file lacks the pattern and the special tokens; write them to "
+            f"{beside}: "
+            f'{{"pattern": "cl100k_base", "special_tokens": {{"{END_OF_TEXT}": 100257}}}}'
         )
     ranks = parse_ranks(content, name=str(path))
     template = read_chat_template(path.parent)
@@ -255,7 +256,7 @@ def open_named_encoding(
     Raises DataError: no such encoding, or its ranks are not in tiktoken's cache.
     """
     if name not in encodings:
-        raise DataError(f"{name!r} is no encoding of tiktoken; use one of {', '.join(encodings)}")
+        raise DataError(f"{name!r} is not a tiktoken encoding; use one of {', '.join(encodings)}")
     encoding = encodings[name]
     return TiktokenTokenizer(fetched_ranks(name, encoding), _rules_of(encoding), name=name)
 
@@ -269,7 +270,7 @@ def _read_rules(path: Path) -> TiktokenRules:
     content = read_json_object(path, advice="correct it")
     for key in content:
         if key not in _KEYS:
-            raise DataError(f"{path}: {key!r} is no key of it; use {', '.join(_KEYS)}")
+            raise DataError(f"{path}: unknown key {key!r}; use {', '.join(_KEYS)}")
     pattern, special = content.get("pattern"), content.get("special_tokens")
     if not isinstance(pattern, str) or not pattern:
         raise DataError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.data.tokenizers.protocol import END_OF_TEXT, read_json_object
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 
 # From tiktoken_ext/openai_public.py, tiktoken 0.14.0 (MIT licence).
 _R50K: Final = (
@@ -136,8 +136,9 @@ def fetched_ranks(name: str, encoding: NamedEncoding) -> Ranks:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"data.tokenizer.encoding = {name!r}: its ranks, {encoding.address}, are wanted as "
-            f"{path}, which cannot be read ({error.strerror}); nothing is downloaded here: {fix}"
+            f"data.tokenizer.encoding = {name!r}: its rank file, {encoding.address}, is expected "
+            f"at {path}, which cannot be read ({error.strerror}); it is not downloaded at run "
+            f"time: {fix}"
         ) from error
     if hashlib.sha256(content).hexdigest() != encoding.sha256:
         raise DataError(
@@ -215,11 +216,13 @@ def _checked(ranks: Ranks, *, name: str) -> Ranks:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
-            f"{name}: has no token for byte 0x{missing[0]:02x} ({len(missing)} bytes are missing); "
-            "a byte-level vocabulary holds all 256"
+            f"{name}: has no token for byte 0x{missing[0]:02x} ({counted(len(missing), 'byte')} "
+            "missing); a byte-level vocabulary needs all 256"
         )
     if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
-        raise DataError(f"{name}: two tokens have one rank, or a rank is negative; copy it again")
+        raise DataError(
+            f"{name}: two tokens have the same rank, or a rank is negative; copy it again"
+        )
     return ranks
 
 

@@ -90,7 +90,7 @@ def _original(assets: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); restore or remove it") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} is damaged: no JSON object; restore or remove it")
+        raise CheckpointError(f"{path} is damaged: not a JSON object; restore or remove it")
     return entries
 
 
@@ -113,7 +113,7 @@ def choose_family(architecture: Architecture, assets: Path, *, wanted: str | Non
             reasons.append(str(error))
         else:
             return family
-    raise CheckpointError("no known family is what this model is:\n  " + "\n  ".join(reasons))
+    raise CheckpointError("no supported family matches this model:\n  " + "\n  ".join(reasons))
 
 
 def write_config(

@@ -70,6 +70,9 @@ class Family:
             raise CheckpointError(f"{self.model_type}: {one_line(error)}") from error
         differences = architecture_differences(said, architecture)
         if differences:
-            raise CheckpointError(f"{self.model_type}: {'; '.join(differences)}")
+            raise CheckpointError(
+                f"{self.model_type}: the family cannot express this model (config.json vs model): "
+                f"{'; '.join(differences)}"
+            )
         config.architectures = [self.model_class]
         return config

@@ -48,8 +48,8 @@ def describe(folder: Path) -> ModelDescription:
     family = family_named(entries.get("model_type"), where=str(path))
     if entries.get("quantization_config"):
         raise CheckpointError(
-            f"{path}: quantization_config is given, so the weights are quantised; use the model's "
-            "full weights"
+            f"{path}: quantization_config is set, so the weights are quantised; use the "
+            "unquantised weights"
         )
     from transformers import AutoConfig
 
@@ -204,8 +204,8 @@ class HuggingFaceWeights:
         surplus = sorted(self._surplus(found - expected.keys()))
         if surplus:
             raise CheckpointError(
-                f"{folder} has {_list(surplus)}, which no {self.family.model_type} model of its "
-                "config.json has; nothing is left out silently: correct config.json or remove it"
+                f"{folder} has {_list(surplus)}, which a {self.family.model_type} model of its "
+                "config.json does not have; correct config.json or remove the surplus"
             )
         for name, shape in expected.items():
             if self._files.shape(name) != shape:
@@ -228,7 +228,9 @@ class HuggingFaceWeights:
             elif not self._is_copy_of_embedding(name):
                 yield name
         if buffers:
-            _LOGGER.info("%s: %d buffers follow from config.json", self._files.folder, buffers)
+            _LOGGER.info(
+                "%s: %d buffers are computed from config.json", self._files.folder, buffers
+            )
 
     def _is_copy_of_embedding(self, name: str) -> bool:
         """Return whether this is the head of a tied model, stored a second time."""
@@ -246,7 +248,7 @@ class HuggingFaceWeights:
                 f"{self._files.folder}: {name} differs from {embedding.name}; by config.json "
                 "they are one (tie_word_embeddings = true); set it to false or remove the head"
             )
-        _LOGGER.info("%s: %s is the embedding a second time", self._files.folder, name)
+        _LOGGER.info("%s: %s is a copy of the embedding", self._files.folder, name)
         return True
 
 

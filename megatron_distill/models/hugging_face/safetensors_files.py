@@ -98,8 +98,8 @@ class SafetensorsFolder:
             return dict.fromkeys(self._open(file).keys(), file)
         if found:
             raise CheckpointError(
-                f"{self.folder} has {len(found)} safetensors files and no {INDEX_FILE}, which says "
-                "what is in which; copy it too"
+                f"{self.folder} has {len(found)} safetensors files and no {INDEX_FILE}, which "
+                "maps tensors to files; copy it too"
             )
         raise CheckpointError(self._nothing())
 
@@ -112,7 +112,9 @@ class SafetensorsFolder:
                 f"{self.folder / pickles[0]} is a pickle, which can run code when it is read, and "
                 "is refused; save the model as safetensors (save_pretrained of transformers does)"
             )
-        return f"{self.folder} holds no safetensors file; name a folder with a model's weights"
+        return (
+            f"{self.folder} contains no safetensors file; name a folder with the weights of a model"
+        )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -122,7 +124,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is damaged ({error!r}); copy it again") from error
     named = isinstance(place, Mapping) and all(isinstance(file, str) for file in place.values())
     if not named or any(Path(file).name != file for file in place.values()):
-        raise CheckpointError(f"{path} is damaged: weight_map is no map to files; copy it again")
+        raise CheckpointError(f"{path} is damaged: weight_map is not a map to files; copy it again")
     return dict(place)
 
 

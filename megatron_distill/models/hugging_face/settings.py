@@ -60,7 +60,7 @@ class Choice:
         value = getattr(theirs, self.entry)
         if value not in self.values:
             known = ", ".join(map(repr, self.values))
-            raise CheckpointError(f"{self.entry} is {value!r}; this library computes {known}")
+            raise CheckpointError(f"{self.entry} is {value!r}; supported: {known}")
         return {self.field: self.values[value]}
 
     def write(self, architecture: Architecture) -> Entries:
@@ -97,9 +97,7 @@ class Only:
         """See `Setting`."""
         found = getattr(theirs, self.entry, self.value)
         if found != self.value:
-            raise CheckpointError(
-                f"{self.entry} is {found!r}; this library computes {self.value!r}"
-            )
+            raise CheckpointError(f"{self.entry} is {found!r}; supported: {self.value!r}")
         return {}
 
     def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
@@ -117,7 +115,7 @@ class Off:
         """See `Setting`."""
         found = getattr(theirs, self.entry, None)
         if found:
-            raise CheckpointError(f"{self.entry} is {found!r}, which this library does not compute")
+            raise CheckpointError(f"{self.entry} is {found!r}, which is not supported")
         return {}
 
     def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
@@ -156,7 +154,7 @@ def read_rope(parameters: Mapping[str, Any], *, may_be_partial: bool = False) ->
     fraction = float(parameters.get("partial_rotary_factor", 1.0))
     if fraction != 1.0 and not may_be_partial:
         raise CheckpointError(
-            f"partial_rotary_factor is {fraction}; this family turns whole heads, remove it"
+            f"partial_rotary_factor is {fraction}; this family rotates whole heads: remove it"
         )
     fields: Fields = {
         "rope_base": float(parameters["rope_theta"]),
@@ -175,9 +173,7 @@ def read_rope(parameters: Mapping[str, Any], *, may_be_partial: bool = False) ->
             original_positions=int(parameters["original_max_position_embeddings"]),
         )
     else:
-        raise CheckpointError(
-            f"rope_type is {kind!r}; this library computes 'default', 'linear' and 'llama3'"
-        )
+        raise CheckpointError(f"rope_type is {kind!r}; supported: 'default', 'linear' and 'llama3'")
     return {**fields, "rope_scaling": scaling}
 
 
@@ -268,7 +264,7 @@ class WindowByLayer:
         unknown = set(theirs.layer_types) - {SLIDING, FULL}
         if unknown:
             raise CheckpointError(
-                f"layer_types has {sorted(unknown)}; this library computes {SLIDING!r}, {FULL!r}"
+                f"layer_types has {sorted(unknown)}; supported: {SLIDING!r}, {FULL!r}"
             )
         sliding = tuple(i for i, kind in enumerate(theirs.layer_types) if kind == SLIDING)
         if theirs.sliding_window is None:
@@ -366,7 +362,7 @@ def check_values(architecture: Architecture) -> None:
     heads, groups = architecture.num_attention_heads, architecture.num_kv_heads
     if heads % groups:
         raise CheckpointError(
-            f"num_attention_heads = {heads} is no multiple of num_kv_heads = {groups}"
+            f"num_attention_heads = {heads} is not a multiple of num_kv_heads = {groups}"
         )
     if architecture.sliding_window is not None:
         _check_count("sliding_window", architecture.sliding_window)
@@ -375,9 +371,11 @@ def check_values(architecture: Architecture) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size"):
             _check_count(f"moe.{name}", getattr(moe, name))
         if moe.top_k > moe.num_experts:
-            raise CheckpointError(f"{moe.top_k} of {moe.num_experts} experts cannot be chosen")
+            raise CheckpointError(
+                f"{moe.top_k} experts per token, but there are only {moe.num_experts}"
+            )
 
 
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise CheckpointError(f"{name} is {value!r}; it is an integer of at least 1")
+        raise CheckpointError(f"{name} is {value!r}; it must be an integer of at least 1")

@@ -327,7 +327,7 @@ def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
         sequence_length=plan.settings.sequence_length,
     )
     if work.shards_before:
-        _LOGGER.info("%d of %d shards are there from before", work.shards_before, work.shards)
+        _LOGGER.info("%d of %d shards exist already", work.shards_before, work.shards)
     progress = CaptureProgress(sys.stderr, work, samples_per_shard=plan.samples_per_shard)
     # Log lines go above the bar, not through it.
     log.configure(dist.get_rank(), stream=progress.stream)
@@ -341,6 +341,6 @@ def _finish(job: _Job) -> None:
         if job.store is not None and dist.get_rank() == 0:
             manifest = finish_store(job.store, job=ours.job, jobs=ours.jobs)
             if manifest is None:
-                _LOGGER.info("this job's shards are written; other jobs still have some to write")
+                _LOGGER.info("this job's shards are written; other jobs have not finished")
             else:
                 _LOGGER.info("%s", summary(ours.path, manifest))

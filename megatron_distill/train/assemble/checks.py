@@ -65,7 +65,7 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
     newest = complete[-1] if complete else None
     if newest is not None and config.checkpoint.save and not config.checkpoint.resume:
         raise ConfigError(
-            f"checkpoint.resume=false, but an earlier run left {newest}; the two would mix: remove "
-            "it, change `output`, or set checkpoint.resume=true"
+            f"checkpoint.resume=false, but {newest} of an earlier run exists: remove it, change "
+            "`output`, or set checkpoint.resume=true"
         )
     return newest if config.checkpoint.resume else None

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
-from megatron_distill.config import DataConfig, RunConfig
+from megatron_distill.config import DataConfig, RunConfig, with_steps
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import SampleSource
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import (
+    DataOptions,
+    open_training,
+    read_held_out,
+    samples_per_epoch,
+)
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
 )
+from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import on_first_rank
@@ -59,6 +67,48 @@ def open_training_loader(
         prefetch=2,
         sources=len(source_names(config, held_out=False)),
     )
+
+
+def with_computed_steps(
+    config: RunConfig, tokenizer: Tokenizer | None, stored: Stored | None, *, device: torch.device
+) -> RunConfig:
+    """Replace `train.epochs` by the steps that it means; without it nothing is done.
+
+    Raises DataError or ConfigError on all ranks: the samples cannot be counted, or the schedule
+    does not fit the steps.
+
+    Collective: world, one broadcast of a short object.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+
+    def counted_samples() -> int:
+        if not config.data.sources:
+            assert stored is not None, "a run without sources has a store"
+            return stored.samples - config.validation.samples
+        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
+        (spec,) = source_specs(config.data.sources)
+        return samples_per_epoch(
+            spec, tokenizer=tokenizer, options=data_options(config), seed=config.seed
+        )
+
+    said = [on_first_rank(counted_samples, device=device)]
+    dist.broadcast_object_list(said, src=0)
+    samples = said[0]
+    assert samples is not None, "the first rank has counted"
+    steps = math.ceil(epochs * samples / config.train.global_batch_size)
+    resolved, warnings = with_steps(config, steps)
+    _LOGGER.info(
+        "%s of %s: %s",
+        "1 epoch" if epochs == 1 else f"{epochs:g} epochs",
+        counted(samples, "sample"),
+        counted(steps, "step"),
+    )
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            _LOGGER.warning("%s", warning)
+    return resolved
 
 
 def read_validation(
@@ -115,7 +165,8 @@ def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
     empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
     if empty:
         _LOGGER.warning(
-            "validation.samples=%d leaves nothing held out of %s; raise it, or its weight",
+            "validation.samples=%d gives no held-out sample of %s; raise it, or the weight of "
+            "the source",
             config.validation.samples,
             ", ".join(empty),
         )

@@ -198,8 +198,8 @@ def _check_windows(
     ]
     if problems:
         raise ConfigError(
-            "objective.features with loss = 'attention' need layers that see the same keys: "
-            f"{'; '.join(problems)}; pair layers of one window, or use another loss"
+            "objective.features with loss = 'attention' need student and teacher layers with the "
+            f"same attention window: {'; '.join(problems)}; pair such layers, or use another loss"
         )
 
 

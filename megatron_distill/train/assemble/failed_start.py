@@ -81,7 +81,7 @@ class FolderAsFound:
                     if inner != self._prepared:
                         _remove(inner)
         if is_prepared:
-            _LOGGER.info("%s stays: conversations that the next start need not prepare again",
+            _LOGGER.info("%s remains: prepared conversations, which the next start uses",
                          self._prepared)  # fmt: skip
         for path in self._missing:
             path.rmdir()  # fails, and ends this, where something is left

@@ -18,7 +18,7 @@ from megatron_distill.config import (
     TermConfig,
     check_architecture,
 )
-from megatron_distill.errors import CheckpointError, ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError, counted
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import HiddenStateGPT, align_head, build_gpt, vocab_shard
@@ -360,15 +360,16 @@ def _kept(model: ModelConfig, role: str, available: int) -> tuple[int, ...]:
     if model.keep_layers is not None:
         if model.keep_layers[-1] >= available:
             raise ConfigError(
-                f"{role}.keep_layers = {list(model.keep_layers)}: the source has {available} "
-                f"layers, 0 to {available - 1}"
+                f"{role}.keep_layers = {list(model.keep_layers)}: the source has "
+                f"{counted(available, 'layer')}, 0 to {available - 1}, counted from 0"
             )
         return model.keep_layers
     count = model.num_layers
     assert count is not None
     if count > available:
         raise ConfigError(
-            f"{role}.num_layers = {count}: the source has {available} layers; keep at most these"
+            f"{role}.num_layers = {count}: the source has only {counted(available, 'layer')}; "
+            "lower it"
         )
     return evenly_spread(count, available)
 
@@ -383,7 +384,9 @@ def evenly_spread(count: int, available: int) -> tuple[int, ...]:
 
 def _shallower(origin: Origin, kept: tuple[int, ...]) -> Origin:
     if origin.open_weights is None:
-        raise CheckpointError("layers can be kept of weights only, and these are random")
+        raise CheckpointError(
+            "keep_layers and num_layers take layers from weights, and these are random"
+        )
     architecture = origin.architecture
     sliding = architecture.sliding_layers
     if sliding is not None:

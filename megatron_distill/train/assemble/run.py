@@ -22,7 +22,7 @@ from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.assets import keep_assets
 from megatron_distill.train.assemble.banner import RankParameters, run_banner
 from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
-from megatron_distill.train.assemble.data import open_training_loader
+from megatron_distill.train.assemble.data import open_training_loader, with_computed_steps
 from megatron_distill.train.assemble.distillation import (
     Distillation,
     assemble_distillation,
@@ -38,7 +38,7 @@ from megatron_distill.train.assemble.models import (
     job_groups,
 )
 from megatron_distill.train.assemble.start import note_start, plain_settings
-from megatron_distill.train.assemble.stored import Stored
+from megatron_distill.train.assemble.stored import Stored, require_samples
 from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.features import FeatureLosses
@@ -79,18 +79,24 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     gc.freeze()
     try:
         with job_groups(config, trains=True) as groups, ExitStack() as resources:
-            parts = _assemble(config, device, groups, resources)
-            if parts.state.step >= config.train.steps:
-                _LOGGER.info("nothing to do: step %d of %d", parts.state.step, config.train.steps)
+            parts, plan = _assemble(config, device, groups, resources)
+            if parts.state.step >= plan.steps:
+                _LOGGER.info(
+                    "nothing to do: %s done, train.steps is %d",
+                    "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are",
+                    plan.steps,
+                )
                 return True
-            return train(parts, _plan(config), termination)
+            return train(parts, plan, termination)
     finally:
         if not is_frozen:
             # Else Triton's bindings, which Megatron-Core imports, report leaks in the end.
             gc.unfreeze()
 
 
-def _assemble(config: RunConfig, device: Device, groups: Groups, resources: ExitStack) -> Parts:
+def _assemble(
+    config: RunConfig, device: Device, groups: Groups, resources: ExitStack
+) -> tuple[Parts, LoopPlan]:
     """Check, build the models, then read the data; a failure leaves the run folder as it was."""
     found = _checked_folder(config, resources)
     tokenizer, vocabulary = open_tokenizer(config)
@@ -111,6 +117,8 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     with together():
         if tokenizer is not None:
             keep_assets(config, tokenizer)
+    config = with_computed_steps(config, tokenizer, distillation.stored, device=device.torch_device)
+    require_samples(config, distillation.stored)
     state = _build_state(
         config, origin, execution, groups, vocabulary, distillation.objective.features
     )
@@ -132,7 +140,7 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
     resources.callback(metrics.close)
     found.has_started()
     online = distillation.online
-    return Parts(
+    parts = Parts(
         state=state,
         teacher=distillation.teacher,
         objective=distillation.objective,
@@ -145,6 +153,7 @@ def _assemble(config: RunConfig, device: Device, groups: Groups, resources: Exit
         ),
         device=device.torch_device,
     )
+    return parts, _plan(config)
 
 
 def _banner(

@@ -74,7 +74,7 @@ def _note(config: RunConfig, resumed: Path | None) -> None:
             "settings that differ from %s: %d%s",
             resumed.name,
             len(changes),
-            "" if kept is None else f"; {kept.name} keeps those of the start before",
+            "" if kept is None else f"; {kept.name} has the previous ones",
         )
     for change in changes:
         _LOGGER.info("changed since %s: %s", resumed.name, change)

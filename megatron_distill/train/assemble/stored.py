@@ -16,7 +16,7 @@ from megatron_distill.data.stored import (
     held_out_numbers,
     read_held_out_numbers,
 )
-from megatron_distill.errors import ConfigError, StoreError
+from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture
@@ -94,7 +94,7 @@ def open_stored(
             first = corpus.stores[0]
             identities = tuple(store.plan.uid.hex() for store in corpus.stores)
             said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
-            _LOGGER.info("the teacher is read from %s", _described(corpus))
+            _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
             reading = _open(config, entries, vocabulary, student)
     dist.broadcast_object_list(said, src=0)
@@ -130,15 +130,14 @@ def _open(
 def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
     if store.identity.tokenizer == UNKNOWN:
         _LOGGER.warning(
-            "%s does not say of which tokenizer its ids are; nothing can check that it is this "
-            "run's",
+            "%s does not name its tokenizer, so it cannot be compared with that of this run",
             store.folder,
         )
     elif store.identity.tokenizer != vocabulary.identity:
         raise StoreError(
-            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, this run's "
-            f"{vocabulary.identity[:12]}; leave data.tokenizer out to use the store's, or capture "
-            "a store with this one"
+            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, not "
+            f"{vocabulary.identity[:12]} as in this run; remove data.tokenizer to use that of the "
+            "store, or capture a store with this one"
         )
 
 
@@ -155,18 +154,25 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
         return
     if len(stores.stores) > 1:
         raise StoreError(
-            f"teacher.store: {len(stores.stores)} stores are named and data.sources are given; join"
-            " one store with them, or leave data.sources out to train on the stores' samples"
-        )
-    needed = config.train.steps * config.train.global_batch_size
-    if needed > stores.samples:
-        raise StoreError(
-            f"{stores.stores[0].folder}: holds {stores.samples} samples, and train.steps="
-            f"{config.train.steps} of train.global_batch_size={config.train.global_batch_size} "
-            f"read {needed}; lower train.steps, capture more, or leave data.sources out to go "
-            "through the store's samples more than once"
+            f"teacher.store: {len(stores.stores)} stores, but only one can be joined with "
+            "data.sources; name one store, or remove data.sources to train on the samples of the "
+            "stores"
         )
     _check_corpus(config, stores.stores[0])
+
+
+def require_samples(config: RunConfig, stored: Stored | None) -> None:
+    """Raise StoreError, on all ranks, if a store joined with a corpus ends before the run."""
+    if stored is None or not config.data.sources:
+        return
+    steps, batch = config.train.steps, config.train.global_batch_size
+    if steps * batch > stored.samples:
+        raise StoreError(
+            f"teacher.store: contains {counted(stored.samples, 'sample')}, but train.steps = "
+            f"{steps} with train.global_batch_size = {batch} reads {steps * batch:,}; lower "
+            "train.steps, capture more samples, or remove data.sources to train on the store's "
+            "samples for several epochs"
+        )
 
 
 def _check_documents(config: RunConfig, store: StoreReader) -> None:
@@ -174,8 +180,8 @@ def _check_documents(config: RunConfig, store: StoreReader) -> None:
     isolated = captured.get("isolate_documents", config.data.isolate_documents)
     if isolated != config.data.isolate_documents:
         raise StoreError(
-            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, so that"
-            " its teacher saw other contexts than this student would; set it so here too"
+            f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, and "
+            "the student needs the same contexts; set the same value"
         )
 
 
@@ -189,7 +195,7 @@ def _check_corpus(config: RunConfig, store: StoreReader) -> None:
     if differences:
         raise StoreError(
             f"{store.folder}: captured on another stream of samples ({'; '.join(differences)}); "
-            "restore these settings, or leave data.sources out to train on the store's samples"
+            "restore these settings, or remove data.sources to train on the samples of the store"
         )
 
 
@@ -209,8 +215,8 @@ def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> No
     if found != digest:
         source = teacher.hf or teacher.checkpoint or "teacher.architecture"
         raise StoreError(
-            f"teacher.store was captured from a teacher of weights {digest[:19]}, and {source} has "
-            f"{found[:19]}; name that teacher, or only teacher.store"
+            f"teacher.store was captured from a teacher with weights {digest[:19]}, but {source} "
+            f"has {found[:19]}; set the same teacher, or teacher.store alone"
         )
 
 
@@ -218,17 +224,16 @@ def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
     is_at_one = term.temperature == 1.0 and term.temperatures is None
     if not term.is_forward_kl or not is_at_one or term.top_k is not None:
         raise StoreError(
-            f"{store.folder}: holds ids drawn at temperature 1, which serve forward_kl at "
-            f"temperature 1 and nothing else; change objective.terms.{index}, or capture a store "
-            "with mode: top_k"
+            f"{store.folder}: contains sampled ids, which serve only forward_kl at temperature 1 "
+            f"without top_k; change objective.terms.{index}, or capture a store with mode: top_k"
         )
 
 
 def _described(stores: StoreSet) -> str:
     settings = stores.stores[0].settings
     folders = ", ".join(str(store.folder) for store in stores.stores)
-    entries = "draws" if settings.mode == "sampled" else "ids"
-    return f"{folders}: {stores.samples} samples, {settings.k} {entries} per token"
+    entries = "sampled ids" if settings.mode == "sampled" else "top-k ids"
+    return f"{folders}: {counted(stores.samples, 'sample')}, {settings.k} {entries} per token"
 
 
 def stored_source(config: RunConfig, stored: Stored) -> StoredSamples | None:

@@ -76,7 +76,7 @@ def read_tokenizer(config: JobConfig) -> Tokenizer:
         return load_tokenizer(next(_tokenizer_folders(config))[1])
     folder = Path(config.folder) / "tokenizer"
     if (folder / "tokenizer.json").is_file():
-        _LOGGER.info("using the tokenizer that an earlier start trained: %s", folder)
+        _LOGGER.info("using the tokenizer of an earlier start: %s", folder)
         return load_tokenizer(folder)
     texts = sample_texts(
         source_specs(config.data.sources),
@@ -117,8 +117,8 @@ def _check_models(config: JobConfig, tokenizer: Tokenizer) -> None:
         theirs = load_tokenizer(folder).vocabulary()
         for token, number in ours.items():
             if theirs.get(token) != number:
-                other = f"the id {theirs[token]}" if token in theirs else "no id"
+                other = f"id {theirs[token]}" if token in theirs else "no id"
                 raise ConfigError(
-                    f"{key} = {folder!r}: its tokenizer gives {token!r} {other}, that of "
-                    f"data.tokenizer gives it {number}; use one tokenizer for data and models"
+                    f"{key} = {folder!r}: its tokenizer encodes {token!r} as {other}, "
+                    f"data.tokenizer as {number}; use one tokenizer for data and models"
                 )

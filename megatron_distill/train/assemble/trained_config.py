@@ -59,7 +59,7 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     own = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
     file = Path(folder) / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{folder}: not a run, it has no config.yaml; {NO_RUN}")
+        raise ConfigError(f"{folder}: not a run folder (no config.yaml); {NO_RUN}")
     tokenizer = load_config(file, _ONE_PROCESS).data.tokenizer
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")

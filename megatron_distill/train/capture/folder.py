@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_distill.data.tokenizers.open import Tokenizer, holds_tokenizer
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import whole_folder, write_errors
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
@@ -104,8 +104,8 @@ def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
     while any(shard % jobs == job for shard in holes):
         if time.monotonic() > deadline:
             raise StoreError(
-                f"{store.folder}: rank 0 does not see {len(holes)} shards that were written; set "
-                "store.path to a folder that all nodes share, and start again"
+                f"{store.folder}: rank 0 does not see {counted(len(holes), 'shard')} that other "
+                "ranks wrote; set store.path to a folder that all nodes share, and start again"
             )
         time.sleep(_POLL_SECONDS)
         holes = store.holes()

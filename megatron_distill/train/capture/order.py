@@ -195,9 +195,11 @@ class StreamPlaces:
             name = _NAME.fullmatch(path.name)
             value = unsealed(path, advice=_ADVICE)
             if name is None or value.get("format") != _FORMAT or value.get("shard") != int(name[1]):
-                raise StoreError(f"{path}: not what its name says; {_ADVICE}")
+                raise StoreError(f"{path}: not the content for this file name; {_ADVICE}")
             if value.get("capture_uid") != self._uid:
-                raise StoreError(f"{path}: of another store, {value.get('capture_uid')}; {_ADVICE}")
+                raise StoreError(
+                    f"{path}: belongs to another store, {value.get('capture_uid')}; {_ADVICE}"
+                )
             found[int(name[1])] = value["state"]
         return found
 

@@ -72,7 +72,7 @@ class Description:
         try:
             found = cls(**json.loads(path.read_text()))
             if not isinstance(found.architecture, dict):
-                raise TypeError("its architecture is no object")
+                raise TypeError("its architecture is not an object")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; name a run's output "
@@ -105,7 +105,7 @@ def resolve_checkpoint(path: str) -> Path:
         return given
     _refuse_pickle(given)
     raise CheckpointError(
-        f"{path} holds no complete checkpoint; name a run's output folder or one of its "
+        f"{path} contains no complete checkpoint; name the output folder of a run or one of its "
         "checkpoints/step_* folders"
     )
 

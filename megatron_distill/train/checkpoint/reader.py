@@ -74,7 +74,7 @@ class MappedChunks:
             start = place.offset + stored.untyped_storage()._checkpoint_offset  # noqa: SLF001
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing, which holds {index.fqn}; the checkpoint is damaged, use "
+                f"{path} is missing (it contains {index.fqn}): the checkpoint is damaged; use "
                 "another one"
             ) from None
         except _UNPICKLING_ERRORS as error:
@@ -84,7 +84,7 @@ class MappedChunks:
         is_as_said = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
         if not is_as_said or stored.storage_offset():
             raise CheckpointError(
-                f"{path} holds another tensor at {index.fqn} than its metadata says; use another "
+                f"{path} has a tensor at {index.fqn} that differs from the metadata; use another "
                 "checkpoint"
             )
         # Copy on write, which never happens: torch wants memory that could be written.
@@ -98,10 +98,10 @@ def _read_metadata(folder: Path) -> Metadata:
     try:
         metadata = FileSystemReader(str(folder)).read_metadata()
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise TypeError(f"it holds {type(metadata).__name__}")
+            raise TypeError(f"it contains {type(metadata).__name__}")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing, without which no checkpoint can be read; use another one"
+            f"{path} is missing, which every checkpoint needs; use another one"
         ) from None
     except _UNPICKLING_ERRORS as error:
         raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
@@ -207,7 +207,7 @@ class CheckpointWeights:
             wanted, found = (*leading, *parameter.shape), tuple(self._stored[parameter.key].size)
             padded = parameter.is_vocabulary and found[0] >= wanted[0] and found[1:] == wanted[1:]
             if found != wanted and not padded:
-                raise self._damaged(f"{parameter.key} is {list(found)} there, not {list(wanted)}")
+                raise self._damaged(f"{parameter.key} has shape {list(found)}, not {list(wanted)}")
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(

@@ -155,7 +155,7 @@ def export_checkpoint(
         )
         from_tokenizer = tokenizer or assets
         if tokenizer is not None and not holds_tokenizer(tokenizer):
-            raise CheckpointError(f"--tokenizer {tokenizer}: holds no tokenizer files")
+            raise CheckpointError(f"--tokenizer {tokenizer}: contains no tokenizer files")
     total = sum(file.nbytes for file in files)
     needed = total + _assets_bytes(from_tokenizer)
     with new_folder(output, bytes_needed=needed, overwrite=overwrite) as partial:
@@ -192,9 +192,9 @@ def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
     if holds_tokenizer(partial) and not is_hugging_face(partial):
         _LOGGER.warning(
-            "%s: the run's tokenizer is no Hugging Face one, so transformers finds none here; it "
-            "is in %s, which launch/generate.py --hf reads. --tokenizer DIR takes a Hugging Face "
-            "tokenizer of the same ids instead",
+            "%s: the run's tokenizer is not a Hugging Face tokenizer, so transformers finds none "
+            "in this folder; it is in %s, which launch/generate.py --hf reads. --tokenizer DIR "
+            "takes a Hugging Face tokenizer of the same ids instead",
             output,
             output / OTHER_KINDS_FOLDER,
         )
@@ -205,7 +205,7 @@ def _check_apart(source: Path, output: Path) -> None:
     read, replaced = source.resolve(), output.resolve()
     if replaced == read or replaced in read.parents:
         raise CheckpointError(
-            f"{output} is or holds {source}, which is read; name another folder to write"
+            f"{output} is or contains the source {source}; name another output folder"
         )
 
 
@@ -215,7 +215,7 @@ def _assets_bytes(folder: Path) -> int:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
-        raise CheckpointError(f"--dtype {name}: not a dtype of weights; use {', '.join(DTYPES)}")
+        raise CheckpointError(f"--dtype {name}: not supported; use {', '.join(DTYPES)}")
     return DTYPES[name] if name is not None else None
 
 

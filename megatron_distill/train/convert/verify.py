@@ -97,7 +97,7 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
     architecture = saved_architecture(Description.read(path), path)
     differences = architecture_differences(described.architecture, architecture)
     if differences:
-        raise CheckpointError(f"{path} is of another model than {folder}: {'; '.join(differences)}")
+        raise CheckpointError(f"{path} and {folder} are different models: {'; '.join(differences)}")
     ours = _Rounded(CheckpointWeights(path, architecture), theirs)
     tensors, different = 0, {}
     for parameter, place in placed(architecture):

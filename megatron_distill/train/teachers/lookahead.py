@@ -87,8 +87,8 @@ class Lookahead:
         # Until now there may have been a live teacher.
         if state.get("teacher_stores", self._stores) != self._stores:
             raise StoreError(
-                "teacher.store: not what the checkpoint was trained with; name the same stores in "
-                "the same order, or start a new run with another output"
+                "teacher.store: differs from the stores in the checkpoint; name the same stores "
+                "in the same order, or start a new run with another output"
             )
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()

@@ -226,16 +226,16 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
         if not np.array_equal(mine, stored):
             place = int(index_s[np.flatnonzero(mine != stored)[0]])
             raise StoreError(
-                f"{where}: the store's tokens are not those of this run's sample, first at "
-                f"position {place}; use the corpus, seed and packing of the capture, or leave "
-                "data.sources out to train on the samples of the store"
+                f"{where}: the tokens in the store and in this run differ, first at position "
+                f"{place}; use the corpus, seed and packing of the capture, or remove "
+                "data.sources to train on the samples of the store"
             )
     if batch.document_ids_bS is not None and not np.array_equal(
         batch.document_ids_bS[row], found.document_ids_S1[:-1]
     ):
         raise StoreError(
-            f"{where}: documents end elsewhere in the store than in this run's sample; use the "
-            "corpus and packing of the capture"
+            f"{where}: document boundaries in the store and in this run differ; use the corpus "
+            "and packing of the capture"
         )
 
 

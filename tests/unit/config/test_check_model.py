@@ -65,24 +65,13 @@ BROKEN = {
     ),
     "odd turned part": (
         ["student.architecture={head_size: 16, rotary_fraction: 0.2}"],
-        "student.architecture.rotary_fraction = 0.2: turns 3 of the 16 dimensions of a head",
+        "student.architecture.rotary_fraction = 0.2: rotates 3 of the 16 dimensions "
+        "of a head; this must be an even number above 0",
     ),
     "nothing turned": (
         ["student.architecture={head_size: 16, rotary_fraction: 0.01}"],
-        "student.architecture.rotary_fraction = 0.01: turns 0 of the 16 dimensions of a head",
-    ),
-    "scaling without rotation": (
-        ["student.architecture={positions: learned, rope_scaling: {kind: linear, factor: 2}}"],
-        "student.architecture.rope_scaling = linear: student.architecture.positions = learned "
-        "turns nothing; set positions=rope",
-    ),
-    "fraction without rotation": (
-        ["student.architecture={positions: learned, rotary_fraction: 0.5}"],
-        "student.architecture.rotary_fraction = 0.5: student.architecture.positions = learned",
-    ),
-    "sliding base without rotation": (
-        ["student.architecture={positions: learned, sliding_rope_base: 500, sliding_window: 8}"],
-        "student.architecture.sliding_rope_base = 500.0: student.architecture.positions = learned",
+        "student.architecture.rotary_fraction = 0.01: rotates 0 of the 16 dimensions "
+        "of a head; this must be an even number above 0",
     ),
     "factors of the scaling": (
         [
@@ -92,33 +81,26 @@ BROKEN = {
         "student.architecture.rope_scaling.high_frequency_factor = 4.0: must be more than "
         "low_frequency_factor = 4.0",
     ),
-    "sliding layers without a window": (
-        ["student.architecture.sliding_layers=[0, 2]"],
-        "student.architecture.sliding_layers = [0, 2]: no layer slides without "
-        "student.architecture.sliding_window",
-    ),
-    "sliding base without a window": (
-        ["teacher.architecture.sliding_rope_base=500"],
-        "teacher.architecture.sliding_rope_base = 500.0: no layer slides without "
-        "teacher.architecture.sliding_window",
-    ),
     "sliding layers that are not there": (
         ["student.architecture={sliding_window: 8, sliding_layers: [0, 4]}"],
-        "student.architecture.sliding_layers = [0, 4]: there is no layer 4; "
-        "student.architecture.num_layers = 4 are numbered from 0 to 3",
+        "student.architecture.sliding_layers = [0, 4]: there is no layer 4; with "
+        "student.architecture.num_layers = 4 the layers are 0 to 3, counted from 0",
     ),
     "scaled positions": (
         ["student.architecture={positions: learned, embedding_scale: 8}"],
-        "student.architecture.embedding_scale = 8.0: would scale the positions of "
-        "student.architecture.positions = learned too",
+        "student.architecture.embedding_scale = 8.0: would also scale the position "
+        "embeddings of student.architecture.positions = learned; set positions=rope "
+        "or embedding_scale=1",
     ),
     "dropout under a soft cap": (
         ["student.architecture={attention_softcap: 50, attention_dropout: 0.1}"],
-        "student.architecture.attention_dropout = 0.1: soft-capped attention",
+        "student.architecture.attention_dropout = 0.1: not supported with "
+        "student.architecture.attention_softcap; set attention_dropout=0",
     ),
     "post norms and experts": (
         [EXPERTS, "student.architecture.post_norms=true"],
-        "student.architecture.post_norms = true: experts (student.architecture.moe)",
+        "student.architecture.post_norms = true: not supported with experts "
+        "(student.architecture.moe); set post_norms=false or moe=null",
     ),
     "one expert of weight one": (
         ["student.architecture.moe={num_experts: 4, top_k: 1}"],
@@ -135,8 +117,8 @@ BROKEN = {
     ),
     "experts and tensor without sequence": (
         [EXPERTS, "parallel.tensor=2"],
-        "parallel.sequence = false: student.architecture.moe with parallel.tensor = 2 needs "
-        "parallel.sequence=true",
+        "parallel.sequence = false: student.architecture.moe with parallel.tensor = 2"
+        " needs sequence parallelism; set parallel.sequence=true",
     ),
 }
 

@@ -16,7 +16,7 @@ from tests.support.sample_configs import ARCHITECTURE, MINIMAL, complaints, load
 HF = {"hf": "folder"}
 CHECKPOINT = {"checkpoint": "folder"}
 SHAPE = {"architecture": ARCHITECTURE}
-NEEDS = "needs student.hf or student.checkpoint to take layers from, and no student.architecture"
+NEEDS = "takes layers from student.hf or student.checkpoint; set one of these and remove"
 # student, teacher -> the complaint
 BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "hf and shape": (
@@ -37,14 +37,14 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
         SHAPE | CHECKPOINT | {"num_layers": 2}, None, f"student.num_layers = 2: {NEEDS}",
     ),
     "layers of a teacher": (
-        HF, HF | {"num_layers": 2}, "teacher.num_layers = 2: a teacher keeps all its layers",
+        HF, HF | {"num_layers": 2}, "teacher.num_layers = 2: only a student can be pruned",
     ),
     "listed layers of a teacher": (
-        HF, HF | {"keep_layers": [0]}, "teacher.keep_layers = [0]: a teacher keeps all its layers",
+        HF, HF | {"keep_layers": [0]}, "teacher.keep_layers = [0]: only a student can be pruned",
     ),
     "both": (
         HF | {"num_layers": 2, "keep_layers": [0, 1]}, None,
-        "student.keep_layers and student.num_layers are both given; give only one of the two",
+        "student.keep_layers and student.num_layers are both given; set only one of the two",
     ),
     "out of order": (HF | {"keep_layers": [2, 1]}, None, "student.keep_layers = [2, 1]: list"),
     "twice": (HF | {"keep_layers": [1, 1]}, None, "student.keep_layers = [1, 1]: list"),

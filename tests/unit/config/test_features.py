@@ -12,19 +12,15 @@ from tests.support.sample_configs import TAUGHT, complaints, load_tree
 
 ONE = "objective.features=[{student: 1, teacher: 2}]"
 BROKEN = {
-    "no teacher": (
-        ["teacher=null", ONE],
-        "objective.features: 1 feature loss(es) but teacher = null; give a teacher",
-    ),
     "a store": (
         ["teacher={architecture: null, store: stores/t}", ONE],
-        "objective.features: 1 feature loss(es), but a teacher.store holds no hidden states; use a "
-        "live teacher",
+        "objective.features: 1 feature loss, but teacher.store has no hidden states; "
+        "set teacher.hf or teacher.checkpoint in its place, or objective.features=[]",
     ),
     "neither layers nor match": (
         ["objective.features=[{student: 1}]"],
-        "objective.features.0: give objective.features.0.student and objective.features.0.teacher, "
-        "or objective.features.0.match",
+        "objective.features.0: set objective.features.0.student and "
+        "objective.features.0.teacher, or objective.features.0.match for all layers",
     ),
     "layer and match": (
         ["objective.features=[{match: last, teacher: 2}]"],
@@ -32,11 +28,11 @@ BROKEN = {
     ),
     "no such layer of the student": (
         ["objective.features=[{student: 5, teacher: 2}]"],
-        "objective.features.0.student = 5: the student has layers 1 to 4; lower it",
+        "objective.features.0.student = 5: the student has layers 1 to 4, counted from 1; lower it",
     ),
     "no such layer of the teacher": (
         ["objective.features=[{student: 4, teacher: 3}]", "teacher.architecture.num_layers=2"],
-        "objective.features.0.teacher = 3: the teacher has layers 1 to 2; lower it",
+        "objective.features.0.teacher = 3: the teacher has layers 1 to 2, counted from 1; lower it",
     ),
     "last layers of a shallower teacher": (
         ["objective.features=[{match: last}]", "teacher.architecture.num_layers=3"],
@@ -44,20 +40,15 @@ BROKEN = {
     ),
     "the same pair twice": (
         ["objective.features=[{student: 2, teacher: 2}, {match: uniform}]"],
-        "objective.features.1 and objective.features.0 both have the mse loss between layer 2 of "
-        "the student and layer 2 of the teacher; add the weights up",
+        "objective.features.1 and objective.features.0 both have the mse loss of "
+        "student layer 2 and teacher layer 2; keep one of them, with the sum of the "
+        "weights",
     ),
     "all pairs twice": (
         ["objective.features=[{match: last}, {match: uniform}]"],
-        "objective.features.1 and objective.features.0 both have the mse loss between layer 1",
-    ),
-    "an inner size of a linear map": (
-        [ONE, "objective.projector.hidden_size=8"],
-        "objective.projector.hidden_size = 8 belongs to objective.projector.kind = 'mlp'",
-    ),
-    "a projector for nothing": (
-        ["objective.projector.kind=mlp"],
-        "objective.projector: settings are given but objective.features is empty",
+        "objective.features.1 and objective.features.0 both have the mse loss of "
+        "student layer 1 and teacher layer 1; keep one of them, with the sum of the "
+        "weights",
     ),
 }
 KEPT = [

@@ -156,10 +156,10 @@ def test_a_value_that_replaces_a_section_is_refused(minimal):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "holds nothing"),
-        ("# only a comment\n", "holds nothing"),
-        ("tiny\n", "holds a single value"),
-        ("- student\n", "holds a list"),
+        ("", "contains nothing"),
+        ("# only a comment\n", "contains nothing"),
+        ("tiny\n", "contains a single value"),
+        ("- student\n", "contains a list"),
         ("train: {steps: 3\n", "not valid YAML.*line 2"),
         ("train: 1\ntrain: 2\n", "not valid YAML.*train"),
         ("train: !!python/object/apply:os.getcwd []\n", "not valid YAML"),

@@ -56,12 +56,12 @@ def test_a_key_that_is_not_text_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps=0", "train.steps = 0: must be an integer >= 1"),
-        ("train.steps=ten", "train.steps = 'ten': must be an integer >= 1"),
-        ("train.steps=1.5", "train.steps = 1.5: must be an integer >= 1"),
-        ("train.steps=true", "train.steps = true: must be an integer >= 1"),
-        ("train.steps='3'", "train.steps = '3': must be an integer >= 1"),
-        ("train.steps=null", "train.steps = null: must be an integer >= 1"),
+        ("train.steps=-1", "train.steps = -1: must be an integer >= 0"),
+        ("train.steps=ten", "train.steps = 'ten': must be an integer >= 0"),
+        ("train.steps=1.5", "train.steps = 1.5: must be an integer >= 0"),
+        ("train.steps=true", "train.steps = true: must be an integer >= 0"),
+        ("train.steps='3'", "train.steps = '3': must be an integer >= 0"),
+        ("train.steps=null", "train.steps = null: must be an integer >= 0"),
         ("seed=-1", "seed = -1: must be an integer >= 0 and < 2147483648"),
         ("optimizer.beta2=1.0", "optimizer.beta2 = 1.0: must be a number >= 0 and < 1"),
         ("optimizer.learning_rate=0", "optimizer.learning_rate = 0: must be a number > 0"),
@@ -80,8 +80,8 @@ def test_a_key_that_is_not_text_is_named(tmp_path):
         ("output=3", "output = 3: must be text, not empty"),
         (
             "data.sources=[]",
-            "data.sources = []: no corpus is named; give at least one, or teacher.store to "
-            "train on the samples of a store",
+            "data.sources = []: add a source, or set teacher.store to train on the samples of a "
+            "store",
         ),
         ("data.sources=text", "data.sources = 'text': must be a list of sections"),
         ("data.sources.0.paths=[a, 3]", "data.sources.0.paths.1 = 3: must be text"),
@@ -144,7 +144,7 @@ def test_keys_values_and_rules_are_reported_together(tmp_path):
         "data.sources.0.pths=x",
         "data.sources.0.format=text",
         "student.architecture.num_attention_heads=6",
-        "parallel.virtual_pipeline=2",
+        "train.micro_batch_size=3",
         "runtime.backend=nccl",
         "runtime.device=cpu",
     )
@@ -154,9 +154,9 @@ def test_keys_values_and_rules_are_reported_together(tmp_path):
         "data.sources.0.pths",
         "optimizer.beta1",
         "parallel.tensr",
-        "parallel.virtual_pipeline",
         "runtime.backend",
         "student.architecture.hidden_size",
+        "train.global_batch_size",
         "train.steps",
     ]
 

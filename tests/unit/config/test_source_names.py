@@ -1,4 +1,4 @@
-"""What the log calls a source: its name, or what its first path says."""
+"""The name of a source in the log: its key `name`, or derived from its first path."""
 
 from pathlib import Path
 
@@ -44,6 +44,6 @@ def test_names_repeat_between_lists_and_not_within_one(tmp_path: Path) -> None:
     twice = "teacher={architecture: null, store: [{path: a/stores}, {path: b/stores}]}"
     said = complaints(load_tree, tmp_path, TAUGHT, "data.sources=[]", twice)
     assert any(
-        problem.startswith("teacher.store.1.name: the log calls this source 'stores'")
+        problem.startswith("teacher.store.1.name = 'stores': teacher.store.0 has the same name")
         for problem in said
     )

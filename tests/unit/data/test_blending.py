@@ -93,7 +93,7 @@ def test_each_source_is_read_in_its_own_order() -> None:
 
 def test_another_number_of_sources_is_refused() -> None:
     state = blend([1.0, 1.0]).state_dict()
-    with pytest.raises(DataError, match=r"3 sources, but the checkpoint was written with 2"):
+    with pytest.raises(DataError, match=r"3 sources, but 2 in the checkpoint"):
         blend([1.0, 1.0, 1.0]).load_state_dict(state)
 
 

@@ -113,17 +113,17 @@ def test_a_state_of_other_stores_or_of_a_corpus_is_refused(
     folders: list[Path], tmp_path: Path
 ) -> None:
     state = stream(opened(folders)).state_dict()
-    with pytest.raises(DataError, match="are not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match="differ from the stores in the checkpoint"):
         stream(opened(folders[:1])).load_state_dict(state)
-    with pytest.raises(DataError, match="name those"):
+    with pytest.raises(DataError, match="restore those"):
         stream(opened(folders)).load_state_dict({"taken": [3], "sources": [{}]})
 
 
 def test_nothing_left_to_train_on_is_said(folders: list[Path]) -> None:
-    with pytest.raises(DataError, match="hold only 20 samples"):
+    with pytest.raises(DataError, match="contain only 20 samples"):
         held_out_numbers(20, 20)
     shares = [Share(range(1), 1.0), Share(range(1, 20), 1.0)]
-    with pytest.raises(DataError, match="all 1 samples of a store would be held out"):
+    with pytest.raises(DataError, match="it would hold out 1 sample, all that a store has"):
         StoredSamples(opened(folders), shares, seed=0, held_out=[0])
 
 

@@ -209,7 +209,7 @@ def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> N
     found = solved(student, DenseLogits(teacher), torch.ones(7), top_k=5, **given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(
-        ValueError, match="asks for a top-k of 3, but the signal is one of 5 ids already"
+        ValueError, match="has top_k 3, but the signal has only 5 ids per token; remove top_k"
     ):
         solved(student, kept, torch.ones(7), top_k=3, **given)
 

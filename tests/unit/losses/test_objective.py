@@ -233,7 +233,7 @@ def test_misuse_is_named() -> None:
         run(replace(problem, teacher_weight=problem.teacher_weight[1:]))
     with pytest.raises(ValueError, match=r"of shape \(1, 23, 12\)"):
         run(replace(problem, hidden_NH=problem.hidden_NH[None]))
-    with pytest.raises(ValueError, match="1 divergence terms need a teacher's signal"):
+    with pytest.raises(ValueError, match="1 divergence term without a teacher signal"):
         fused_linear_objective(
             problem.hidden_NH,
             problem.weight_GH,

@@ -196,7 +196,7 @@ def test_combinations_that_are_not_defined() -> None:
     teacher = problem.teacher_hidden @ problem.teacher_weight.t()
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
     signal = TopK(ids, log_probs.float(), log_tail.float())
-    with pytest.raises(ValueError, match="asks for a top-k of 4, but the signal is one of 6 ids"):
+    with pytest.raises(ValueError, match="has top_k 4, but the signal has only 6 ids"):
         found(problem, signal, [Term(top_k=4)], chunk_tokens=8)
     with pytest.raises(ValueError, match="k is 51; it must be between 1 and the vocabulary of 50"):
         found(

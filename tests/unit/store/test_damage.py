@@ -115,7 +115,7 @@ def test_a_shard_cut_off_at_any_length_is_found(store: Path) -> None:
         if length <= 65_536:
             # The size as it was, as a file system may leave it after a crash.
             path.write_bytes(original[:length].ljust(len(original), b"\0"))
-            assert f"{path}: cut off, never closed" in refusal(store)
+            assert f"{path}: cut off, not closed" in refusal(store)
 
 
 def test_a_missing_shard_is_named(store: Path) -> None:
@@ -128,13 +128,13 @@ def test_swapped_shards_are_found(store: Path) -> None:
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)
-    assert f"{first}: sample 0: holds sample 4: shards or records are swapped" in refusal(store)
+    assert f"{first}: sample 0: contains sample 4: shards or records are swapped" in refusal(store)
 
 
 def test_a_duplicated_shard_is_found(store: Path) -> None:
     second = store / SHARD
     shutil.copyfile(store / "shards/logits-000000.array_record", second)
-    assert f"{second}: sample 4: holds sample 0" in refusal(store)
+    assert f"{second}: sample 4: contains sample 0" in refusal(store)
     shutil.copyfile(store / "shards/logits-000000.json", second.with_suffix(".json"))
     texts = [problem.text for problem in verify(store).problems]
     assert any("describes shard 0; its name is that of shard 1" in text for text in texts)
@@ -205,7 +205,7 @@ def test_a_shard_with_too_few_records_is_found(store: Path) -> None:
     writer = RecordFileWriter(path, named=path)
     writer.write(b"x")
     writer.close()
-    assert f"{path}: 1 records instead of 4" in refusal(store)
+    assert f"{path}: 1 record instead of 4" in refusal(store)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
@@ -237,11 +237,14 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
     del whole["seal"]
     capture = whole["capture"]
     for changes, said in (
-        ({"capture": capture | {"codec": "u4"}}, "not what this release writes (capture settings"),
-        ({"capture": capture | {"k": "8"}}, "not what this release writes ("),
-        ({"capture": {}}, "not what this release writes ('temperatures')"),
-        ({"samples": 0}, "not what this release writes (samples is 0"),
-        ({"note": 1}, "holds more than this release knows"),
+        (
+            {"capture": capture | {"codec": "u4"}},
+            "not in the format of this release (capture settings",
+        ),
+        ({"capture": capture | {"k": "8"}}, "not in the format of this release ("),
+        ({"capture": {}}, "not in the format of this release ('temperatures')"),
+        ({"samples": 0}, "not in the format of this release (samples is 0"),
+        ({"note": 1}, "contains fields of a later release"),
     ):
         path.write_bytes(sealed(whole | changes))
         assert f"{path}: {said}" in refusal(store)
@@ -252,9 +255,9 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
         )
     path.write_bytes(sealed(whole))
     texts = [problem.text for problem in verify(store).problems]
-    assert sum("not what this release writes" in text for text in texts) == 2
+    assert sum("not in the format of this release" in text for text in texts) == 2
     path.write_bytes(sealed({"format": "something else"}))
-    assert f"{path}: not of a megatron-distill teacher store" in refusal(store)
+    assert f"{path}: not a file of a megatron-distill teacher store" in refusal(store)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +282,9 @@ def test_a_store_of_another_identity_is_refused(
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"no teacher store, it has no plan\.json"):
+    with pytest.raises(StoreError, match=r"not a teacher store \(no plan\.json\)"):
         StoreReader.open(tmp_path)
-    with pytest.raises(StoreError, match="names no teacher store"):
+    with pytest.raises(StoreError, match="no teacher store found"):
         StoreSet.open([f"{tmp_path}/*"])
 
 
@@ -289,9 +292,9 @@ def test_capabilities_are_asked_for_beforehand(store: Path) -> None:
     with StoreReader.open(store) as reader:
         reader.require(support="tail", k=8, temperatures=[1.0])
         reader.require(support="renormalized", k=3, temperatures=[2.0])
-        with pytest.raises(StoreError, match="holds 8 ids per position, not a top-9"):
+        with pytest.raises(StoreError, match="contains 8 top-k ids per position, not a top-9"):
             reader.read([0], k=9)
-        with pytest.raises(StoreError, match="a top-0 was asked for; set top_k to at least 1"):
+        with pytest.raises(StoreError, match="top_k is 0; set it to at least 1"):
             reader.read([0], k=0)
         with pytest.raises(StoreError, match="not captured at temperature 2, only at 1;"):
             reader.require(support="tail", temperatures=[2.0])
@@ -320,7 +323,7 @@ def test_several_stores_are_read_as_one(tmp_path: Path) -> None:
     for record, local in zip(records, [1, 0, 4, 0], strict=True):
         assert (record.tokens_S1 == made_up(local, wanted).tokens_S1).all()
     assert unpack(both.packed(7)).sample_id == 2
-    with pytest.raises(StoreError, match="no sample 8: the stores hold 8"):
+    with pytest.raises(StoreError, match="no sample 8: the stores contain 8"):
         both.read([8])
     write_store(tmp_path / "c", settings(codec="f16"))
     with pytest.raises(StoreError, match="its capture is .*read together only stores"):

@@ -113,7 +113,7 @@ def test_the_store_says_what_it_lacks(tmp_path: Path) -> None:
         for support in ("tail", "raw"):
             with pytest.raises(StoreError, match=f"cannot serve support {support} .it lacks log_"):
                 reader.require(support=support)  # type: ignore[arg-type]
-            with pytest.raises(StoreError, match="holds no log_tail"):
+            with pytest.raises(StoreError, match="has no log_tail"):
                 top_k_signal(reader.read([0]), support=support)  # type: ignore[arg-type]
         signal = top_k_signal(reader.read([0, 1]), support="renormalized", temperature=2.0)
         assert signal.ids.shape == (22, 5)
@@ -154,16 +154,16 @@ def refused() -> dict[str, list[bytes]]:
     far = sequence(0) | {"top_k_indices": [(1 << 32) + 5] * 60}
     nan = sequence(0) | {"top_k_logits": [float("nan")] * 60}
     return {
-        "record 0: a Python pickle, as MaxText wrote them until May": [pickle.dumps({"a": 1})],
+        "record 0: a Python pickle (MaxText until May": [pickle.dumps({"a": 1})],
         "record 0: a batch as safetensors": [(20).to_bytes(8, "little") + b'{"tokens":{}}' * 3],
-        "record 1: no tf.train.Example": [good, good[:-5]],
+        "record 1: not a tf.train.Example": [good, good[:-5]],
         "record 0: has no feature top_k_logits, only inputs": [example({"inputs": [1, 2]})],
         "record 1: 12 tokens with 4 logits each, the first sequence has 12 with 5": [good, other],
         "record 0: 7 logits and 60 ids do not divide": [example(ragged)],
         "a token is outside of the vocabulary of 1000": [example(sequence(0, vocab_size=3000))],
         "an id is outside of the vocabulary of 1000": [example(far)],
         "not finite at position 0": [example(nan)],
-        "holds no sequence": [],
+        "contains no sequence": [],
     }
 
 
@@ -180,7 +180,7 @@ def test_missing_files_and_damaged_ones_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"absent\.array_record: missing"):
         convert(tmp_path / "store", [tmp_path / "absent.array_record"])
     (tmp_path / "cut.array_record").write_bytes(saved(tmp_path)[0].read_bytes()[:70_000])
-    with pytest.raises(StoreError, match=r"cut\.array_record: cut off, never closed"):
+    with pytest.raises(StoreError, match=r"cut\.array_record: cut off, not closed"):
         convert(tmp_path / "store", [tmp_path / "cut.array_record"])
 
 

@@ -107,7 +107,7 @@ def test_without_a_tail_only_the_renormalised_support_is_served() -> None:
     record, _ = captured(wanted())
     kept = replace(record, entries=replace(record.top_k, log_tail_S=None))
     for support in ("tail", "raw"):
-        with pytest.raises(StoreError, match=f"sample 0: the store holds no log_tail .*{support}"):
+        with pytest.raises(StoreError, match=f"sample 0: the store has no log_tail .*{support}"):
             top_k_signal([kept], support=support)  # type: ignore[arg-type]
     assert torch.isneginf(top_k_signal([kept], support="renormalized").log_tail).all()
 
@@ -165,9 +165,9 @@ def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is() -> None:
     assert (ids[0, 0], counts[0, 0]) == (4, 64)
     assert ids[1, :2].tolist() == [1, 5]
     assert counts[1, :2].sum() == 64
-    with pytest.raises(ValueError, match="do not sum up to one"):
+    with pytest.raises(ValueError, match="do not sum to one"):
         draw_ids(torch.full((1, 6), -torch.inf), 4, seed=0, sample_id=0)
-    with pytest.raises(ValueError, match="do not sum up to one"):
+    with pytest.raises(ValueError, match="do not sum to one"):
         draw_ids(torch.randn(1, 6), 4, seed=0, sample_id=0)
 
 

@@ -81,7 +81,7 @@ def test_an_incomplete_store_says_what_is_missing(tmp_path: Path) -> None:
     assert report.missing == (0, 2)
     assert report.samples == 4
     assert [problem.file for problem in report.problems] == ["manifest.json"]
-    assert "incomplete, 1 of 3 shards are there" in report.problems[0].text
+    assert "incomplete, 1 of 3 shards and no" in report.problems[0].text
 
 
 def test_one_damaged_record_does_not_hide_its_neighbours(store: Path) -> None:

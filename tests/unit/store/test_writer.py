@@ -40,7 +40,7 @@ def test_every_sample_comes_back_by_its_id(tmp_path: Path, mode: str) -> None:
         order = [9, 0, 5, 4, 0, 8]
         for sample_id, record in zip(order, reader.read(order), strict=True):
             equal(record, made_up(sample_id, wanted))
-        with pytest.raises(StoreError, match="no sample 10, it holds 0 to 9"):
+        with pytest.raises(StoreError, match="no sample 10; the store contains 0 to 9"):
             reader.read([10])
 
 
@@ -76,19 +76,19 @@ def test_holes_are_what_is_not_committed(tmp_path: Path) -> None:
     assert begin(tmp_path, settings()).holes() == [0, 2]
     with pytest.raises(StoreError, match="2 of 3 shards are missing, first 0"):
         writer.finish()
-    with pytest.raises(StoreError, match=r"incomplete, 1 of 3 shards are there"):
+    with pytest.raises(StoreError, match=r"incomplete, 1 of 3 shards and no"):
         StoreReader.open(tmp_path)
     fill(writer, [1])
     assert contents(tmp_path) == before, "a committed shard is not touched"
 
 
 CHANGES = {
-    "k is 8 there and 7 here": {"wanted": settings(k=7)},
-    "codec is 'u8' there and 'f16' here": {"wanted": settings(codec="f16")},
-    "temperatures is [] there and [2.0] here": {"wanted": settings(temperatures=(2.0,))},
-    "teacher is 'sha256:aa' there and 'sha256:dd' here": {"teacher": "sha256:dd"},
-    "samples is 10 there and 11 here": {"samples": 11},
-    "samples_per_shard is 4 there and 5 here": {"per_shard": 5},
+    "k is 8 in the store, not 7": {"wanted": settings(k=7)},
+    "codec is 'u8' in the store, not 'f16'": {"wanted": settings(codec="f16")},
+    "temperatures is [] in the store, not [2.0]": {"wanted": settings(temperatures=(2.0,))},
+    "teacher is 'sha256:aa' in the store, not 'sha256:dd'": {"teacher": "sha256:dd"},
+    "samples is 10 in the store, not 11": {"samples": 11},
+    "samples_per_shard is 4 in the store, not 5": {"per_shard": 5},
 }
 
 
@@ -100,7 +100,7 @@ def test_another_plan_is_refused_by_what_differs(tmp_path: Path, said: str) -> N
     with pytest.raises(StoreError) as caught:
         begin(tmp_path, changes.pop("wanted", settings()), **changes)
     assert str(caught.value).startswith(
-        f"{tmp_path}: the store was begun with another plan ({said})"
+        f"{tmp_path}: the store was started with other settings ({said})"
     )
     assert contents(tmp_path) == before
 
@@ -108,7 +108,7 @@ def test_another_plan_is_refused_by_what_differs(tmp_path: Path, said: str) -> N
 def test_settings_of_an_identity_are_compared_one_by_one(tmp_path: Path) -> None:
     begin(tmp_path, settings())
     other = replace(IDENTITY, settings={"name": "made up", "precision": "bf16"})
-    with pytest.raises(StoreError, match=r"\(precision is None there and 'bf16'"):
+    with pytest.raises(StoreError, match=r"\(precision is None in the store, not 'bf16'"):
         StoreWriter(tmp_path, settings=settings(), identity=other, samples=10, samples_per_shard=4)
 
 
@@ -125,11 +125,11 @@ def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         add(0, 0, then=KeyboardInterrupt())
-    with pytest.raises(StoreError, match="1 records were added, 4 are planned"):
+    with pytest.raises(StoreError, match="1 record written instead of 4"):
         add(0, 0)
-    with pytest.raises(StoreError, match="sample 1: sample 0 of 4 has its turn"):
+    with pytest.raises(StoreError, match="sample 1: the next sample must be 0 of 4"):
         add(0, 1)
-    with pytest.raises(StoreError, match="sample 10: sample 10 of 10 has its turn"):
+    with pytest.raises(StoreError, match="sample 10: the next sample must be 10 of 10"):
         add(2, 8, 9, 10)
     assert contents(tmp_path) == before
 
@@ -160,7 +160,7 @@ def wrong_records() -> dict[str, object]:
         "tokens_S1 is int32 of shape (16,)": replace(good, tokens_S1=good.tokens_S1[1:]),
         "a flag is above 3": replace(good, flags_S1=good.flags_S1 + np.uint8(4)),
         "temperatures are (2.0,)": replace(good, entries=replace(top_k, temperatures=(2.0,))),
-        "the plan's mode is top_k": made_up(0, settings(mode="sampled", sampling_seed=1)),
+        "the mode of the plan is top_k": made_up(0, settings(mode="sampled", sampling_seed=1)),
     }
 
 

@@ -123,14 +123,14 @@ def test_convert_makes_a_store_for_the_renormalised_support(tmp_path: Path, call
     assert out.count("unknown") == 2
     status, _, err = call(*words)
     assert status == 1
-    assert "(codec is 'f16' there and 'u8' here" in err
+    assert "(codec is 'f16' in the store, not 'u8'" in err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "stats", "repair"])
 def test_errors_are_one_line(tmp_path: Path, call: Call, command: str) -> None:
     status, out, err = call(command, tmp_path)
     assert (status, out) == (1, "")
-    assert err == f"error: {tmp_path}: no teacher store, it has no plan.json; correct the path\n"
+    assert err == f"error: {tmp_path}: not a teacher store (no plan.json); correct the path\n"
 
 
 @pytest.mark.slow

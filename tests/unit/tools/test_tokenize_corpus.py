@@ -106,7 +106,7 @@ def test_what_goes_wrong_leaves_nothing(tmp_path: Path) -> None:
     empty.write_text("\n")
     with pytest.raises(DataError, match="no document to write"):
         write(SourceSpec("jsonl", (str(empty),)), tmp_path / "other")
-    with pytest.raises(DataError, match="tokenised already"):
+    with pytest.raises(DataError, match="already tokenised"):
         write(SourceSpec("megatron", (str(tmp_path / "pair"),)), tmp_path / "other")
     assert not list(tmp_path.glob("other*"))
 

@@ -167,7 +167,9 @@ def test_another_token_is_found_by_the_rank_that_holds_it(place: int, rank: int 
     plain["tokens_S1"][place] ^= 1
     held = {*batch.sequence_index_s.tolist(), *(batch.sequence_index_s + 1).tolist()}
     if place in held:
-        with pytest.raises(StoreError, match="here: the store's tokens are not those"):
+        with pytest.raises(
+            StoreError, match="here: the tokens in the store and in this run differ"
+        ):
             require_same_tokens(SampleTokens(**plain), HostBatch.of(batch), 0, "here")
     else:
         require_same_tokens(SampleTokens(**plain), HostBatch.of(batch), 0, "here")
@@ -181,7 +183,7 @@ def test_another_document_is_found_where_documents_are_told_apart() -> None:
     found = SampleTokens(**plain)
     together = batch_of(sample_of(4, wanted), isolate_documents=False)
     require_same_tokens(found, HostBatch.of(together), 0, "here")
-    with pytest.raises(StoreError, match="documents end elsewhere"):
+    with pytest.raises(StoreError, match="document boundaries in the store and in this run differ"):
         require_same_tokens(found, HostBatch.of(batch_of(sample_of(4, wanted))), 0, "here")
 
 

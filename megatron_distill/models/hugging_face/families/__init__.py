@@ -23,7 +23,7 @@ def family_named(model_type: object, *, where: str) -> Family:
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
-            f"{where}: model_type {model_type!r} is not a family that this library knows; it "
-            f"knows {', '.join(known)}"
+            f"{where}: model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(known)}. docs/adding_a_model_family.md shows how to add one"
         )
     return known[model_type]

@@ -111,14 +111,16 @@ def test_responses_before_the_first_prompt_are_dropped_kept_or_refused(before: A
         "assistant",
     ]
     assert (kept.dropped, kept.weights[len(before)]) == (0, 0.5)
-    said = f"message {len(before)} is a response, and no prompt comes before it"
+    said = f"message {len(before)} is a response without a prompt before it"
     with pytest.raises(BadConversationError, match=said):
         conversation_of(row, ConversationSpec(leading_assistant="refuse"))
 
 
 @pytest.mark.parametrize("before", [[], [SYSTEM]])
 def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
-    with pytest.raises(BadConversationError, match="leading_assistant: keep trains them"):
+    with pytest.raises(
+        BadConversationError, match="set conversation.leading_assistant of the data source to keep"
+    ):
         conversation_of({"messages": [*before, EXPECTED[1]]}, PLAIN)
 
 
@@ -128,7 +130,7 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
         ({"text": "a"}, "it has no 'messages' .its keys: text."),
         ({"messages": []}, "at least one message"),
         ({"messages": "a"}, "not a list"),
-        ({"messages": ["a"]}, "message 0 is no object but str"),
+        ({"messages": ["a"]}, "message 0 is not an object but str"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "message 0 has the role 'asistant'"),
         ({"messages": [{"role": "user"}]}, "message 0 has no 'content'"),
         ({"messages": [{"role": "user", "content": 5}]}, "message 0 is not text but int"),
@@ -138,7 +140,7 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
         ),
         ({"messages": [{**EXPECTED[1], "weight": 2}]}, "weight 2; it must be a number from 0 to 1"),
         ({"messages": [{**EXPECTED[1], "weight": float("nan")}]}, "weight nan"),
-        ({"messages": EXPECTED, "tools": "{"}, "its tools is not JSON"),
+        ({"messages": EXPECTED, "tools": "{"}, "its tools is not valid JSON"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
             "a tool call of message 0 has no function name",
@@ -152,5 +154,5 @@ def test_a_bad_row_says_what_is_wrong(row: Any, said: str) -> None:
 
 def test_half_a_surrogate_pair_is_refused() -> None:
     row = {"messages": [{"role": "user", "content": "\ud800"}, EXPECTED[1]]}
-    with pytest.raises(BadConversationError, match="half a surrogate pair"):
+    with pytest.raises(BadConversationError, match="unpaired surrogate"):
         conversation_of(row, PLAIN).digest()

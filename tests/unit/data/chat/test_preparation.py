@@ -142,8 +142,10 @@ def test_turns_without_an_end_are_warned_of_once_per_source(
     assert first.manifest.unclosed == again.manifest.unclosed == len(ROWS)
     warnings = [one.getMessage() for one in said.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"jsonl {path}: the chat template writes no token that ends the")
-    assert "after the last response of 30 of 31 conversations" in warnings[0]
+    assert warnings[0].startswith(
+        f"jsonl {path}: in 30 of 31 conversations the chat template writes"
+    )
+    assert "no end-of-turn token after the last response" in warnings[0]
     assert "data.sources.conversation.chat_template" in warnings[0]
     said.clear()
     assert prepare(path).manifest.unclosed == 0
@@ -160,7 +162,7 @@ def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
         said.clear()
         assert prepare(path).manifest.dropped == 2
         assert "2 responses before the first prompt dropped" in said.text
-    with pytest.raises(DataError, match=f"{path}:1: message 0 is a response, and no prompt"):
+    with pytest.raises(DataError, match=f"{path}:1: message 0 is a response without a prompt"):
         prepare(path, spec=ConversationSpec(leading_assistant="refuse"))
     kept = prepare(path, spec=ConversationSpec(leading_assistant="keep"))
     assert kept.manifest.dropped == 0
@@ -225,7 +227,7 @@ def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
     with pytest.raises(DataError, match="five"), worker_map(refusing, range(9), workers=2) as found:
         list(found)
     with (
-        pytest.raises(DataError, match="ended before its work was done"),
+        pytest.raises(DataError, match="a worker process ended early"),
         worker_map(dying, range(9), workers=2) as found,
     ):
         list(found)

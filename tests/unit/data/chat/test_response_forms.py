@@ -167,7 +167,7 @@ def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token() 
 def test_calls_that_the_template_does_not_write_are_refused_by_name(
     style: str, says: str | None
 ) -> None:
-    refusal = "message 1: the chat template does not write its tool calls; use one that does"
+    refusal = "message 1: the chat template does not write its tool calls; set"
     if style in ("gemma", "mistral"):
         refusal = "roles must alternate"
     with pytest.raises(BadConversationError, match=refusal):

@@ -46,8 +46,8 @@ pytestmark = pytest.mark.skipif(
 
 # The dialogues that a template is no template for, and what is said of them.
 _ALTERNATE = "the chat template refuses it: Conversation roles must alternate"
-_NO_CALLS = "message 1: the chat template does not write its tool calls; use one that does"
-_NO_TEXTS = "message [12]: the chat template does not write its (content|tool calls); use one"
+_NO_CALLS = "message 1: the chat template does not write its tool calls; set"
+_NO_TEXTS = "message [12]: the chat template does not write its (content|tool calls); set"
 _NO_PARTS = "the chat template refuses it: "
 _APART = "message 1: the chat template does not show where this response begins and ends"
 _CALLS = dict.fromkeys(CALLS, _NO_CALLS)

@@ -34,7 +34,7 @@ def test_what_the_standard_library_corpus_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
     found = [path.relative_to(tmp_path).as_posix() for path in stdlib_files(tmp_path)]
     assert found == kept
-    with pytest.raises(DataError, match="holds no Python source"):
+    with pytest.raises(DataError, match="contains no Python source"):
         stdlib_files(tmp_path / "absent")
 
 

@@ -109,7 +109,7 @@ BAD_JSON = [
     (b'{"text": 7}', "bad.jsonl:2: the value of 'text' is not a string but int"),
     (b'{"text": null}', "bad.jsonl:2: the value of 'text' is not a string but NoneType"),
     (b'{"text": "\xff"}', "bad.jsonl: not valid UTF-8 at line 2"),
-    (b'{"text": "\\ud800"}', "bad.jsonl:2: 'text' holds half a surrogate pair"),
+    (b'{"text": "\\ud800"}', "bad.jsonl:2: 'text' contains an unpaired surrogate"),
     (b"[" * 200_000, "bad.jsonl:2: not a JSON object"),
 ]
 

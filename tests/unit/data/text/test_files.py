@@ -45,7 +45,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path: Path) -> None:
     [
         ("absent.txt", "absent.txt: no such file"),
         ("*.parquet", "the glob matches no file"),
-        ("folder", "folder: is a folder; name its files with a glob"),
+        ("folder", "folder: is a folder; give its files as a glob"),
         ("fold*", "the glob matches no file"),
         ("folder/inner.txt/x.txt", "no such file"),
     ],

@@ -181,7 +181,7 @@ def test_a_token_outside_of_the_vocabulary_is_named(prefix: str) -> None:
     source = source_of(prefix, vocab_size=highest + 1)
     draw(source, per_epoch(source))
     low = source_of(prefix, vocab_size=100)
-    with pytest.raises(DataError, match=r"corpus\.bin: holds token id \d+, but .* has 100 ids"):
+    with pytest.raises(DataError, match=r"corpus\.bin: contains token id \d+, but .* has 100 ids"):
         draw(low, per_epoch(low))
 
 
@@ -200,9 +200,11 @@ def test_too_few_tokens_for_one_sequence_are_refused(prefix: str) -> None:
 
 def test_a_corpus_of_another_size_is_refused_on_resuming(prefix: str) -> None:
     state = source_of(prefix).state_dict()
-    with pytest.raises(DataError, match=r"its samples_per_epoch changed from \d+, when the"):
+    with pytest.raises(
+        DataError, match=r"samples_per_epoch differs from the checkpoint \(\d+, was \d+\)"
+    ):
         source_of(prefix, sequence_length=8).load_state_dict(state)
-    with pytest.raises(DataError, match="its seed changed from 1, when"):
+    with pytest.raises(DataError, match=r"seed differs from the checkpoint \(2, was 1\)"):
         source_of(prefix, seed=2).load_state_dict(state)
 
 

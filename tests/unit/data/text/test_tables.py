@@ -105,9 +105,9 @@ def test_saved_datasets_are_found_by_their_folders(tmp_path: Path) -> None:
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
     splits.save_to_disk(tmp_path / "d")
     assert len(source_files(SourceSpec("arrow", (str(tmp_path / "d" / "train"),)))) == 1
-    with pytest.raises(DataError, match="holds the splits of a dataset; name one of .*d/train"):
+    with pytest.raises(DataError, match="contains the splits of a dataset; name one of .*d/train"):
         source_files(SourceSpec("arrow", (str(tmp_path / "d"),)))
-    with pytest.raises(DataError, match="without state.json is no saved dataset"):
+    with pytest.raises(DataError, match=r"not a saved dataset \(no state.json\)"):
         source_files(SourceSpec("arrow", (str(tmp_path),)))
     glob = str(tmp_path / "d" / "*" / "*.arrow")
     assert source_files(SourceSpec("arrow", (glob,))) == source_files(

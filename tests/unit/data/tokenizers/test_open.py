@@ -105,7 +105,7 @@ def test_a_vocabulary_below_the_bytes_is_refused(size: int) -> None:
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_training_without_text_is_refused(texts: list[str]) -> None:
-    with pytest.raises(DataError, match="hold no text to train on"):
+    with pytest.raises(DataError, match="contain no text to train on"):
         train_bpe(texts, vocab_size=300)
 
 
@@ -135,7 +135,7 @@ def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
     [
         ("missing", "no such folder; set data.tokenizer.path"),
         ("file", "is a file, not a folder"),
-        ("empty", "holds none of tokenizer.json"),
+        ("empty", "contains none of tokenizer.json"),
         ("cut off", "tokenizer.json: not a JSON file"),
         ("not a tokenizer", "tokenizer.json: not a JSON object"),
         ("broken settings", "tokenizer_config.json: not a JSON file"),

@@ -107,9 +107,9 @@ def model_file(folder: Path, kind: str) -> Path:
         ("empty", "the file is empty"),
         ("no model", "not a SentencePiece model"),
         ("cut off", "not a SentencePiece model"),
-        ("ranks", "holds tiktoken ranks, not a SentencePiece model; name it .tiktoken"),
+        ("ranks", "contains tiktoken ranks, not a SentencePiece model; name it .tiktoken"),
         ("no end", "no end-of-document token; train it with an eos_id that is not negative"),
-        ("two", "holds another.model, broken.model; set data.tokenizer.path to one"),
+        ("two", "contains another.model, broken.model; set data.tokenizer.path to one"),
         ("other ending", "neither .model nor .tiktoken"),
     ],
 )

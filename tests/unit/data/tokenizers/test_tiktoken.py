@@ -121,23 +121,23 @@ def test_a_rank_file_its_folder_and_its_copy_are_one_tokenizer(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (None, "does not say its pattern and special tokens; write them into"),
+        (None, "lacks the pattern and the special tokens; write them to"),
         ("{", "not a JSON file"),
         ("[]", "not a JSON object"),
         ({"special_tokens": {}}, "pattern is None; give a regular expression, or the name"),
         ({"pattern": "gpt2"}, "special_tokens is None"),
         (RULES | {"special_tokens": {END_OF_TEXT: "7"}}, "give a table of text and id"),
-        (RULES | {"eos_token": "x"}, "'eos_token' is no key of it; use pattern"),
+        (RULES | {"eos_token": "x"}, "unknown key 'eos_token'; use pattern"),
         (RULES | {"eos": None}, "eos is None; give the text of a special token"),
         (RULES | {"bos": 7}, "bos is 7; give the text of a special token"),
-        (RULES | {"special_tokens": {}}, "eos is '<|endoftext|>', which is no special token"),
-        (RULES | {"pad": "<|y|>"}, "pad is '<|y|>', which is no special token"),
-        (RULES | {"special_tokens": {END_OF_TEXT: 7}}, "has the id 7, which is not free"),
+        (RULES | {"special_tokens": {}}, "eos is '<|endoftext|>', not a special token"),
+        (RULES | {"pad": "<|y|>"}, "pad is '<|y|>', not a special token"),
+        (RULES | {"special_tokens": {END_OF_TEXT: 7}}, "has id 7, which is taken"),
         (
             RULES | {"special_tokens": {END_OF_TEXT: 500, END_OF_TEXT + ">": 501}},
-            "begins with '<|endoftext|>', and tiktoken does not say which",
+            "begins with '<|endoftext|>', which makes the encoding ambiguous",
         ),
-        (RULES | {"pattern": "("}, "pattern '(' is no regular expression"),
+        (RULES | {"pattern": "("}, "pattern '(' is not a regular expression"),
     ],
 )
 def test_wrong_rules_are_named(tmp_path: Path, rules: Any, message: str) -> None:
@@ -159,8 +159,11 @@ def test_wrong_rules_are_named(tmp_path: Path, rules: Any, message: str) -> None
         (lambda lines: [*lines, b"YQ== x"], "is not a token in base64 and its rank"),
         (lambda lines: [*lines, lines[0]], "repeats a token or has none"),
         (lambda lines: lines[1:], "has no token for byte 0x"),
-        (lambda lines: [], "has no token for byte 0x00 (256 bytes are missing)"),
-        (lambda lines: [*lines, base64.b64encode(b"zzzz") + b" 7"], "two tokens have one rank"),
+        (lambda lines: [], "has no token for byte 0x00 (256 bytes missing)"),
+        (
+            lambda lines: [*lines, base64.b64encode(b"zzzz") + b" 7"],
+            "two tokens have the same rank",
+        ),
         (lambda lines: [*lines, base64.b64encode(b"zzzz") + b" -7"], "or a rank is negative"),
     ],
 )
@@ -271,7 +274,7 @@ def test_ranks_that_are_not_there_are_named_and_never_fetched(
 
 
 def test_an_unknown_encoding_is_named() -> None:
-    with pytest.raises(DataError, match="'p60k' is no encoding of tiktoken; use one of gpt2"):
+    with pytest.raises(DataError, match="'p60k' is not a tiktoken encoding; use one of gpt2"):
         open_named_encoding("p60k")
 
 

@@ -122,7 +122,7 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no layer": ("llama2", {"num_hidden_layers": 0}, ("num_layers is 0",)),
     "no head": ("gpt2", {"n_head": 0}, ("config.json", "ZeroDivisionError")),
     "groups": ("llama2", {"num_key_value_heads": 3}, ("4", "num_kv_heads = 3")),
-    "chosen experts": ("mixtral", {"num_experts_per_tok": 5}, ("5 of 4 experts",)),
+    "chosen experts": ("mixtral", {"num_experts_per_tok": 5}, ("5 experts per token, but",)),
     "another width": (
         "llama2", {"intermediate_size": 47}, ("mlp.gate_proj.weight has shape [48, 32]", "[47, 32]")
     ),
@@ -176,7 +176,7 @@ O_PROJ = f"{ATTENTION}.o_proj.weight"
 TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], tuple[str, ...]]] = {
     "missing": ("llama2", without(O_PROJ), (f"lacks {O_PROJ}, which",)),
     "no head": ("llama2", without(HEAD), (f"lacks {HEAD}",)),
-    "surplus": ("llama2", add(more=torch.zeros(1)), ("has more, which", "nothing is left out")),
+    "surplus": ("llama2", add(more=torch.zeros(1)), ("has more, which", "remove the surplus")),
     "five surplus": (
         "llama2", add(**{f"a{i}": torch.zeros(1) for i in range(5)}), ("a0, a1, a2, a3, a4, which",)
     ),
@@ -299,7 +299,7 @@ ONE_FILE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a folder": (
         lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), (WEIGHTS, "damaged")
     ),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), ("holds no safetensors file",)),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), ("contains no safetensors file",)),
     "a pickle": (
         lambda f: ((f / WEIGHTS).unlink(), (f / "pytorch_model.bin").write_bytes(b"")),
         ("pytorch_model.bin is a pickle", "refused", "safetensors"),
@@ -319,14 +319,14 @@ MANY_FILES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: reindex(f, lambda m: m.update(ghost=FIRST)), ("the file lacks ghost",)
     ),
     "no JSON": (lambda f: (f / INDEX).write_text("{"), (INDEX, "damaged")),
-    "no map": (lambda f: (f / INDEX).write_text('{"weight_map": 3}'), (INDEX, "weight_map")),
+    "not a map": (lambda f: (f / INDEX).write_text('{"weight_map": 3}'), (INDEX, "weight_map")),
     "nothing": (lambda f: (f / INDEX).write_text("{}"), (INDEX, "weight_map")),
     "no object": (lambda f: (f / INDEX).write_text("[]"), (INDEX, "damaged")),
     "another folder": (
-        lambda f: reindex(f, lambda m: m.update({EMBEDDING: f"../{FIRST}"})), (INDEX, "no map")
+        lambda f: reindex(f, lambda m: m.update({EMBEDDING: f"../{FIRST}"})), (INDEX, "not a map")
     ),
     "the root": (
-        lambda f: reindex(f, lambda m: m.update({EMBEDDING: str(f / FIRST)})), (INDEX, "no map")
+        lambda f: reindex(f, lambda m: m.update({EMBEDDING: str(f / FIRST)})), (INDEX, "not a map")
     ),
 }  # fmt: skip
 

@@ -211,4 +211,7 @@ def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
         except CheckpointError as error:
             refused[name] = str(error)
     assert families().keys() - refused.keys() == {"phi3"}
-    assert refused["llama"] == "llama: rotary_fraction is 1.0 there and 0.5 here"
+    assert refused["llama"] == (
+        "llama: the family cannot express this model (config.json vs model): "
+        "rotary_fraction 1.0 vs 0.5"
+    )

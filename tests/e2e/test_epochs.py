@@ -1,0 +1,161 @@
+"""train.epochs: the steps that it means, for every kind of source, resumed, on one rank and two.
+
+Regimes: a count that misses the samples of a pass; a schedule or a resumption with other steps; a
+source that is not counted; a store that ends before the last epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.data import sources as data_sources
+from megatron_distill.data.sources import DataOptions, open_training, samples_per_epoch
+from megatron_distill.data.text.corpora import SourceSpec
+from megatron_distill.data.text.documents import content_digest, is_held_out
+from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
+from megatron_distill.errors import DataError
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.processes import ROOT, SCRIPT
+from tests.e2e.runs import Inputs, course, environment, failure, run
+from tests.e2e.test_conversations import SECTIONS, write_chat
+from tests.support.indexed_corpus import write_indexed
+
+BATCH, LENGTH, HELD_OUT = 64, 32, 0.1
+COMMON = (f"train.global_batch_size={BATCH}", "schedule.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(inputs: Inputs) -> Tokenizer:
+    return load_tokenizer(inputs.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def samples(inputs: Inputs, tokenizer: Tokenizer) -> int:
+    """Packed samples of the corpus, from its own tokens: every one but the first is a label."""
+    texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
+    trained = [t for t in texts if not is_held_out(content_digest(t.encode()), HELD_OUT)]
+    tokens = sum(len(row) + 1 for row in tokenizer.encode_batch(trained))
+    return math.ceil((tokens - 1) / LENGTH)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_epochs_are_the_steps_of_that_many_passes(
+    pool: Pool, inputs: Inputs, tmp_path: Path, samples: int, world: int
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    steps = math.ceil(2 * samples / BATCH)
+    assert steps > 4
+    counted = run(pool, world, config, tmp_path / "epochs", *COMMON, "train.epochs=2")
+    given = run(pool, world, config, tmp_path / "steps", *COMMON, f"train.steps={steps}")
+    assert course(counted) == course(given)
+    assert counted[-1]["step"] == steps
+    halves = (*COMMON, "train.epochs=2", "checkpoint.save=true")
+    run(pool, world, config, tmp_path / "halves", *halves, stop_after=3)
+    assert course(run(pool, world, config, tmp_path / "halves", *halves)) == course(counted)
+    kept = (tmp_path / "halves" / "config.yaml").read_text()
+    assert f"steps: {steps}" in kept
+    assert "epochs: null" in kept
+
+
+def options(tmp_path: Path) -> DataOptions:
+    from megatron_distill.data.chat.source import ConversationOptions
+
+    return DataOptions(
+        sequence_length=LENGTH,
+        validation_fraction=HELD_OUT,
+        index_cache=tmp_path / "index",
+        conversations=ConversationOptions(
+            cache=tmp_path / "cache",
+            packing_buffer=16,
+            workers=0,
+        ),
+    )
+
+
+def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    documents = [[5 + n % 7] * (20 + n) for n in range(40)]
+    prefix = write_indexed(tmp_path / "corpus", documents, end=tokenizer.eos_id)
+    spec = SourceSpec("megatron", (prefix,))
+    found = samples_per_epoch(spec, tokenizer=tokenizer, options=options(tmp_path), seed=3)
+    stream = open_training([spec], tokenizer=tokenizer, options=options(tmp_path), seed=3)
+    state = [stream.next_sample() for _ in range(found)] and stream.state_dict()
+    assert state["sources"][0]["position"] == found == state["sources"][0]["samples_per_epoch"]
+
+
+def test_the_samples_of_conversations_are_one_pass_of_their_windows(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    chat = SECTIONS.format(corpus=write_chat(tmp_path / "chat.jsonl", weights=False))
+    found = run(
+        pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", chat, "train.epochs=3",
+        "train.global_batch_size=8", "schedule.warmup_steps=1", "checkpoint.save=true",
+    )  # fmt: skip
+    (newest,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert found[-1]["step"] == int(newest.name.removeprefix("step_"))
+    # The tokens of 60 conversations in windows of 33, filled to more than half.
+    assert 3 * 60 / 8 / 4 < found[-1]["step"] < 3 * 60 / 8
+
+
+def test_a_stores_own_samples_are_counted_without_the_held_out(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = write_capture(inputs, "epochs", samples=24)
+    assert run_in(pool, 1, config, tmp_path / "store") is True
+    store = (
+        f"teacher={{architecture: null, store: {tmp_path / 'store'}}}",
+        "objective.terms=[{top_k: 12}]",
+        "train.epochs=2",
+        "train.global_batch_size=8",
+        "schedule.warmup_steps=1",
+    )
+    dense = inputs.folder / "dense.yaml"
+    own = run(pool, 2, dense, tmp_path / "own", *store, "data.sources=[]", "validation.samples=4")
+    assert own[-1]["step"] == math.ceil(2 * (24 - 4) / 8)
+    said = failure(pool, 2, dense, tmp_path / "joined", *store)
+    assert said.startswith("StoreError: teacher.store: contains 24 samples, but train.steps = ")
+
+
+def test_a_large_corpus_of_documents_is_refused_by_name(
+    inputs: Inputs, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_sources, "_COUNTED_BYTES", 1000)
+    spec = SourceSpec("jsonl", (str(inputs.corpus),))
+    with pytest.raises(DataError, match=r"train\.epochs: data source .*corpus.* set train\.steps"):
+        samples_per_epoch(spec, tokenizer=tokenizer, options=options(tmp_path), seed=3)
+
+
+def test_settings_without_effect_are_logged_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    changes = (
+        "parallel.sequence=true", "checkpoint.save=false", "train.steps=2",
+        "schedule.warmup_steps=1", "logging.progress=false",
+    )  # fmt: skip
+    config = str(ROOT / "configs" / "tiny.yaml")
+    found = subprocess.run(
+        (*torchrun, str(SCRIPT), "--config", config, f"output={tmp_path / 'run'}", *changes),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+        env=environment(),
+    )
+    warned = [line.split(": ", 1)[1] for line in found.stderr.splitlines() if "WARNING" in line]
+    assert warned == [
+        "parallel.sequence = true has no effect with parallel.tensor = 1",
+        "checkpoint.interval = 10 has no effect with checkpoint.save = false",
+    ]
+    assert [line["step"] for line in islice(_records(tmp_path / "run"), 2)] == [1, 2]
+
+
+def _records(folder: Path) -> list[dict[str, int]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,441 @@
+"""Settings without effect: each alone is a warning with its text, and the run does not see it.
+
+Regimes: every rule of that kind; one that only follows from another; a later override of the
+length; errors beside warnings; files of captures and of stored teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import (
+    CaptureConfig,
+    RunConfig,
+    check_layout,
+    load_capture_config,
+    load_config,
+    load_warnings,
+    with_steps,
+)
+from tests.support.sample_configs import MINIMAL, TAUGHT, complaints, load_tree
+
+WITHOUT_EFFECT: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "virtual without pipeline": (
+        ["parallel.virtual_pipeline=2"],
+        [
+            "parallel.virtual_pipeline = 2 has no effect with parallel.pipeline = 1",
+        ],
+    ),
+    "sequence without tensor": (
+        ["parallel.sequence=true"],
+        [
+            "parallel.sequence = true has no effect with parallel.tensor = 1",
+        ],
+    ),
+    "expert ranks without experts": (
+        ["parallel.expert=2"],
+        [
+            "parallel.expert = 2 has no effect because no model here has experts "
+            "(architecture.moe)",
+        ],
+    ),
+    "standard library with paths": (
+        ["data.sources.0.paths=x"],
+        [
+            "data.sources.0.paths = ['x'] has no effect with data.sources.0.format = "
+            "'python_stdlib'",
+        ],
+    ),
+    "prompts without conversations": (
+        ["data.distill_on_prompt=true"],
+        [
+            "data.distill_on_prompt = true has no effect because no source has a "
+            "`conversation` section",
+        ],
+    ),
+    "terms without teacher": (
+        ["teacher=null", "objective.terms=[{}]"],
+        [
+            "objective.terms = ['forward_kl'] has no effect with teacher = null",
+        ],
+    ),
+    "parameter of another divergence": (
+        ["objective.terms=[{divergence: reverse_kl, beta: 0.3}]"],
+        [
+            "objective.terms.0.beta = 0.3 has no effect with "
+            "objective.terms.0.divergence = 'reverse_kl'",
+        ],
+    ),
+    "support without top-k": (
+        ["objective.terms=[{support: raw}]"],
+        [
+            "objective.terms.0.support = 'raw' has no effect with "
+            "objective.terms.0.top_k = null, which compares the whole vocabulary",
+        ],
+    ),
+    "length of wsd without wsd": (
+        ["schedule.wsd_decay_steps=1"],
+        [
+            "schedule.wsd_decay_steps = 1 has no effect with schedule.decay = 'cosine'",
+        ],
+    ),
+    "warm-up longer than the run": (
+        ["schedule.warmup_steps=4"],
+        [
+            "schedule.decay = 'cosine' has no effect within train.steps = 3: the "
+            "warm-up takes schedule.warmup_steps = 4",
+        ],
+    ),
+    "warm-up as long as the run": (
+        ["schedule.warmup_steps=3"],
+        [
+            "schedule.decay = 'cosine' has no effect within train.steps = 3: the "
+            "warm-up takes schedule.warmup_steps = 3",
+        ],
+    ),
+    "the first rate of no warm-up": (
+        ["schedule.warmup_steps=0", "schedule.initial_learning_rate=0.0001"],
+        [
+            "schedule.initial_learning_rate = 0.0001 has no effect with schedule.warmup_steps = 0",
+        ],
+    ),
+    "the form of no final decay": (
+        ["schedule.wsd_decay_form=cosine"],
+        [
+            "schedule.wsd_decay_form = 'cosine' has no effect with schedule.decay = 'cosine'",
+        ],
+    ),
+    "gather without reduce": (
+        ["optimizer={overlap_param_gather: true, overlap_grad_reduce: false}"],
+        [
+            "optimizer.overlap_param_gather = true has no effect with "
+            "optimizer.overlap_grad_reduce = false",
+        ],
+    ),
+    "validation of nothing": (
+        ["validation.interval=5"],
+        [
+            "validation.interval = 5 has no effect with validation.samples = 0",
+        ],
+    ),
+    "interval without saving": (
+        ["checkpoint={save: false, interval: 5}"],
+        [
+            "checkpoint.interval = 5 has no effect with checkpoint.save = false",
+        ],
+    ),
+    "scaling without rotation": (
+        ["student.architecture={positions: learned, rope_scaling: {kind: linear, factor: 2}}"],
+        [
+            "student.architecture.rope_scaling = 'linear' has no effect with "
+            "student.architecture.positions = 'learned'",
+        ],
+    ),
+    "fraction without rotation": (
+        ["student.architecture={positions: learned, rotary_fraction: 0.5}"],
+        [
+            "student.architecture.rotary_fraction = 0.5 has no effect with "
+            "student.architecture.positions = 'learned'",
+        ],
+    ),
+    "sliding base without rotation": (
+        ["student.architecture={positions: learned, sliding_rope_base: 500, sliding_window: 8}"],
+        [
+            "student.architecture.sliding_rope_base = 500.0 has no effect with "
+            "student.architecture.positions = 'learned'",
+        ],
+    ),
+    "sliding layers without a window": (
+        ["student.architecture.sliding_layers=[0, 2]"],
+        [
+            "student.architecture.sliding_layers = [0, 2] has no effect with "
+            "student.architecture.sliding_window = null",
+        ],
+    ),
+    "sliding base without a window": (
+        ["teacher.architecture.sliding_rope_base=500"],
+        [
+            "teacher.architecture.sliding_rope_base = 500.0 has no effect with "
+            "teacher.architecture.sliding_window = null",
+        ],
+    ),
+    "a weight's schedule in the fixed mode": (
+        ["objective.terms=[{weight_schedule: {to: 0.5, steps: 10}}]"],
+        [
+            "objective.terms.0.weight_schedule = {'to': 0.5, 'steps': 10} has no "
+            "effect with objective.balance.mode = 'fixed'",
+        ],
+    ),
+    "a temperature's": (
+        ["objective.terms=[{temperature_schedule: {to: 0.5, steps: 10}}]"],
+        [
+            "objective.terms.0.temperature_schedule = {'to': 0.5, 'steps': 10} has no"
+            " effect with objective.balance.mode = 'fixed'",
+        ],
+    ),
+    "alpha's": (
+        ["objective.balance.alpha_schedule={to: 0.5, steps: 10}"],
+        [
+            "objective.balance.alpha_schedule = {'to': 0.5, 'steps': 10} has no "
+            "effect with objective.balance.mode = 'fixed'",
+        ],
+    ),
+    "the labels'": (
+        ["objective.ce_weight_schedule={to: 0.5, steps: 10}"],
+        [
+            "objective.ce_weight_schedule = {'to': 0.5, 'steps': 10} has no effect "
+            "with objective.balance.mode = 'fixed'",
+        ],
+    ),
+    "steps of a jump": (
+        [
+            "objective.balance.mode=schedule",
+            "objective.ce_weight_schedule={to: 0.5, kind: constant, steps: 3}",
+        ],
+        [
+            "objective.ce_weight_schedule.steps = 3 has no effect with "
+            "objective.ce_weight_schedule.kind = 'constant', which changes at "
+            "objective.ce_weight_schedule.start_step",
+        ],
+    ),
+    "a weight of nothing": (
+        ["objective.terms=[{weight: 0}]"],
+        [
+            "objective.terms.0.weight = 0.0 has no effect on the student: the term is"
+            " measured but not trained",
+        ],
+    ),
+    "a weight of nothing to the end": (
+        [
+            "objective.balance.mode=schedule",
+            "objective.terms=[{weight: 0, weight_schedule: {to: 0, steps: 3}}]",
+        ],
+        [
+            "objective.terms.0.weight = 0.0 has no effect on the student: the term is"
+            " measured but not trained",
+        ],
+    ),
+    "norms of the step before": (
+        ["objective.balance.mode=gradient_norm", "objective.balance.raw_losses=previous"],
+        [
+            "objective.balance.raw_losses = 'previous' has no effect with "
+            "objective.balance.mode = 'gradient_norm'",
+        ],
+    ),
+    "norms of micro-batches": (
+        ["objective.balance.mode=gradient_norm", "objective.balance.per_microbatch=true"],
+        [
+            "objective.balance.per_microbatch = true has no effect with "
+            "objective.balance.mode = 'gradient_norm'",
+        ],
+    ),
+    "features without teacher": (
+        ["teacher=null", "objective.features=[{student: 1, teacher: 2}]"],
+        [
+            "objective.features = ['mse'] has no effect with teacher = null",
+        ],
+    ),
+    "an inner size of a linear map": (
+        ["objective.features=[{student: 1, teacher: 2}]", "objective.projector.hidden_size=8"],
+        [
+            "objective.projector.hidden_size = 8 has no effect with "
+            "objective.projector.kind = 'linear'",
+        ],
+    ),
+    "a projector for nothing": (
+        ["objective.projector.kind=mlp"],
+        [
+            "objective.projector = {'kind': 'mlp'} has no effect without objective.features",
+        ],
+    ),
+    **{
+        f"{key} without ratios": (
+            [f"objective.balance.mode={mode}", f"objective.balance.{key}={value}"],
+            [
+                f"objective.balance.{key} = {written} has no effect with "
+                f"objective.balance.mode = '{mode}'"
+            ],
+        )
+        for mode, key, value, written in (
+            ("schedule", "raw_losses", "previous", "'previous'"),
+            ("fixed", "ema", "0.5", "0.5"),
+            ("schedule", "clamp", "10", "10.0"),
+            ("schedule", "epsilon", "1e-3", "0.001"),
+            ("schedule", "per_microbatch", "true", "true"),
+        )
+    },
+    "saving in the background": (
+        ["checkpoint={save: false, asynchronous: true, interval: 2}"],
+        [
+            "checkpoint.interval = 2 has no effect with checkpoint.save = false",
+            "checkpoint.asynchronous = true has no effect with checkpoint.save = false",
+        ],
+    ),
+    "ratios without losses to scale": (
+        ["objective={terms: [], balance: {mode: magnitude, ema: 0.9}}"],
+        [
+            "objective.balance.mode = 'magnitude' has no effect without objective.terms and "
+            "objective.features",
+            "objective.balance.ema = 0.9 has no effect with objective.balance.mode = 'schedule'",
+        ],
+    ),
+    "steps, then epochs": (
+        ["train.epochs=2"],
+        ["train.steps = 3 has no effect: train.epochs = 2 was given later"],
+    ),
+    "epochs, then steps": (
+        ["train={epochs: 2}", "train.steps=7"],
+        [
+            "train.steps = 3 has no effect: train.epochs = 2 was given later",
+            "train.epochs = 2 has no effect: train.steps = 7 was given later",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_a_warning(tmp_path: Path, case: str) -> None:
+    overrides, expected = WITHOUT_EFFECT[case]
+    config = load_tree(tmp_path, TAUGHT, *overrides)
+    assert load_warnings(tmp_path / "run.yaml", overrides, RunConfig) == list(expected)
+    check_layout(config, 1)
+
+
+def test_a_setting_without_effect_becomes_its_default(tmp_path: Path) -> None:
+    overrides = (
+        "parallel={virtual_pipeline: 2, sequence: true, expert: 2}",
+        "objective.terms=[{divergence: reverse_kl, beta: 0.3, support: raw}]",
+        "data.sources.0.paths=x",
+    )
+    plain = load_tree(tmp_path, TAUGHT, "objective.terms=[{divergence: reverse_kl}]")
+    assert load_tree(tmp_path, TAUGHT, *overrides) == plain
+    assert load_warnings(tmp_path / "run.yaml", (), RunConfig) == []
+
+
+def test_epochs_take_the_place_of_steps(tmp_path: Path) -> None:
+    length = load_tree(tmp_path, TAUGHT, "train.epochs=2").train
+    assert (length.steps, length.epochs) == (0, 2.0)
+    length = load_tree(tmp_path, TAUGHT, "train.epochs=2", "train.steps=7").train
+    assert (length.steps, length.epochs) == (7, None)
+
+
+def test_a_warm_up_as_long_as_the_run_keeps_its_length(tmp_path: Path) -> None:
+    assert load_tree(tmp_path, TAUGHT, "schedule.warmup_steps=4").schedule.warmup_steps == 4
+
+
+def test_a_teacher_that_was_forgotten_is_an_error(tmp_path: Path) -> None:
+    features = "objective={terms: [], features: [{student: 1, teacher: 2}]}"
+    assert complaints(
+        load_tree, tmp_path, MINIMAL, "objective.terms=[{}, {divergence: reverse_kl}]"
+    ) == [
+        "objective.terms: 2 distillation terms but teacher = null; set teacher.hf, "
+        "teacher.checkpoint or teacher.store, or objective.terms=[]"
+    ]
+    assert complaints(load_tree, tmp_path, MINIMAL, features) == [
+        "objective.features: 1 feature loss but teacher = null; set teacher.hf or "
+        "teacher.checkpoint, or objective.features=[]"
+    ]
+
+
+def test_an_error_stands_alone_beside_a_warning(tmp_path: Path) -> None:
+    (found,) = complaints(
+        load_tree, tmp_path, TAUGHT, "validation.interval=5", "train.micro_batch_size=3"
+    )
+    assert found.startswith("train.global_batch_size = 4: not a multiple of")
+
+
+def test_a_store_as_the_corpus_leaves_settings_of_sources_without_effect(tmp_path: Path) -> None:
+    overrides = (
+        "teacher={architecture: null, store: stores/a}",
+        "data={sources: [], validation_sources: [{format: python_stdlib}]}",
+    )
+    load_tree(tmp_path, TAUGHT, *overrides)
+    assert load_warnings(tmp_path / "run.yaml", overrides, RunConfig) == [
+        "data.validation_sources = ['python_stdlib'] has no effect without data.sources: samples "
+        "of the stores are held out",
+        "data.tokenizer.train_vocab_size = 512 has no effect without data.sources: the store's "
+        "tokenizer is used",
+    ]
+
+
+def test_settings_without_effect_in_a_capture(tmp_path: Path) -> None:
+    file = tmp_path / "capture.yaml"
+    file.write_text(
+        "teacher: {hf: t}\ndata: {sources: [{format: python_stdlib}], sequence_length: 8}\n"
+    )
+    overrides = (
+        "store={path: s, samples: 4, mode: sampled, top_p: 0.9, temperatures: [2]}",
+        "parallel={pipeline: 2, virtual_pipeline: 2}",
+    )
+    assert load_warnings(file, overrides, CaptureConfig) == [
+        "parallel.virtual_pipeline = 2 has no effect in a capture, which runs forward passes only",
+        "store.top_p = 0.9 has no effect with store.mode = 'sampled'",
+        "store.temperatures = [2.0] has no effect with store.mode = 'sampled', which draws at "
+        "temperature 1",
+    ]
+    store = load_capture_config(file, overrides).store
+    assert (store.top_p, store.temperatures) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["train.steps=0"],
+            "train.steps = 0: set train.steps to the number of optimizer steps, or train.epochs to "
+            "the passes over the data",
+        ),
+        (
+            ["train={steps: 3, epochs: 2}"],
+            "train.steps = 3 and train.epochs = 2: give only one of the two",
+        ),
+        (
+            [
+                "train.epochs=0.5",
+                "data.sources=[{format: python_stdlib}, {format: text, paths: a}]",
+            ],
+            "train.epochs = 0.5: data.sources is a blend of 2 corpora, each with epochs of its "
+            "own; set train.steps instead",
+        ),
+        (
+            [
+                "train.epochs=2",
+                "data={sources: [{format: megatron, paths: [a, b]}], tokenizer: {path: t}}",
+                "data.tokenizer.train_vocab_size=null",
+            ],
+            "train.epochs = 2: data.sources is a blend of 2 corpora, each with epochs of its own; "
+            "set train.steps instead",
+        ),
+        (
+            [
+                "train.epochs=2",
+                "teacher={architecture: null, store: [a, b]}",
+                "data.sources=[]",
+            ],
+            "train.epochs = 2: teacher.store is a blend of 2 corpora, each with epochs of its own; "
+            "set train.steps instead",
+        ),
+    ],
+)
+def test_a_length_that_has_no_meaning_is_refused(
+    tmp_path: Path, overrides: Sequence[str], expected: str
+) -> None:
+    assert complaints(load_tree, tmp_path, TAUGHT, *overrides) == [expected]
+
+
+def test_a_schedule_is_compared_with_the_computed_steps(tmp_path: Path) -> None:
+    waves = "schedule={decay: wsd, warmup_steps: 2, wsd_decay_steps: 2}"
+    config = load_tree(tmp_path, TAUGHT, "train.epochs=2", waves)
+    resolved, warnings = with_steps(config, 4)
+    assert (resolved.train.steps, resolved.train.epochs, warnings) == (4, None, [])
+    (found,) = complaints(with_steps, config, 3)
+    assert found.endswith("take more than train.steps = 3; shorten the first or raise the second")
+    config = load_tree(tmp_path, TAUGHT, "train.epochs=2", "schedule.warmup_steps=4")
+    assert load_config(tmp_path / "run.yaml").train.steps == 3
+    assert with_steps(config, 4)[1] == [
+        "schedule.decay = 'cosine' has no effect within train.steps = 4: the warm-up takes "
+        "schedule.warmup_steps = 4"
+    ]
