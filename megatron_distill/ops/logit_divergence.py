@@ -84,6 +84,9 @@ def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
 class _LogitDivergenceFunction(torch.autograd.Function):
     """Forms the gradient in forward on a CPU, where a block is in the cache, else in backward.
 
+    That of narrow logits is formed in backward too: it is rounded once, after the upstream gradient
+    has scaled it, and the upstream gradient of a mean is not one.
+
     The first backward pass gives that away, scaled in place; a further one forms it anew.
     """
 
@@ -91,7 +94,9 @@ class _LogitDivergenceFunction(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, student: DenseLogits, work: LogitDivergence) -> Tensor:
         state = _State.of(student, work)
         ctx.gradient = None
-        if ctx.needs_input_grad[0] and (work.overwrites or logits.device.type == "cpu"):
+        is_wide = logits.dtype == state.chunk.scratch.dtype
+        in_cache = logits.device.type == "cpu" and is_wide
+        if ctx.needs_input_grad[0] and (work.overwrites or in_cache):
             ctx.gradient = logits.detach() if work.overwrites else state.room_for_gradient(logits)
             value = state.value_and_gradient(ctx.gradient)
         else:
@@ -113,21 +118,16 @@ class _LogitDivergenceFunction(torch.autograd.Function):
                 "the gradient took the place of the logits (overwrite_logits) and was given away "
                 "by the first backward pass; there is nothing left for a second"
             )
-        # A GPU is not asked, since the answer would be waited for.
-        is_one = upstream.device.type == "cpu" and bool((upstream == 1).all())
-        if state is not None:
+        if state is not None and gradient is None:
             logits, _ = ctx.saved_tensors
-            narrow = logits.dtype != upstream.dtype
-            if upstream.device.type != "cpu" or (narrow and not is_one):
-                # Rounded once, after it has been scaled.
-                out = state.room_for_gradient(logits) if gradient is None else gradient
-                state.push(upstream, out)
-                return out, None, None
-            if gradient is None:
-                gradient = state.room_for_gradient(logits)
-                state.form_again(gradient)
+            gradient = state.room_for_gradient(logits)
+            if upstream.device.type != "cpu" or logits.dtype != upstream.dtype:
+                state.push(upstream, gradient)
+                return gradient, None, None
+            state.form_again(gradient)
         assert gradient is not None
-        if not is_one:
+        # A GPU is not asked, since the answer would be waited for.
+        if upstream.device.type != "cpu" or not bool((upstream == 1).all()):
             gradient.mul_(upstream.unsqueeze(1))
             # A token that does not count gets nothing, whatever its logits hold.
             gradient.masked_fill_((upstream == 0).unsqueeze(1), 0.0)

@@ -65,11 +65,10 @@ def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("teacher=null", "nobody speaks; give teacher.hf or teacher.checkpoint"),
-        ("teacher={store: stores/x}", "a store is captured from a model"),
-        ("store.job=1", "jobs are counted from 0 and store.jobs = 1"),
-        ("store.temperatures=[1.0]", "list positive numbers other than 1, ascending"),
-        ("store.mode=sampled", "draws are not cut and are of temperature 1"),
+        ("teacher=null", "teacher is required to capture a store; set teacher.hf or"),
+        ("teacher={store: stores/x}", "a model and cannot read a store"),
+        ("store.job=1", "with store.jobs = 1 the jobs are 0 to 0"),
+        ("store.temperatures=[1.0]", "list positive numbers other than 1 in ascending order"),
         ("parallel.tensor=4", "the layout needs a multiple of 4 processes; there are 2"),
         ("store.kk=3", "store.kk"),
     ],

@@ -82,7 +82,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "another object": (fill(METADATA, pickle.dumps({"a": 1})), (METADATA, "damaged")),
     "an object that only looks alike": (
         fill(METADATA, pickle.dumps(Namespace(storage_meta=None, storage_data={}))),
-        (METADATA, "it holds Namespace"),
+        (METADATA, "it contains Namespace"),
     ),
     "a shard gone": (lambda f: (f / SHARD).unlink(), ("is damaged", SHARD)),
     "a cut shard": (cut(SHARD, 5000), ("is damaged",)),
@@ -150,8 +150,8 @@ WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "negative": (("--max-shard-size=-5GB",), ("--max-shard-size -5GB",)),
     "endless": (("--max-shard-size", "infGB"), ("--max-shard-size infGB",)),
     "unknown family": (("--family", "bloom"), ("--family bloom", "gpt2, llama")),
-    "another family": (("--family", "gpt2"), ("gpt2: ", "norm is 'layernorm' there")),
-    "no window": (("--family", "gemma2"), ("gemma2: ", "post_norms is True there")),
+    "another family": (("--family", "gpt2"), ("gpt2: ", "norm 'layernorm' vs 'rmsnorm'")),
+    "no window": (("--family", "gemma2"), ("gemma2: ", "post_norms True vs False")),
     "no tokenizer": (("--tokenizer", "/proc"), ("--tokenizer /proc", "no tokenizer files")),
 }
 

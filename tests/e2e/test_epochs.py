@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.data import sources as data_sources
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.sources import DataOptions, open_training, samples_per_epoch
-from megatron_distill.data.text.corpora import SourceSpec
 from megatron_distill.data.text.documents import content_digest, is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
 from megatron_distill.errors import DataError

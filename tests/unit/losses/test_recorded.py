@@ -102,7 +102,7 @@ def test_draws_have_no_most_probable_id_to_agree_with(problem: Problem) -> None:
 
 
 def test_every_term_needs_something_of_its_own(problem: Problem) -> None:
-    with pytest.raises(ValueError, match="has signals of 3 terms of 2"):
+    with pytest.raises(ValueError, match="has 3 terms, the objective 2"):
         run(problem, recorded(problem, TERMS), TERMS[:2])
 
 
