@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
-from megatron_distill.errors import DataError, MegatronDistillError
+from megatron_distill.errors import DataError, MegatronDistillError, counted
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.quickstart import (
     ChildCapture,
@@ -43,6 +43,7 @@ from megatron_distill.evaluation.runs import (
     markdown_table,
     summarize,
 )
+from megatron_distill.runtime.torchrun import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
@@ -159,7 +160,6 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
             overrides.append(f"train.steps={arguments.steps}")
             overrides.append(f"schedule.warmup_steps={min(warmup, arguments.steps // 5)}")
         config = load_config(file, overrides)
-        parallel = config.parallel
         return ChildRun(
             name=name,
             label=label,
@@ -168,7 +168,7 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
             arguments=("--config", file, *overrides),
             settings=to_yaml(config),
             steps=config.train.steps,
-            processes=parallel.tensor * parallel.pipeline * parallel.context,
+            processes=_processes(config),
         )
 
     student = f"{prefix}_student.yaml"
@@ -217,6 +217,17 @@ def plan_capture(place: Path, student: RunConfig) -> ChildCapture:
         samples=config.store.samples,
         processes=parallel["tensor"] * parallel["pipeline"] * parallel["context"],
     )
+
+
+def _processes(config: RunConfig) -> int:
+    """Ranks of a run: those of its layout, or on a CPU one per core where it is data parallel."""
+    parallel, train = config.parallel, config.train
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if model_ranks > 1 or torch.cuda.is_available():
+        return model_ranks
+    micro_batches = train.global_batch_size // train.micro_batch_size
+    fitting = range(1, min(available_cores(), micro_batches) + 1)
+    return max(ranks for ranks in fitting if micro_batches % ranks == 0)
 
 
 def _default_config() -> str:
@@ -308,7 +319,7 @@ def _announce(child: ChildRun | ChildCapture, console: Console, number: str, *, 
     if child.finished:
         console.print(": finished before")
         return
-    console.print(f": {child.extent} in {child.processes} process(es)")
+    console.print(f": {child.extent} in {counted(child.processes, 'process', 'processes')}")
     script = os.path.relpath(child.script)
     call = ["torchrun", f"--nproc-per-node={child.processes}", script, *child.arguments]
     console.print(f"  {shlex.join(call)}", style="dim", markup=False)
