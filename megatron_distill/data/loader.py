@@ -236,8 +236,9 @@ class Wire:
         `said` is None on every other rank. All ranks must ask for the same step. The returned data
         is in host memory, independent of the device of the broadcast.
 
-        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, and 8 bytes
-        per token (plus less than 1 kB per source) or the error's text.
+        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, then the
+        payload. The payload is 8 bytes per token (plus less than 1 kB per source), or the error's
+        text.
         """
         if self._is_alone:
             assert said is not None

@@ -113,8 +113,8 @@ _FEISTEL_ROUNDS: Final = 4
 def permutation(count: int, *key: int) -> list[int]:
     """A pseudo-random order of range(count), a pure function of `count` and the key's integers.
 
-    Sorted by keyed hash rather than drawn from a generator: there is no generator state to save,
-    and the order cannot change with the version of a library.
+    Sorted by keyed hash instead of drawn from a generator: no generator state to save, and the
+    order cannot change with the version of a library.
     """
     prefix = struct.pack(f"<{len(key)}q", *key)
 
@@ -128,8 +128,8 @@ def shuffled(index: int, count: int, *key: int) -> int:
     """Element `index` of a pseudo-random order of range(count), in O(1) memory.
 
     For orders too long to store: a Feistel network of four rounds on the next power of four,
-    applied until the number is below `count` (Black and Rogaway, 2002, "Ciphers with arbitrary
-    finite domains", method 2). A pure function of its arguments.
+    applied until the number is below `count`. See Black and Rogaway, 2002, "Ciphers with arbitrary
+    finite domains", method 2. A pure function of its arguments.
     """
     assert 0 <= index < count, (index, count)
     half = max(1, -(-(count - 1).bit_length() // 2))

@@ -28,7 +28,7 @@ INDEX_TYPE: Final = np.dtype(
         ("row", "<i8"),  # its number in the file, from 1
         ("digest", "<u8"),  # of its content
         ("file", "<i4"),
-        ("trained", "<i4"),  # labels that distillation trains, cross-entropy's among them
+        ("trained", "<i4"),  # number of labels that distillation trains, with cross-entropy's
     ]
 )
 

@@ -10,7 +10,7 @@ from megatron_distill.data.chat.conversations import ASSISTANT, BadConversationE
 from megatron_distill.data.chat.template import ChatTemplate
 
 OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around placeholders for contents
-_NULLS: Final = ("None", "null")  # Jinja's word for a null, and that of JSON
+_NULLS: Final = ("None", "null")  # the spellings of null in Jinja and JSON
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any] | None

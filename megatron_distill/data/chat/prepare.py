@@ -52,8 +52,8 @@ def prepared_conversations(
     """The conversations of a source, found in the cache or prepared now.
 
     The cache is keyed by the files' content, the tokenizer, the template and the settings of the
-    masks. Raises DataError: a file or row is bad (unless `skip_bad`, which counts and reports
-    them), the template does not fit, or the cache cannot be written.
+    masks. Raises DataError: a file or row is bad, the template does not fit, or the cache cannot
+    be written. With `skip_bad` bad rows are counted and reported instead.
     """
     assert spec.conversation is not None
     files = source_files(spec)

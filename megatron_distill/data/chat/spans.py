@@ -27,7 +27,7 @@ from megatron_distill.data.chat.message_forms import (
 )
 from megatron_distill.data.chat.template import ChatTemplate, Span
 
-# Placeholder contents of learned shapes; they differ from the marks that find responses.
+# Placeholder contents of learned shapes; the search for responses replaces them by its marks.
 _PLACE: Final = re.compile("\ue002([0-9]+)\ue003")
 _MOST_SHAPES: Final = 512
 

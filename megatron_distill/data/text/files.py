@@ -240,7 +240,7 @@ def record_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yield a pyarrow RecordBatch of these columns, preceded by the number of rows before it.
 
-    Rows before `first_row` are skipped. The file's first bytes tell Parquet from Arrow. Memory:
+    Rows before `first_row` are skipped. The file's first bytes give its format. Memory:
     one batch, and for Parquet the pages of one row group. Raises DamagedFileError, and DataError
     if a required column is missing.
     """

@@ -13,8 +13,8 @@ from megatron_distill.errors import DataError
 class IndexedSource:
     """Samples of one prefix by position: position = epoch * samples per epoch + index.
 
-    Raises DataError for missing or damaged files, too few tokens for one sample, documents that do
-    not end with `eos_id`, and (when the sample is read) a token id outside the vocabulary.
+    Raises DataError for missing or damaged files, too few tokens for one sample, and documents
+    that do not end with `eos_id`. Reading a sample raises it for an id outside the vocabulary.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ class _Segment(Generic[Mark]):
 class Packer(Generic[Mark]):
     """Cuts a row of documents into windows of S + 1 tokens with stride S.
 
-    The last label of one sample is the first token of the next, so that every token but the very
+    The last label of one sample is the first token of the next, so that every token except the
     first is a label exactly once. A document that does not end inside a sample continues in the
     next one as a separate document, since attention cannot look back across samples.
 

@@ -173,8 +173,8 @@ SMALLEST_BPE: Final = 257  # every byte and the end-of-document token
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
     """A byte-level BPE of at most `vocab_size` tokens; the same texts give the same tokenizer.
 
-    It ends documents with <|endoftext|> (id 0). The vocabulary is smaller if the texts have no
-    more repeated pairs. Raises DataError for fewer than 257 tokens or no text.
+    It ends documents with <|endoftext|> (id 0). The vocabulary is smaller if the texts have too
+    few repeated pairs. Raises DataError for fewer than 257 tokens or no text.
     """
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
