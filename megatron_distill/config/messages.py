@@ -141,7 +141,7 @@ def field_key(field: FieldInfo) -> Key:
 
 
 def section_of(root: type[Section], place: Sequence[object]) -> type[Section] | None:
-    """Return the section class at a place such as ('data', 'sources', 0), if one is there."""
+    """Return the section class at a place such as ('data', 'sources', 0); None: no section."""
     if not place:
         return root
     key = locate(root, place)

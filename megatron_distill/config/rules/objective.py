@@ -178,8 +178,8 @@ def matched_layers(
     """Return the layers that an entry pairs, (student's, teacher's), from 1.
 
     `uniform` pairs layer i of the student with the teacher's layer i * teacher_layers /
-    student_layers, rounded half up, at least 1; `last` with the teacher's layer at the same
-    distance from the end.
+    student_layers, rounded half up, at least 1. `last` pairs layers at the same distance from
+    the end.
     """
     if entry.match is None:
         assert entry.student is not None
