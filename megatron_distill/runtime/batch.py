@@ -13,8 +13,8 @@ def zigzag_index(
 ) -> Tensor:
     """Global positions of context-parallel rank `rank` of `size`.
 
-    The sequence is cut into `2 * size` chunks; rank r takes chunks r and `2 * size - 1 - r`, so
-    that every rank has the same share of the causal triangle.
+    The sequence is cut into `2 * size` chunks, and rank r takes chunks r and `2 * size - 1 - r`.
+    Every rank then has the same share of the causal triangle.
 
     Returns: int64 [sequence_length / size], ascending, made on the device without a sync.
     """
@@ -140,7 +140,7 @@ class StepBatches:
     """The micro-batches of one optimizer step on this data-parallel and context-parallel rank.
 
     The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
-    micro-batches) and equal on every rank: they are the denominators of the objective. With label
+    micro-batches) and equal on every rank. They are the denominators of the objective. With label
     weights they are sums of weights. by_source splits them by source; it is empty with one source.
     """
 

@@ -118,8 +118,8 @@ _DATA_STRIDE = 1_009
 def seed_everything(seed: int, groups: Groups) -> None:
     """Seed every random state of this process; only dropout draws from them.
 
-    Pipeline stages and data-parallel ranks draw different masks, tensor-parallel ranks the same
-    ones where they hold the same activations and different ones where they hold shards.
+    Pipeline stages and data-parallel ranks draw different masks. Tensor-parallel ranks draw equal
+    masks for replicated activations and different ones for sharded activations.
     """
     own = seed + _STAGE_STRIDE * groups.pipeline.rank() + _DATA_STRIDE * groups.data_context.rank()
     random.seed(own)

@@ -1,8 +1,8 @@
 """Megatron-Core's `.bin/.idx` datasets, opened by one rank alone.
 
 Megatron-Core's own builder waits for every rank, and its order depends on the number of samples
-that the run will draw. Here its `GPTDataset` is built one epoch at a time with the epoch's seed: no
-collective, an order that is a function of (seed, epoch), and an endless stream.
+that the run will draw. Here its `GPTDataset` is built one epoch at a time with the epoch's seed. It
+needs no collective, its order is a function of (seed, epoch), and the stream is endless.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class Launch:
 
     def _say(self, text: str) -> None:
         """Write the last message: to torchrun, which ends its report with it, or to stderr."""
-        # One rank per node, because each node's torchrun reports separately. torchrun ends this
-        # rank once another has left with an error, so all other ranks wait for the message.
+        # One rank per node writes, because each node's torchrun reports separately. torchrun ends
+        # the writer once another rank exits with an error, so all other ranks wait for the message.
         written = f"message/{os.environ.get('GROUP_RANK', '0')}"
         if int(os.environ.get("LOCAL_RANK", self.rank)) != 0:
             if self.store is not None:

@@ -7,7 +7,7 @@ Megatron-Core depends on CUDA in three ways, each with one remedy here:
   function's compiled code is replaced, so that the rest of the function is unchanged;
 * features that need a CUDA kernel: replaced functions.
 
-Each entry is checked when it is applied: a missing function or literal is an error, because the
+Each entry is checked when it is applied. A missing function or literal is an error, because the
 installed release then differs from the release that the entries were written for.
 """
 
@@ -360,8 +360,8 @@ def mend_loading() -> None:
 def mend_gathering() -> None:
     """Make the delayed all-gather of parameters synchronous; for gloo.
 
-    gloo's asynchronous, coalesced all-gather corrupts the heap if the process allocates meanwhile:
-    with torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A second
+    gloo's asynchronous, coalesced all-gather corrupts the heap if the process allocates meanwhile.
+    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A second
     call does nothing.
     """
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
@@ -377,10 +377,10 @@ def mend_gathering() -> None:
 
 
 def mend_gradient_norm() -> None:
-    """Compute the gradient norm and scale gradients on their device, without TE and Apex.
+    """Compute the gradient norm and scale gradients on their device if TE and Apex are missing.
 
-    Upstream's fallback for the kernels of Transformer Engine and Apex copies the norm of every
-    gradient to the host, one by one, and scales into temporaries. A second call changes nothing.
+    Upstream's fallback for the kernels of Transformer Engine and Apex copies every gradient's norm
+    to the host, one by one, and scales into temporaries. A second call changes nothing.
     """
     gradients = importlib.import_module("megatron.core.optimizer.clip_grads")
     stand_ins = importlib.import_module("megatron.core.utils")
