@@ -27,8 +27,8 @@ class Sampling:
 
     `temperature` 0 selects the token with the largest logit (the lowest id among equals). Otherwise
     the token is drawn from softmax(logits / temperature), cut to the smallest set of likeliest
-    tokens with a total probability of `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1).
-    `eos_id` and `stop_ids` end the text.
+    tokens with a total probability of `top_p`. This is nucleus sampling, arXiv 1904.09751, section
+    3.1. `eos_id` and `stop_ids` end the text.
 
     Raises ConfigError on a value out of range.
     """

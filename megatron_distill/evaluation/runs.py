@@ -146,8 +146,8 @@ class Margin:
     """Improvement in held-out cross-entropy by distillation.
 
     `nats` is the loss of the student alone minus that of the distilled student. `share` is `nats`
-    over the loss of the student alone, `gap_closed` is `nats` over the loss of the student alone
-    minus the teacher's (None if the teacher is no better than the student alone).
+    over the loss of the student alone. `gap_closed` is `nats` over the difference between the
+    student alone and the teacher; None if the teacher is no better than the student alone.
     """
 
     nats: float
