@@ -36,7 +36,7 @@ SCRIPTS: Final[Mapping[str, str]] = {
 
 
 class ScriptMain(Protocol):
-    """The main function of a script; None stands for the arguments of the process."""
+    """The main function of a script; with None it reads the arguments of the process."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run the command and return its exit status."""
