@@ -1,6 +1,6 @@
 """Capture a teacher's outputs in a store: torchrun launch/cache_teacher.py --config FILE.
 
-An interrupted capture is started again with the same command, in any layout.
+To resume an interrupted capture, run the same command, in any parallel layout.
 """
 
 from __future__ import annotations

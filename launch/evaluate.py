@@ -1,9 +1,9 @@
-"""Held-out losses of a trained student and its teacher.
+"""Compute held-out losses of a trained student and its teacher.
 
     python launch/evaluate.py runs/first
     torchrun --nproc-per-node 2 launch/evaluate.py runs/first parallel.tensor=2
 
-Runs in one process, or under torchrun in the layout that `parallel` names.
+Runs in one process, or under torchrun in the layout of the section `parallel`.
 """
 
 from __future__ import annotations

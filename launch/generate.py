@@ -1,12 +1,12 @@
-"""Text from a trained student.
+"""Generate text with a trained student.
 
     python launch/generate.py runs/first --prompt "def main("
     python launch/generate.py runs/first --chat --prompt "Is it sunny?"
     torchrun --nproc-per-node 2 launch/generate.py runs/first parallel.tensor=2 --prompt "def main("
     python launch/generate.py --hf models/first --prompt "def main("
 
-Runs in one process, or under torchrun in the layout that `parallel` names. With --hf the text is
-written by `transformers` from an exported folder.
+Runs in one process, or under torchrun in the layout of the section `parallel`. With --hf
+`transformers` generates the text with the model of an exported folder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Distil a small model on this machine and show what the teacher brought.
+"""Distil a small model on this machine and show the gain over training without a teacher.
 
-Three runs of launch/pretrain_distill.py under torchrun: a teacher learns a corpus; then one small
-student learns from the corpus alone and, from the same initial weights and on the same tokens, from
-the corpus and the teacher. With --offline the teacher is also written down by
-launch/cache_teacher.py, and the student learns a third time, from that store and without a teacher
-in memory. Started again, it goes on where it was stopped.
+Three runs of launch/pretrain_distill.py under torchrun. The first trains a teacher on a corpus.
+The second trains a small student on the corpus alone. The third trains the same student with the
+teacher, from the same initial weights and on the same tokens. With --offline
+launch/cache_teacher.py also captures the teacher's outputs in a store; a fourth run trains the
+student from that store, without a teacher in memory. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STORE = "teacher_store"
 
 @dataclass(frozen=True)
 class Flow:
-    """The three runs of one seed, and where their result goes."""
+    """The runs of one seed, and the folder of their results."""
 
     place: Path
     seed: int
@@ -66,19 +66,19 @@ class Flow:
 
     @property
     def children(self) -> tuple[ChildRun | ChildCapture, ...]:
-        """What is made, in this order."""
+        """The runs and the capture, in order of execution."""
         further = (self.capture, self.offline)
         made = (child for child in further if child is not None)
         return (self.teacher, self.alone, self.distilled, *made)
 
     @property
     def students(self) -> tuple[ChildRun, ...]:
-        """The students that are compared."""
+        """The compared students."""
         made = (self.alone, self.distilled)
         return made if self.offline is None else (*made, self.offline)
 
     def agreement_file(self, run: ChildRun) -> Path:
-        """Held-out figures beside the teacher, of a student that did not meet it there."""
+        """Held-out losses and agreement with the teacher, of a run without a live teacher."""
         return self.place / f"{run.name}_with_teacher.json"
 
     @property
@@ -88,7 +88,7 @@ class Flow:
 
     @property
     def sample_file(self) -> Path:
-        """Text by the distilled student, as `transformers` writes it."""
+        """Text that `transformers` generates with the distilled student."""
         return self.place / "sample.txt"
 
 
@@ -148,7 +148,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
-    """Return the runs of one seed; raises ConfigError if one of them is not sound."""
+    """Return the runs of one seed; raises ConfigError if a configuration is invalid."""
     prefix = arguments.config or _default_config()
     place: Path = arguments.output / f"seed_{seed}" if arguments.seeds else arguments.output
     shared = [*([] if seed is None else [f"seed={seed}"]), *arguments.overrides]
@@ -193,7 +193,7 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
 
 
 def plan_capture(place: Path, student: RunConfig) -> ChildCapture:
-    """Return the capture of what a teacher says of the samples that a student's run reads."""
+    """Return the capture of the teacher's outputs on the samples of a student's run."""
     train, parallel = student.train, student.parallel.model_dump() | {"virtual_pipeline": None}
     assert student.teacher is not None
     overrides = [
@@ -236,7 +236,7 @@ def _default_config() -> str:
 
 
 def remove(flow: Flow) -> None:
-    """Delete what earlier calls have made, and nothing else."""
+    """Delete the files and folders of earlier calls, and nothing else."""
     for child in flow.children:
         if child.folder.is_dir():
             shutil.rmtree(child.folder)
@@ -250,9 +250,9 @@ def remove(flow: Flow) -> None:
 
 
 def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
-    """Make the runs that are not made yet, show the result, and return it as plain values.
+    """Run all unfinished runs, show the result, and return it as plain values.
 
-    Raises RunStoppedError when a signal came, and a MegatronDistillError when a run failed.
+    Raises RunStoppedError after a signal, and a MegatronDistillError if a run failed.
     """
     for number, child in enumerate(flow.children, start=1):
         _announce(child, console, f"{number}/{len(flow.children)}", seed=flow.seed)
@@ -260,7 +260,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
     logs = [run.log() for run in flow.students]
     for other in logs[1:]:
         check_equal_start(logs[0], other)
-    # Only the student beside a live teacher has met it on held-out text.
+    # Only the run with a live teacher has validated the student against it.
     summaries = [
         summarize(log) if run is flow.distilled else _beside_teacher(flow, run)
         for run, log in zip(flow.students, logs, strict=True)
@@ -295,7 +295,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
 
 
 def _sample(flow: Flow) -> str:
-    """Export the distilled student and return text that `transformers` writes with it."""
+    """Export the distilled student and return text that `transformers` generates with it."""
     ask(
         ROOT / "tools" / "convert_checkpoint.py",
         [

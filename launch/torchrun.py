@@ -1,11 +1,11 @@
-"""torchrun, ended by a signal as a run should end: launch/torchrun.py [torchrun options] SCRIPT ...
+"""torchrun with a clean stop on a signal: launch/torchrun.py [torchrun options] SCRIPT ...
 
-torchrun answers SIGTERM and SIGINT by passing them on, killing what is left after 30 seconds
-(--shutdown-timeout), and leaving with status 1, whatever its ranks made of it. Here the ranks are
-asked themselves: they finish their step, save and leave with 0, and so do torchrun and this. A
-second signal, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default 300), kills them.
+torchrun forwards SIGTERM and SIGINT to its ranks and kills them after 30 seconds
+(--shutdown-timeout). It then exits with status 1, even if the ranks exit with 0. This wrapper sends
+SIGTERM to the ranks itself: they finish their step, save and exit with 0, as do torchrun and the
+wrapper. A second signal, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default 300), kills them.
 
-What follows SCRIPT is the script's alone; torchrun itself would read `--run` there as its own.
+All arguments after SCRIPT go to the script; torchrun alone would parse `--run` there as its own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     python tools/teacher_store.py convert --from maxtext part_*.array_record --to stores/code \\
         --vocab-size 128256
 
-`repair` moves bad shards to quarantine/; the capture, run again, writes them anew.
+`repair` moves bad shards to quarantine/; running the capture again rewrites them.
 """
 
 from __future__ import annotations

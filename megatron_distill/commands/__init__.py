@@ -1,1 +1,1 @@
-"""The commands: arguments, work, exit status. The scripts and `megatron-distill` run them."""
+"""The commands of `megatron-distill` and the scripts: arguments, work, exit status."""

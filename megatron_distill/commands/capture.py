@@ -21,7 +21,7 @@ def _load(path: Path, overrides: Sequence[str]) -> CaptureConfig:
 
 
 def _capture(config: CaptureConfig, device: Device, termination: TerminationRequest) -> bool:
-    # Only now: this imports Megatron-Core, which had to be prepared first.
+    # Imported here: it loads Megatron-Core, which must be patched first.
     from megatron_distill.train.assemble.capture import run_capture
 
     return run_capture(config, device, termination)

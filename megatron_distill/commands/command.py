@@ -1,6 +1,6 @@
 """A command: its arguments, its work and its exit status; an error is one line, no traceback.
 
-Nothing heavy is imported here: `--help` and wrong arguments are answered at once.
+No slow import at module level, so that `--help` and wrong arguments are reported at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
 INTERRUPTED_STATUS: Final = 130
 
-# The words of a command line in a repository, for those that a message proposes.
+# Command lines in a checkout of the repository, for commands that a message proposes.
 SCRIPTS: Final[Mapping[str, str]] = {
     "evaluate": "python launch/evaluate.py",
     "generate": "python launch/generate.py",
@@ -36,7 +36,7 @@ SCRIPTS: Final[Mapping[str, str]] = {
 
 
 class ScriptMain(Protocol):
-    """The main function of a script; the arguments are the process's where none are given."""
+    """The main function of a script; with None it reads the arguments of the process."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run the command and return its exit status."""
@@ -44,18 +44,18 @@ class ScriptMain(Protocol):
 
 
 def _accept(_: argparse.Namespace) -> None:
-    """Arguments that are right one by one are right together."""
+    """The default check: any combination of valid arguments is valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of `megatron-distill`, which a script of its own may run as well.
+    """One command of `megatron-distill`, which a script may run as well.
 
     description: text of `megatron-distill COMMAND --help`. run: does the work and returns the exit
-    status; a MegatronDistillError ends with 1. check: says how the arguments are wrong together.
-    in_ranks: torchrun may run it in several ranks. has_actions: the first argument is an action
-    such as `export`. tidies_up: SIGTERM and SIGINT let it remove unfinished files. stopped: the
-    line after an interruption.
+    status; a MegatronDistillError ends with 1. check: returns the error of an invalid combination
+    of arguments, or None. in_ranks: torchrun may run it in several ranks. has_actions: the first
+    argument is an action such as `export`. tidies_up: SIGTERM and SIGINT let it remove unfinished
+    files. stopped: the line after an interruption.
     """
 
     description: str
@@ -87,7 +87,7 @@ class Command:
         """Read the arguments; wrong ones end the process with status 2, as argparse does."""
         self.add_arguments(parser)
         parser.set_defaults(is_script=False)
-        # Options may stand between positional arguments, which actions do not allow.
+        # Allow options between positional arguments; argparse cannot combine that with actions.
         read = parser.parse_args if self.has_actions else parser.parse_intermixed_args
         given: argparse.Namespace = read(arguments)
         objection = self.check(given)
@@ -115,7 +115,7 @@ class Command:
 def with_launch(work: Callable[[Launch], None]) -> int:
     """Do work that all ranks share and return the exit status; an error is written once.
 
-    Collective: the whole world meets.
+    Collective: the whole world, rendezvous.
     """
     from megatron_distill.runtime.launch import Launch
 
@@ -124,11 +124,11 @@ def with_launch(work: Callable[[Launch], None]) -> int:
 
 
 def spelled(given: argparse.Namespace, command: str) -> str:
-    """Return a command as the user of this one types it."""
+    """Return a command's spelling: a script's path or `megatron-distill COMMAND`, as called."""
     return SCRIPTS[command] if given.is_script else f"{PROGRAM} {command}"
 
 
 def note(launch: Launch, *lines: str) -> None:
-    """Write lines about the work to standard error, once; standard output holds its result."""
+    """Write lines to standard error on the first rank; standard output is for results."""
     if launch.rank == 0:
         sys.stderr.write("".join(f"{line}\n" for line in lines))

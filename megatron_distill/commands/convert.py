@@ -58,7 +58,7 @@ def _convert(arguments: argparse.Namespace, launch: Launch) -> None:
     with joined_world(
         device="cpu", backend="gloo", threads=None, timeout_seconds=3600.0, launch=launch
     ):
-        # Only now: this imports Megatron-Core, which had to be prepared first.
+        # Imported here: it loads Megatron-Core, which must be patched first.
         from megatron_distill.train.convert.convert import export_checkpoint, import_checkpoint
 
         if arguments.action == "verify":

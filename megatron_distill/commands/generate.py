@@ -77,7 +77,7 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> str:
-    """Return the text on the first rank; every rank takes part."""
+    """Return the text on the first rank; every rank must call this."""
     from megatron_distill.runtime.launch import joined_world
 
     run, overrides = run_and_overrides(arguments)
@@ -111,7 +111,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
 
 
 def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Prompt:
-    """Return the prompt on all ranks, of which the first has the tokenizer.
+    """Return the prompt on all ranks; only the first rank has the tokenizer.
 
     Collective: the whole world, one broadcast of the token ids.
     """

@@ -1,6 +1,6 @@
-"""A job as a command: configuration file, world, work, and a stop after the step.
+"""A job as a command: configuration file, world, work, and a stop after the current step.
 
-Nothing heavy is imported before signals are listened to: torch alone takes seconds.
+No slow import before the signal handlers are set: torch alone takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Job(Generic[J]):
-    """One kind of job: `load` reads its file, `run` does it in a prepared world."""
+    """One kind of job: `load` reads its file, `run` runs it in an initialised world."""
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
@@ -61,7 +61,7 @@ class Job(Generic[J]):
     def _work(self, given: argparse.Namespace) -> int:
         if given.print_config:
             return self._print_config(given)
-        # From here on a signal waits for the end of a step.
+        # From here on a signal takes effect at the end of a step.
         with TerminationRequest() as termination:
             termination.expect_from_torchrun()
             return with_launch(lambda launch: self._join(given, launch, termination))

@@ -27,7 +27,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_distill.config import load_config
 
     config = load_config(config_file(arguments.config), arguments.overrides)
-    with suppress(BrokenPipeError):  # of a pager that was left
+    with suppress(BrokenPipeError):  # the pager was closed
         _preview(
             config,
             samples=arguments.samples,
@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None) -> None:
-    # Only now, because of what they import; a wrong configuration is an error at once.
+    # Imported here, because they are slow; a wrong configuration is reported at once.
     import torch
     from rich.console import Console
 
@@ -47,7 +47,7 @@ def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None
     if not config.data.sources:
         raise ConfigError("data.sources = []: there is no corpus to show; name one")
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
-    # Only now: these import Megatron-Core, which had to be prepared first.
+    # Imported here: they load Megatron-Core, which must be patched first.
     from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
     from megatron_distill.data.sources import open_training
     from megatron_distill.train.assemble.checks import check_models, check_start

@@ -1,4 +1,4 @@
-"""The configurations that come with the package: configs/ in a repository, a folder in a wheel."""
+"""The shipped configurations: configs/ in a repository, a folder of the package in a wheel."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def shipped_folder() -> Path:
 
 
 def config_file(name: str) -> Path:
-    """Return the file that `name` means: that path, or else the shipped file of that name.
+    """Return the file of `name`: an existing path, or else the shipped file of that name.
 
     `tiny.yaml` and `configs/tiny.yaml` name the same shipped file. A name without a file is
-    returned as it is, for the reader of the file to refuse.
+    returned unchanged, so that reading it raises the error.
     """
     path = Path(name)
     if path.exists() or path.is_absolute() or ".." in path.parts:

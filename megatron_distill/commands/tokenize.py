@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
         else load_tokenizer(arguments.tokenizer, named="--tokenizer")
     )
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
-    # Only now: this imports Megatron-Core, which had to be prepared first.
+    # Imported here: it loads Megatron-Core, which must be patched first.
     from megatron_distill.runtime.indexed_dataset import open_indexed
 
     console = Console(highlight=False, soft_wrap=True)

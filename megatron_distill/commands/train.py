@@ -21,7 +21,7 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _train(config: RunConfig, device: Device, termination: TerminationRequest) -> bool:
-    # Only now: this imports Megatron-Core, which had to be prepared first.
+    # Imported here: it loads Megatron-Core, which must be patched first.
     from megatron_distill.train.assemble.run import run_training
 
     return run_training(config, device, termination)

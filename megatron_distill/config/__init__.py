@@ -1,4 +1,4 @@
-"""The configuration of a run: schema, loading, rules."""
+"""The configuration of a run: schema, loading and rules over several keys."""
 
 from megatron_distill.config.load import (
     load_capture_config,

@@ -31,19 +31,19 @@ J = TypeVar("J", bound=JobConfig)
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `parallel.tensor=2` in order, and check the result.
 
-    A value is YAML; `data.sources.0.weight=2` reaches into a list; a mapping is merged into what
-    is there, everything else replaces it. Of `train.steps` and `train.epochs` the later override
-    replaces the other key. Settings without effect become their defaults; `load_warnings` lists
-    them. Rules that need the number of processes are left to `check_layout`.
+    A value is YAML. `data.sources.0.weight=2` sets a key in a list entry. A mapping is merged into
+    the file's mapping, any other value replaces the file's. Of `train.steps` and `train.epochs` the
+    later override replaces the other key. Settings without effect become their defaults;
+    `load_warnings` lists them. `check_layout` checks the rules on the number of processes.
 
     Raises ConfigError: the file is missing or not a YAML mapping, an override is malformed, or
-    keys or values are wrong; then every problem of the file is in the one message.
+    keys or values are wrong. One message lists every problem of the file.
     """
     return _loaded(path, overrides, RunConfig)[0]
 
 
 def load_capture_config(path: str | Path, overrides: Sequence[str] = ()) -> CaptureConfig:
-    """Read the file of a capture; as `load_config` in everything else."""
+    """Read the file of a capture; otherwise as `load_config`."""
     return _loaded(path, overrides, CaptureConfig)[0]
 
 
@@ -172,8 +172,8 @@ def _drop_older_length(tree: DictConfig, override: str) -> list[str]:
 def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem], list[str]]:
     """Check keys and values, then the rules over several keys, as far as possible.
 
-    Wrong single keys are replaced by their defaults (or examples), so that the rules can be
-    checked all the same; findings of the rules on such a key are left out.
+    Wrong single keys are replaced by their defaults (or examples), so that the rules can still be
+    checked. Problems that the rules find on such a key are left out.
 
     Returns the configuration, errors, and settings without effect.
     """
@@ -194,7 +194,7 @@ def _validate(tree: Any, kind: type[J]) -> tuple[J | None, list[Problem], list[s
 
 
 def _settled(tree: Any, kind: type[J]) -> tuple[J, list[Problem], list[str]]:
-    """Replace settings without effect, in place, until the rules find no more of them."""
+    """Replace settings without effect, in place, until the rules find none."""
     warnings: dict[str, None] = {}
     while True:
         config = kind.model_validate(tree)
@@ -208,7 +208,7 @@ def _settled(tree: Any, kind: type[J]) -> tuple[J, list[Problem], list[str]]:
 
 
 def _replaced(tree: Any, problem: WithoutEffect) -> bool:
-    """Set the key of a setting without effect to its replacement; return if that is a change."""
+    """Set the key of a setting without effect to its replacement; return whether it changed."""
     *place, last = problem.keys[0].split(".")
     for part in place:
         tree = tree[int(part)] if isinstance(tree, list) else tree.get(part, {})
@@ -218,7 +218,7 @@ def _replaced(tree: Any, problem: WithoutEffect) -> bool:
 
 
 def _repair(tree: Any, place: Sequence[int | str], kind: type[JobConfig]) -> None:
-    """Put a default or an example where the tree is wrong, in place."""
+    """Replace a wrong value of the tree by a default or an example, in place."""
     while isinstance(place[-1], int) and len(place) > 1:
         place = place[:-1]
     holder = tree

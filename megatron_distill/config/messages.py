@@ -40,8 +40,8 @@ _PLAIN = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 class Key:
     """One key of the file, or one entry of a list in it.
 
-    A required key has an example, which stands in for a wrong value while the rules over several
-    keys look for more problems.
+    A required key has an example, which replaces a wrong value while the rules over several keys
+    are checked.
     """
 
     annotation: Any
@@ -51,7 +51,7 @@ class Key:
 
     @property
     def nullable(self) -> bool:
-        """Whether null is a value of this key."""
+        """Whether null is allowed for this key."""
         return type(None) in get_args(self.annotation)
 
     @property
@@ -65,12 +65,12 @@ class Key:
 
     @property
     def entry(self) -> Key | None:
-        """The key of one entry where this key is a list."""
+        """The key of one entry of a list; None if this key is no list."""
         return Key(get_args(self.plain)[0]) if get_origin(self.plain) is tuple else None
 
     @property
     def section(self) -> type[Section] | None:
-        """The class of the section where this key is one."""
+        """The class of the section; None if this key is no section."""
         plain = self.plain
         return plain if isinstance(plain, type) and issubclass(plain, Section) else None
 
@@ -91,7 +91,7 @@ class Key:
 
     @property
     def range_name(self) -> str:
-        """The values allowed, beyond the type: bounds or choices, or nothing."""
+        """The allowed values beyond the type: bounds or choices; empty without limits."""
         if get_origin(self.plain) is Literal:
             return ", ".join(repr(choice) for choice in get_args(self.plain))
         signs = {
@@ -130,7 +130,7 @@ class Key:
 
     @property
     def bounds_are_lengths(self) -> bool:
-        """Whether the bounds are on the length of the value."""
+        """Whether the bounds apply to the length of the value."""
         return any(isinstance(bound, annotated_types.MinLen) for bound in self.bounds)
 
 
@@ -141,7 +141,7 @@ def field_key(field: FieldInfo) -> Key:
 
 
 def section_of(root: type[Section], place: Sequence[object]) -> type[Section] | None:
-    """Return the section class at a place such as ('data', 'sources', 0), if one is there."""
+    """Return the section class at a place such as ('data', 'sources', 0); None: no section."""
     if not place:
         return root
     key = locate(root, place)
@@ -182,7 +182,7 @@ def dotted_names(root: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """Write a value of the file for a message: as YAML has it, shortened when long."""
+    """Format a value of the file for a message: as YAML, shortened if long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -195,7 +195,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to repair: the keys it concerns and a sentence that names them.
+    """One problem of a configuration: its keys and a sentence that names them.
 
     A problem without keys concerns the file itself.
     """
@@ -204,7 +204,7 @@ class Problem:
     text: str
 
     def concerns(self, key: str) -> bool:
-        """Whether one of the problem's keys is `key`, lies below it, or holds it."""
+        """Whether one of the problem's keys is `key`, lies below it, or contains it."""
         return any(_holds(key, own) or _holds(own, key) for own in self.keys)
 
 
@@ -214,9 +214,9 @@ def _holds(outer: str, inner: str) -> bool:
 
 @dataclass(frozen=True)
 class WithoutEffect(Problem):
-    """A setting that changes nothing: a warning, no error.
+    """A setting without effect: a warning, no error.
 
-    `instead` is the value that replaces it when a file is loaded, so that a run sees no such
+    `instead` is the value that replaces it when a file is loaded, so that a run has no such
     setting.
     """
 
@@ -224,7 +224,7 @@ class WithoutEffect(Problem):
 
 
 def without_effect(key: str, value: object, reason: str, *, instead: object) -> WithoutEffect:
-    """Describe a setting without effect; the reason finishes "has no effect ..."."""
+    """Describe a setting without effect; the reason completes "has no effect ..."."""
     text = f"{key} = {shown(value)} has no effect {reason}"
     return WithoutEffect((key,), text, instead)
 
@@ -238,9 +238,9 @@ def raise_problems(subject: str, problems: Sequence[Problem]) -> None:
 
 
 def innermost(error: ValidationError) -> list[ErrorDetails]:
-    """List pydantic's errors, without those that only follow from a deeper one.
+    """List pydantic's errors, without those that follow from an error deeper in the tree.
 
-    Where an entry of a list is wrong, pydantic counts the list itself as too short.
+    If an entry of a list is wrong, pydantic also reports the list itself as too short.
     """
     details = error.errors(include_url=False)
     places = [dotted(detail["loc"]) for detail in details]
@@ -285,7 +285,7 @@ def _unknown_key(place: Sequence[Any], root: type[Section]) -> str:
 
 
 def _elsewhere(last: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield the keys of other sections that are called `last`, or nearly so."""
+    """Yield the keys of other sections whose last part equals or resembles `last`."""
     by_leaf: dict[str, list[str]] = {}
     for name in names:
         by_leaf.setdefault(name.rsplit(".", 1)[-1], []).append(name)

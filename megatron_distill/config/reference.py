@@ -55,7 +55,7 @@ def _tables() -> Iterator[str]:
 
 
 def _sections(root: type[Section]) -> dict[type[Section], list[str]]:
-    """Map every section class to the places of the file where it stands, in file order."""
+    """Map every section class to the dotted names of its sections, in file order."""
     places: dict[type[Section], list[str]] = {}
 
     def visit(section: type[Section], prefix: str) -> None:
@@ -70,7 +70,7 @@ def _sections(root: type[Section]) -> dict[type[Section], list[str]]:
 
 
 def _below(key: Key) -> tuple[type[Section] | None, str]:
-    """Return the section class a key leads to, and the mark of a list on the way."""
+    """Return the section class of a key or of its list entries, and "[]" for a list."""
     return (key.section, "") if key.entry is None else (key.entry.section, "[]")
 
 

@@ -1,5 +1,5 @@
 """Corpora, tokenizers, packing and the resumable loader.
 
-Only the first rank reads: `sources.open_training` and `sources.read_held_out` make the samples,
-`loader.StepLoader` hands every rank its micro-batches.
+Only rank 0 reads: `sources.open_training` and `sources.read_held_out` make the samples,
+`loader.StepLoader` sends every rank its micro-batches.
 """

@@ -10,10 +10,10 @@ from megatron_distill.errors import DataError, counted
 
 
 def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
-    """The source that gives the next sample; the first of equals.
+    """Index of the source of the next sample; ties go to the lowest index.
 
-    No source is ever a whole sample from its share of what was taken, by at most 1 - 1/(2k - 2)
-    of k sources: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
+    The count of each of k sources stays within 1 - 1/(2k - 2) samples of its weighted share:
+    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
     Taking from the source that lags most would let one of eight lag by more than a sample.
     """
     if len(taken) == 1:
@@ -28,11 +28,11 @@ def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
 
 
 class BlendedSource:
-    """Takes each next sample from the source whose turn it is; a `SampleSource`.
+    """Blend of several sources by weight; a `SampleSource`.
 
-    After n samples every source has given its share of n to within one sample, see `next_source`.
-    Samples are numbered from 0 over all sources. `owners` says for each source what its samples
-    are to name as theirs, where that is not its place.
+    After n samples the count of every source is within one sample of its share, see `next_source`.
+    Samples are numbered from 0 over all sources. `owners` holds the `source` index that each
+    source's samples carry; None: the source's position.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BlendedSource:
         return replace(sample, sample_id=number, source=self._owners[chosen])
 
     def state_dict(self) -> State:
-        """What each source has given, and where it stands."""
+        """Samples taken from each source, and each source's state."""
         return {
             "taken": list(self._taken),
             "sources": [source.state_dict() for source in self._sources],
@@ -83,9 +83,9 @@ def blend_finite(
     count: int,
     owners: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """The first `count` samples of a blend; a source that gives None has no more.
+    """The first `count` samples of a blend of finite sources; None marks the end of a source.
 
-    Fewer come back when all of them are exhausted. Samples are numbered from 0.
+    Returns fewer samples if all sources are exhausted. Samples are numbered from 0.
     `owners` as in `BlendedSource`.
     """
     owners = range(len(sources)) if owners is None else owners
@@ -105,12 +105,12 @@ def blend_finite(
 
 
 class ShuffledSamples:
-    """Another source's samples, shuffled inside windows of `window`; a `SampleSource`.
+    """A source's samples, shuffled inside windows of `window` samples; a `SampleSource`.
 
-    The order is a function of (seed, number of the window). One sample of the next window is read
-    for each one given, so that the reading is spread evenly; memory: two windows. The state is the
-    source's at the beginning of the window and the number of samples given from it; going back
-    there reads one window again. A window longer than a corpus holds parts of several epochs.
+    The order is a function of (seed, number of the window). Each sample returned reads one sample
+    of the next window, which spreads the reading evenly; memory: two windows. The state is the
+    source's state at the beginning of the window and the number of samples returned from it.
+    Resuming reads one window again. A window longer than a corpus holds parts of several epochs.
     """
 
     def __init__(self, source: SampleSource, *, window: int, seed: int, name: str) -> None:
@@ -142,13 +142,13 @@ class ShuffledSamples:
         return sample
 
     def _resume(self) -> None:
-        """Read this window, and of the next one as much as was given of this one."""
+        """Read this window, and as many samples of the next one as were returned from this one."""
         self._samples = [self._source.next_sample() for _ in range(self._window)]
         self._ahead_start = self._source.state_dict()
         self._ahead = [self._source.next_sample() for _ in range(self._given)]
 
     def _turn(self) -> None:
-        """Go on to the next window, which is read by now."""
+        """Switch to the next window, which has been read completely."""
         samples = self._ahead
         self._begin(self._ahead_start, number=self._number + 1, given=0)
         self._samples, self._ahead_start = samples, self._source.state_dict()

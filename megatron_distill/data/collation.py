@@ -18,13 +18,13 @@ from megatron_distill.data.samples import (
 )
 from megatron_distill.runtime.batch import Batch, LabelCounts
 
-_FLAG_BITS = 8  # of which two are masks and six are the weight
+_FLAG_BITS = 8  # two of masks and six of the weight
 _MASK_BITS = 2
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one step as they travel: G rows of S + 1 tokens.
+    """The samples of one step as broadcast: G rows of S + 1 tokens.
 
     marks holds (document id + 1) << 8 | flags, so that 0 is padding.
     """
@@ -37,7 +37,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the rows of a global batch fall to data-parallel ranks and micro-batches.
+    """Assignment of the rows of a global batch to data-parallel ranks and micro-batches.
 
     Row r belongs to micro-batch r // (micro * size) and, within it, to data-parallel rank
     (r % (micro * size)) // micro.
@@ -64,7 +64,7 @@ class BatchLayout:
 
 
 def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
-    """Stack samples into the tensors that travel."""
+    """Stack samples into the tensors that are broadcast."""
     documents = np.stack([sample.document_ids_S1 for sample in samples]).astype(np.int32)
     flags = np.stack([sample.flags_S1 for sample in samples]).astype(np.int32)
     return GlobalBatch(
@@ -76,7 +76,7 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
 
 
 def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
-    """Take samples out of the tensors again: the inverse of `pack_samples` for some rows."""
+    """Samples from the tensors: the inverse of `pack_samples` for some rows."""
     tokens, marks = batch.tokens_GS1[rows].numpy(), batch.marks_GS1[rows].numpy()
     documents = (marks >> _FLAG_BITS) + PADDING_DOCUMENT
     flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
@@ -86,10 +86,10 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
 
 
 def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tensor]:
-    """Which labels are trained, by cross-entropy and by distillation: two bool tensors [.., S].
+    """Loss masks of cross-entropy and of distillation: two bool tensors [.., S].
 
-    Nothing is where position or label is padding. With isolated documents nothing is at the last
-    token of a document either: what follows belongs to another one and cannot be predicted.
+    False where position or label is padding. With isolated documents also false at the last
+    token of a document: the next token belongs to another document and cannot be predicted.
     """
     documents = marks >> _FLAG_BITS
     predicting, label = documents[..., :-1], documents[..., 1:]
@@ -101,7 +101,7 @@ def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tens
 
 
 def label_units(marks: Tensor) -> Tensor | None:
-    """Weights of the labels in units of 1/64: int32 [.., S]; None where each weighs one."""
+    """Weights of the labels in units of 1/64: int32 [.., S]; None if every weight is one."""
     lacking = (marks[..., 1:] & (1 << _FLAG_BITS) - 1) >> _MASK_BITS
     return WEIGHT_UNITS - lacking if bool(lacking.any()) else None
 
@@ -109,9 +109,9 @@ def label_units(marks: Tensor) -> Tensor | None:
 def count_labels(
     batch: GlobalBatch, *, sources: int = 1, isolate_documents: bool
 ) -> tuple[LabelCounts, ...]:
-    """Labels of each source that cross-entropy and distillation train, by their weights.
+    """Weighted number of labels per source that cross-entropy and distillation train.
 
-    Multiples of 1/64; whole numbers where every label weighs one. One source is the whole batch.
+    Multiples of 1/64; integers if every weight is one. With one source it is the whole batch's.
     """
     masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
     units = label_units(batch.marks_GS1)
@@ -126,7 +126,7 @@ def count_labels(
 
 
 def document_positions(document_ids_bS: Tensor) -> Tensor:
-    """Position of each token inside its document's part of the sample: int64, from 0."""
+    """Position of each token inside its document's segment of the sample: int64, from 0."""
     index = torch.arange(document_ids_bS.shape[1], device=document_ids_bS.device)
     begins = torch.ones_like(document_ids_bS, dtype=torch.bool)
     begins[:, 1:] = document_ids_bS[:, 1:] != document_ids_bS[:, :-1]
@@ -135,7 +135,7 @@ def document_positions(document_ids_bS: Tensor) -> Tensor:
 
 
 def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> Batch:
-    """Some rows of the global batch as a whole (not context-sharded) micro-batch."""
+    """Rows of the global batch as a micro-batch that is not yet context-sharded."""
     tokens, marks = batch.tokens_GS1[rows].long(), batch.marks_GS1[rows]
     ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
     units = label_units(marks)

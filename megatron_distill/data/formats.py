@@ -1,4 +1,4 @@
-"""The formats of data sources: one row each says how files are found, read and told apart."""
+"""The formats of data sources: one table row each, with functions that find and read files."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class Format:
-    """How sources of a format are found and read.
+    """Functions that find and read the files of a format.
 
     Attributes:
-        find: the files of a source's paths; raises DataError where one is missing.
-        reader: gives the function that reads the documents of a file; None: files hold tokens.
-        rows: reads the blocks of rows that conversations are in; None: it holds none.
-        identity: the fields of a source that decide its documents, besides its files.
-        has_paths: whether a source names its files.
+        find: the files of a source's paths; raises DataError if one is missing.
+        reader: returns the function that reads the documents of a file; None: files hold tokens.
+        rows: reads blocks of rows that are conversations; None: the format has no conversations.
+        identity: the fields of a source that determine its documents, besides its files.
+        has_paths: whether a source gives paths.
     """
 
     find: Callable[[Sequence[str]], list[Path]]
@@ -79,7 +79,7 @@ class Format:
 
     @property
     def is_text(self) -> bool:
-        """Whether its documents are text, and not tokens."""
+        """Whether its documents are text instead of token ids."""
         return self.reader is not None
 
     @property

@@ -28,13 +28,13 @@ from megatron_distill.runtime.collectives import ERROR_TYPES, together
 
 
 class StepLoader:
-    """Hands out the global batches of a sample source, step by step, to all ranks of a group.
+    """Broadcasts the global batches of a sample source, step by step, to all ranks of a group.
 
-    `source` lives on rank 0 of the group and is None on every other rank; a thread there reads up
-    to `prefetch` steps ahead (0: a step is read when it is asked for). What a step holds does not
-    depend on the numbers of ranks, and neither does the state, which speaks of the samples that
-    were taken, never of those read ahead. Without an initialised process group it works alone.
-    Where the samples are those of several `sources`, each step says what it holds of each.
+    `source` is on rank 0 of the group and None on every other rank. A thread of rank 0 reads up
+    to `prefetch` steps ahead; 0: a step is read on demand. Samples of a step and the state do not
+    depend on the number of ranks. The state covers the samples taken, without those read ahead.
+    Without an initialised process group the loader works in one process. With several `sources`
+    each step has label counts per source.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class StepLoader:
     def state_dict(self) -> State:
         """Samples taken, and the source's state after them; plain values, the same on all ranks.
 
-        The source's state is None at the beginning.
+        The source's state is None before the first step.
         """
         source_state = self._restored if self._last is None else self._last.state
         return {"samples": self._samples_taken, "source": source_state}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after the samples that `state` has taken; another layout may have taken them.
+        """Resume after the samples that `state` has taken, also under another parallel layout.
 
         Raises DataError, on all ranks alike, if the source does not read the same data.
 
@@ -143,7 +143,7 @@ class StepLoader:
         self._last, self._restored = None, state["source"]
 
     def close(self) -> None:
-        """End the reading thread; what it had read ahead is forgotten."""
+        """End the reading thread and discard the steps read ahead."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
             self._reader = None
@@ -190,13 +190,13 @@ class StepLoader:
 
 
 _DATA: Final = 0
-_FIRST_ERROR: Final = 1  # and the kinds of error from here on
+_FIRST_ERROR: Final = 1  # error types are numbered from here on
 _HEADER_FIELDS: Final = 3  # status, step, text bytes; two counts (see `_units`) per source
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What a step's samples are, what they count, and where the source stands after them."""
+    """A step's samples, their label counts per source, and the source's state after them."""
 
     batch: GlobalBatch
     by_source: tuple[LabelCounts, ...]
@@ -204,13 +204,13 @@ class StepData:
 
     @property
     def state(self) -> State:
-        """Where the source stands after this step's samples."""
+        """The source's state after this step's samples."""
         state: State = json.loads(self.state_text)
         return state
 
 
 class Wire:
-    """Broadcasts from rank 0 of a group; in a process without a process group, hands through."""
+    """Broadcasts from rank 0 of a group; without a process group, returns the data unchanged."""
 
     def __init__(
         self,
@@ -231,13 +231,14 @@ class Wire:
         self._device = device if uses_device else torch.device("cpu")
 
     def exchange(self, step: int, said: StepData | MegatronDistillError | None) -> StepData:
-        """Every rank gets what rank 0 says: the step's data, or its error raised on all of them.
+        """Broadcast rank 0's step data to every rank, or raise rank 0's error on all of them.
 
-        `said` is None on every other rank. All ranks must ask for the same step. The data lies in
-        the memory of the host, whatever device it came over.
+        `said` is None on every other rank. All ranks must ask for the same step. The returned data
+        is in host memory, independent of the device of the broadcast.
 
-        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, and 8 bytes
-        per token (plus less than 1 kB per source) or the error's text.
+        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, then the
+        payload. The payload is 8 bytes per token (plus less than 1 kB per source), or the error's
+        text.
         """
         if self._is_alone:
             assert said is not None
@@ -295,7 +296,7 @@ class Wire:
     def _unpack(self, payload: Tensor) -> GlobalBatch:
         cells = self._rows * self._width
         ids_end = 2 * cells + 2 * self._rows
-        # A copy, because a view of 8-byte numbers needs storage that is aligned to them.
+        # A copy, because a view as int64 needs storage aligned to 8 bytes.
         sample_ids = payload[2 * cells : ids_end].clone().view(torch.int64)
         return GlobalBatch(
             tokens_GS1=payload[:cells].view(self._rows, self._width),
@@ -306,7 +307,7 @@ class Wire:
 
 
 def _units(count: float) -> int:
-    """A count of labels, each with its weight, as a whole number."""
+    """A weighted count of labels as an integer in units of 1/64."""
     return round(count * WEIGHT_UNITS)
 
 

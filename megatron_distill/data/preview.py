@@ -1,4 +1,4 @@
-"""What will be trained, to look at: samples with their masks, lengths and totals."""
+"""Preview of the training data: samples with their loss masks, lengths and totals."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ MEANING: Final = {
     PROMPT: "read, not trained",
     PADDING: "padding",
 }
-# Around text where there is no colour.
+# Marks around text on a terminal without colour.
 _MARKS: Final = {BOTH: ("[[", "]]"), KD_ONLY: ("((", "))"), CE_ONLY: ("{{", "}}")}
 _BAR: Final = "#"
 
 
 @dataclass
 class Totals:
-    """What the samples seen so far hold."""
+    """Token, label and document counts of the samples added so far."""
 
     positions: int = 0
     padding: int = 0
     ce_labels: int = 0
     kd_labels: int = 0
-    lengths: list[int] = field(default_factory=list)  # of the documents' parts in samples
+    lengths: list[int] = field(default_factory=list)  # tokens of documents' segments in samples
 
     def add(self, sample: Sample, kinds_S1: Sequence[str]) -> None:
         """Count a sample."""
@@ -55,7 +55,7 @@ class Totals:
         self.lengths += np.bincount(real).tolist() if len(real) else []
 
     def lines(self) -> Iterable[str]:
-        """The totals in words."""
+        """The totals as lines of text."""
         tokens = max(1, self.positions - self.padding)
         share = 100 / tokens
         yield (
@@ -69,7 +69,7 @@ class Totals:
 
 
 def token_kinds(sample: Sample, *, isolate_documents: bool) -> list[str]:
-    """What becomes of each of the S + 1 tokens as a label; the first is none."""
+    """Kind of each of the S + 1 tokens as a label; the first token is no label."""
     marks = pack_samples([sample]).marks_GS1
     ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
     names = {(True, True): BOTH, (False, True): KD_ONLY, (True, False): CE_ONLY}
@@ -84,7 +84,7 @@ def token_kinds(sample: Sample, *, isolate_documents: bool) -> list[str]:
 def sample_text(
     sample: Sample, tokenizer: Tokenizer, *, isolate_documents: bool, has_colour: bool
 ) -> Text:
-    """A sample's text, a line per document, coloured by mask or with marks around what is trained.
+    """A sample's text, a line per document, coloured by mask or with marks around trained tokens.
 
     Padding is a count. A weight other than one is written before its tokens.
     """
@@ -127,7 +127,7 @@ def _append(
 
 
 def legend(*, has_colour: bool) -> Text:
-    """What the colours, or the marks, mean."""
+    """Legend of the colours or marks."""
     found = Text()
     for kind, meaning in MEANING.items():
         before, after = ("", "") if has_colour else _MARKS.get(kind, ("", ""))

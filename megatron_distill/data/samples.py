@@ -1,4 +1,4 @@
-"""One packed training sample, and the interface of whatever yields them."""
+"""One packed training sample, and the protocol of sample sources."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Sample:
     """S + 1 consecutive tokens: position i is trained to predict token i + 1.
 
     document_ids_S1 counts the documents inside the sample from 0, -1 marks padding (always at the
-    end). flags_S1[i] says whether token i, **as a label**, is trained: bit 0 by cross-entropy,
-    bit 1 by distillation; whether the boundary of two documents is trained is not said here. The
-    six bits above say what its weight lacks of one, in units of 1/64, see `weight_flag`.
-    source says which of the blended sources it comes from.
+    end). flags_S1[i] holds the loss masks of token i **as a label**: bit 0 of cross-entropy,
+    bit 1 of distillation. Masking at the boundary of two documents is not part of the flags. The
+    upper six bits hold one minus the weight, in units of 1/64, see `weight_flag`.
+    source is the index of the blended source.
     """
 
     tokens_S1: NDArray[np.int32]
@@ -49,23 +49,23 @@ def weight_flag(weight: float) -> int:
 
 
 class SampleSource(Protocol):
-    """An endless sequence of samples that can say where it stands and go back there."""
+    """An endless sequence of samples with a state to resume from."""
 
     def next_sample(self) -> Sample:
         """The next sample. Raises DataError."""
         ...
 
     def state_dict(self) -> State:
-        """Where the next sample begins, in plain values."""
+        """The position of the next sample, in plain values."""
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from `state`. Raises DataError if it belongs to other data."""
+        """Resume from `state`. Raises DataError if it belongs to other data."""
         ...
 
 
 def untrained_sample(sequence_length: int, *, token: int, sample_id: int) -> Sample:
-    """A sample of padding only, made of a valid token id; it fills an incomplete global batch."""
+    """A sample of padding only, with a valid token id; it fills an incomplete global batch."""
     return Sample(
         tokens_S1=np.full(sequence_length + 1, token, np.int32),
         document_ids_S1=np.full(sequence_length + 1, PADDING_DOCUMENT, np.int32),
@@ -75,7 +75,7 @@ def untrained_sample(sequence_length: int, *, token: int, sample_id: int) -> Sam
 
 
 class SampleList:
-    """A fixed list of samples, followed by untrained ones for as long as anybody asks.
+    """A fixed list of samples, followed by untrained ones without end.
 
     `steps(global_batch_size)` steps read each sample once; `load_state_dict({"next": 0})` rewinds.
     """
@@ -113,8 +113,8 @@ _FEISTEL_ROUNDS: Final = 4
 def permutation(count: int, *key: int) -> list[int]:
     """A pseudo-random order of range(count), a pure function of `count` and the key's integers.
 
-    Sorted by keyed hash rather than drawn from a generator: there is no generator state to save,
-    and the order cannot change with the version of a library.
+    Sorted by keyed hash instead of drawn from a generator: no generator state to save, and the
+    order cannot change with the version of a library.
     """
     prefix = struct.pack(f"<{len(key)}q", *key)
 
@@ -125,11 +125,11 @@ def permutation(count: int, *key: int) -> list[int]:
 
 
 def shuffled(index: int, count: int, *key: int) -> int:
-    """The number at place `index` of a pseudo-random order of range(count), found by itself.
+    """Element `index` of a pseudo-random order of range(count), in O(1) memory.
 
-    For orders too long to be drawn up: a Feistel network of four rounds on the next power of four,
-    applied until the number is below `count` (Black and Rogaway, 2002, "Ciphers with arbitrary
-    finite domains", method 2). A pure function of its arguments.
+    For orders too long to store: a Feistel network of four rounds on the next power of four,
+    applied until the number is below `count`. See Black and Rogaway, 2002, "Ciphers with arbitrary
+    finite domains", method 2. A pure function of its arguments.
     """
     assert 0 <= index < count, (index, count)
     half = max(1, -(-(count - 1).bit_length() // 2))
@@ -147,6 +147,6 @@ def shuffled(index: int, count: int, *key: int) -> int:
 
 
 def derived_seed(*key: int) -> int:
-    """A seed in [0, 2**31) for libraries that want one, a pure function of the key's integers."""
+    """A seed in [0, 2**31) for other libraries, a pure function of the key's integers."""
     data = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big") >> 1

@@ -26,20 +26,20 @@ from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError, counted
 
-HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
 _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
-# Held-out samples read for each one kept: the more, the more documents they come from.
+# Held-out samples read per sample used: a larger factor draws from more documents.
 _HELD_OUT_CHOICE: Final = 8
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How sources are read.
+    """Options of reading, common to all sources.
 
-    validation_fraction: share of the documents that training never sees, chosen by content.
+    validation_fraction: share of documents held out from training, chosen by content.
     shuffle_buffer: documents per shuffled block. shuffle_samples: packed samples per shuffled
     window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
-    of format megatron. conversations: how sources of conversations are masked, packed and prepared.
+    of format megatron. conversations: masking, packing and preparation of conversations.
     """
 
     sequence_length: int
@@ -54,9 +54,9 @@ class DataOptions:
 def open_training(
     specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, seed: int
 ) -> BlendedSource:
-    """The endless training stream: each source shuffled and packed by itself, blended by weight.
+    """The endless training stream: each source shuffled and packed separately, blended by weight.
 
-    Held-out documents are not in it. To be called on the one rank that reads. Raises DataError.
+    Without held-out documents. Call it on the one rank that reads. Raises DataError.
     """
 
     def opened(spec: SourceSpec) -> list[SampleSource]:
@@ -88,11 +88,11 @@ def open_training(
 def samples_per_epoch(
     spec: SourceSpec, *, tokenizer: TextEncoder, options: DataOptions, seed: int
 ) -> int:
-    """Training samples of one pass over a source, the last of which may be incomplete.
+    """Number of training samples of one epoch of a source; the last one may be incomplete.
 
-    Documents are tokenised for it, so that only small files are counted; the packing of
-    conversations differs by a few samples from one epoch to the next. To be called on the one
-    rank that reads. Raises DataError: there is too much text, or nothing to train on.
+    It tokenises the documents, so only small files are counted. The packing of conversations
+    differs by a few samples from one epoch to the next. Call it on the one rank that reads.
+    Raises DataError: there is too much text, or no trained label.
     """
     if spec.format == "megatron":
         (indexed,) = _indexed(spec, tokenizer, options, seed, is_held_out=False)
@@ -127,9 +127,10 @@ def read_held_out(
 ) -> SampleList:
     """`samples` samples of the held-out documents, the same for every seed.
 
-    They are drawn from several times as many, so that a long document does not stand for all;
-    options.validation_fraction must be the training stream's; 1.0 for sources of their own. Only
-    the last sample of a source may hold padding. Raises DataError if there are not that many.
+    They are drawn from several times as many, so that one long document cannot fill them all.
+    options.validation_fraction must equal the training stream's, or 1.0 for separate validation
+    sources. Only the last sample of a source may hold padding. Raises DataError if there are
+    fewer samples.
     """
     takers: list[Callable[[], Sample | None]] = []
     weights: list[float] = []
@@ -146,7 +147,7 @@ def read_held_out(
         else:
             order = Order(
                 seed=HELD_OUT_SEED,
-                shuffle_buffer=1,  # reads no further than it must
+                shuffle_buffer=1,  # no reading ahead
                 held_out_fraction=fraction,
                 is_held_out=True,
             )
@@ -170,7 +171,7 @@ def read_held_out(
 def _spread(
     source: IndexedSource | PackedStream | ConversationSource, choice: int
 ) -> Iterator[Sample]:
-    """All samples of a finite source, each `choice` of them in a fixed shuffled order."""
+    """All samples of a finite source, each block of `choice` in a fixed shuffled order."""
     remaining = iter(source.next_or_none, None)
     while pool := list(islice(remaining, choice)):
         yield from (pool[index] for index in permutation(len(pool), HELD_OUT_SEED))
@@ -179,9 +180,9 @@ def _spread(
 def sample_texts(
     specs: Sequence[SourceSpec], *, options: DataOptions, characters: int
 ) -> Iterator[str]:
-    """Training texts of every source by weight, about `characters` in all, to train a tokenizer on.
+    """Training texts of every source by weight, about `characters` in total, for a new tokenizer.
 
-    The same for every seed; held-out documents are left out. Raises DataError.
+    Independent of the seed; held-out documents are left out. Raises DataError.
     """
     readable = [spec for spec in _named(specs, "data.sources") if spec.kind.is_text]
     if not readable:

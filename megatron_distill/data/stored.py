@@ -13,16 +13,16 @@ from megatron_distill.store import StoreSet
 
 __all__ = ["Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
 
-_HELD_OUT_SEED: Final = 0  # the held-out samples are the same whatever the seed of the run
+_HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
 
 
 @dataclass(frozen=True)
 class Share:
-    """Samples of a `StoreSet` that take turns with those of other shares.
+    """Samples of a `StoreSet` that are blended with the samples of other shares.
 
     Attributes:
-        numbers: of the samples in the set.
-        weight: relative to the other shares.
+        numbers: the samples' numbers in the set.
+        weight: blending weight, relative to the other shares.
     """
 
     numbers: range
@@ -32,9 +32,9 @@ class Share:
 class StoredSamples:
     """An endless stream of the samples of stores, shuffled anew in every epoch; a `SampleSource`.
 
-    `sample_id` is the number of the sample in the set, by which its record is found. Each share has
-    epochs of its own. Samples `held_out` are passed over. To be used by the one rank that reads.
-    Raises DataError: a share has no other samples.
+    `sample_id` is the number of the sample in the set and locates its record. Each share counts
+    its epochs separately. Samples `held_out` are left out. Use it on the one rank that reads.
+    Raises DataError: a share has held-out samples only.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StoredSamples:
                     f"{counted(len(share.numbers), 'sample')}, all that a store has; lower it, or "
                     "capture more samples"
                 )
-        # Of each share: samples given, and places of its epochs gone by.
+        # Per share: samples returned, and positions passed in its shuffled epochs.
         self._taken = [0] * len(shares)
         self._places = [0] * len(shares)
 
@@ -78,7 +78,7 @@ class StoredSamples:
                 return number
 
     def state_dict(self) -> State:
-        """What each share has given, and of which stores."""
+        """Samples taken from each share, and the identities of the stores."""
         return {
             "taken": list(self._taken),
             "places": list(self._places),
@@ -100,9 +100,9 @@ class StoredSamples:
 
 
 def held_out_numbers(samples: int, count: int) -> list[int]:
-    """`count` of the numbers of that many samples, the same for every seed of a run.
+    """`count` numbers out of range(samples), the same for every seed of a run.
 
-    Raises DataError: there are not more samples than that.
+    Raises DataError: `count` is not below `samples`.
     """
     if count >= samples:
         raise DataError(
@@ -116,7 +116,7 @@ def held_out_numbers(samples: int, count: int) -> list[int]:
 def read_held_out_numbers(
     stores: StoreSet, shares: Sequence[Share], numbers: Sequence[int]
 ) -> SampleList:
-    """Those samples of the set. Raises StoreError: a record is missing or damaged."""
+    """The samples with these numbers. Raises StoreError: a record is missing or damaged."""
     owners = [
         next(i for i, share in enumerate(shares) if number in share.numbers) for number in numbers
     ]
@@ -126,6 +126,6 @@ def read_held_out_numbers(
 
 
 def _read(stores: StoreSet, number: int, share: int) -> Sample:
-    """A sample, which names its share as its source."""
+    """A sample whose `source` is its share."""
     _, found = stores.packed_with_tokens(number)
     return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number, share)

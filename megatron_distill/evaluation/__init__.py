@@ -1,1 +1,1 @@
-"""What a trained model is worth: result tables, curves, and text from it."""
+"""Evaluation of trained models: result tables, loss curves, and generated text."""

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token."""
+"""Text generation with a language model, token by token."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NextLogits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters of the next token.
 
-    At `temperature` 0 it is the likeliest one (the lowest id among equals). Otherwise it is drawn
-    from softmax(logits / temperature), cut to the smallest set of likeliest tokens that together
-    hold `top_p` of the probability (nucleus sampling, arXiv 1904.09751, section 3.1). `eos_id` and
-    `stop_ids` end the text.
+    `temperature` 0 selects the token with the largest logit (the lowest id among equals). Otherwise
+    the token is drawn from softmax(logits / temperature), cut to the smallest set of likeliest
+    tokens with a total probability of `top_p`. This is nucleus sampling, arXiv 1904.09751, section
+    3.1. `eos_id` and `stop_ids` end the text.
 
     Raises ConfigError on a value out of range.
     """
@@ -55,8 +55,8 @@ def generate(
 ) -> list[list[int]]:
     """Continue each row of `prompt_bs` (int64) and return its new tokens, without the prompt.
 
-    A row ends before `eos_id` or one of `stop_ids`, or after `max_new_tokens`. The model sees the
-    last `max_context` tokens. Rows draw from one generator, so that a seed gives the same text for
+    A row ends before `eos_id` or one of `stop_ids`, or after `max_new_tokens`. The model's input is
+    the last `max_context` tokens. Rows share one generator, so that a seed gives the same text for
     the same batch.
 
     Raises CheckpointError if the model's logits are not numbers.
@@ -84,9 +84,9 @@ def generate(
 def sample_next(logits_bV: Tensor, *, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """Choose one token per row of `logits_bV`; returns int64 `[b]` on the CPU.
 
-    A column at minus infinity is never chosen. `generator` is one of the CPU.
+    A column at minus infinity is never chosen. `generator` is a CPU generator.
 
-    Raises CheckpointError if a row has a NaN or an infinity, or no finite logit.
+    Raises CheckpointError if a row has a NaN or plus infinity, or no finite logit.
     """
     logits_bV = logits_bV.detach().to("cpu", torch.float64)
     peak_b1 = logits_bV.max(dim=-1, keepdim=True).values
@@ -114,14 +114,14 @@ def write_text(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Return prompt and continuation by the model and the tokenizer of a folder.
+    """Return the prompt and its continuation by the model and the tokenizer of a folder.
 
     With `chat` the prompt is a user message in the tokenizer's chat template, after a `system`
-    message if there is one, and the response alone is returned.
+    message if there is one. Only the response is returned then.
 
-    The text ends with the model's positions at the latest. The folder names the token that ends it,
-    beside the end of a turn for `chat`; `sampling.eos_id` is not read. Raises CheckpointError,
-    DataError or ConfigError where the folder cannot be used or the prompt is empty.
+    The text ends at the model's maximum positions at the latest. The folder's end-of-document token
+    ends it, for `chat` also the end-of-turn token; `sampling.eos_id` is not read. Raises
+    CheckpointError, DataError or ConfigError if the folder is unusable or the prompt is empty.
     """
     tokenizer, model = _open_folder(folder)
     opened = chat_prompt(tokenizer, prompt, system=system) if chat else None

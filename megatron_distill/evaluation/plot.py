@@ -1,4 +1,4 @@
-"""Loss curves of several runs in one picture."""
+"""Loss curves of several runs in one figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_distill.evaluation.runs import RunLog, Series
 
 __all__ = ["plot_losses"]
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey by the markers.
+# Okabe and Ito's palette, distinct with any colour vision; in grey the markers differ.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _MARKERS = ("o", "s", "^", "D", "v")
 _TEACHER_COLOUR = "#444444"
@@ -37,11 +37,11 @@ class _EndLabel:
 def plot_losses(
     runs: Sequence[RunLog], path: Path, *, title: str, teacher_ce: float | None = None
 ) -> Path:
-    """Draw the cross-entropy of `runs` over the tokens they were trained on; return `path`.
+    """Draw the cross-entropy of `runs` over their training tokens; return `path`.
 
-    Each run is a thin line, its training loss smoothed, and marked points, its held-out loss; the
-    teacher's held-out loss is a dashed line. The left part of a curve, where a loss falls from
-    ln(vocabulary), may be cut off so that the rest can be read.
+    Each run has a thin line for its smoothed training loss and marked points for its held-out loss.
+    A dashed line is the teacher's held-out loss. The left part of a curve, where a loss falls from
+    ln(vocabulary), may be cut off so that the rest stays legible.
 
     Raises DataError if no run has a finite training or held-out loss.
     """
@@ -92,8 +92,8 @@ def _draw_run(axes: Axes, run: RunLog, colour: str, marker: str) -> list[_EndLab
 def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the moving mean over about 5 % of the run.
 
-    The window is symmetric except at the end, where it loses only what lies after the last value:
-    at the beginning, where the loss falls fast, a lopsided window would shift the curve.
+    The window is symmetric, except at the end, where it is cut at the last value. At the beginning,
+    where the loss falls fast, an asymmetric window would shift the curve.
     """
     index = np.arange(len(values))
     before = np.minimum(len(values) // 40, index)
@@ -103,7 +103,7 @@ def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _set_limits(axes: Axes, runs: Sequence[RunLog], labels: Sequence[_EndLabel]) -> None:
-    """Show every end and, of what comes before, what lies after the first tenth of a run."""
+    """Fit the axes to the curves after the first tenth of the longest run, and to all labels."""
     series = [run.held_out("ce_loss") for run in runs]
     smoothed = [run.training("ce_loss") for run in runs]
     series += [Series(one.tokens, _smooth(one.values)) for one in smoothed]

@@ -1,4 +1,4 @@
-"""Training runs as child processes, made one after the other: resumed, never repeated."""
+"""Training runs and captures as child processes, one after the other; resumed, never repeated."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ __all__ = [
 
 
 class RunStoppedError(Exception):
-    """A signal ended a child before it was done; what it has done is kept."""
+    """A signal ended a child before it was done; its output folder can be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """One child process: what it is called, how it is started, and when it is done.
+    """One child process: its name, its command line, and its files.
 
-    `settings` is its whole configuration as text: it is never continued under other settings.
-    Beside its folder `place/name` stand `name.yaml`, those settings, and, once it is finished and
+    `settings` is its complete configuration as text; a child is never resumed with other settings.
+    Next to its folder `place/name` are `name.yaml`, the settings, and, once it is finished and
     saved, `name.json`, its summary.
     """
 
@@ -79,17 +79,17 @@ class Child:
 
     @property
     def settings_file(self) -> Path:
-        """The settings that it was started with."""
+        """The file of the settings that it was started with."""
         return self.place / f"{self.name}.yaml"
 
     @property
     def summary_file(self) -> Path:
-        """There once the child has done all and saved it."""
+        """The summary, which exists once the child has finished and saved."""
         return self.place / f"{self.name}.json"
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the child has finished."""
         return self.summary_file.exists()
 
 
@@ -110,7 +110,7 @@ class ChildRun(Child):
 
     def outcome(self, seconds: float) -> Mapping[str, object]:
         """Return the summary; raises RunStoppedError if the last step is not reached."""
-        del seconds  # a run has its own, start-up apart
+        del seconds  # a run measures its own time, without start-up
         log = self.log()
         if log.last_step < self.steps:
             raise RunStoppedError(f"{self.label}: stopped at step {log.last_step} of {self.steps}")
@@ -119,7 +119,7 @@ class ChildRun(Child):
 
 @dataclass(frozen=True, kw_only=True)
 class ChildCapture(Child):
-    """One capture of a teacher, whose folder is the store."""
+    """One capture of a teacher; its folder is the store."""
 
     samples: int
 
@@ -151,7 +151,7 @@ class ChildCapture(Child):
 
 
 def claim(child: Child) -> None:
-    """Keep the settings of a child beside it; raises ConfigError if they are another's."""
+    """Write a child's settings next to its folder; raises ConfigError if the file differs."""
     file = child.settings_file
     try:
         if not file.exists():
@@ -171,9 +171,9 @@ def claim(child: Child) -> None:
 
 
 def make(child: ChildRun | ChildCapture) -> None:
-    """Start or continue a child under torchrun and wait until it has done all.
+    """Start or resume a child under torchrun and wait until it has finished.
 
-    Raises ConfigError if it was started with other settings, RunStoppedError if a signal came, and
+    Raises ConfigError if it was started with other settings, RunStoppedError after a signal, and
     TrainingError if it failed.
     """
     claim(child)
@@ -189,9 +189,9 @@ def make(child: ChildRun | ChildCapture) -> None:
 
 
 def ask(script: Path, arguments: Sequence[str], *, answer: Path) -> str:
-    """Return what `script` has written into the file `answer`; it runs if there is none yet.
+    """Return the content of the file `answer`; run `script`, which writes it, if it is missing.
 
-    Raises RunStoppedError if a signal came, and TrainingError if the script failed.
+    Raises RunStoppedError after a signal, and TrainingError if the script failed.
     """
     if not answer.exists():
         _wait_for([sys.executable, str(script), *arguments], processes=1, label=script.name)
@@ -221,7 +221,7 @@ def _first_difference(before: str, after: str) -> tuple[str, str]:
 
 
 def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
-    """Raise DataError unless both students began with the same weights and saw as many tokens."""
+    """Raise DataError unless both students had equal initial weights and numbers of tokens."""
     first = [float(run.training("ce_loss").values[0]) for run in (alone, distilled)]
     tokens = [float(run.training("tokens").values[-1]) for run in (alone, distilled)]
     if abs(first[0] - first[1]) > 1e-3 * abs(first[0]) or tokens[0] != tokens[1]:
@@ -233,7 +233,7 @@ def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
 
 
 def over_seeds(outcomes: Sequence[Mapping[str, object]], command: str) -> Mapping[str, object]:
-    """Return the outcomes with the spread of their margins and where they come from."""
+    """Return the outcomes with the spread of their margins, the command, date and hardware."""
     margins = [outcome["margin"]["nats"] for outcome in outcomes]  # type: ignore[index]
     return {
         "command": command,
@@ -260,7 +260,7 @@ def _hardware() -> str:
 
 
 def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Console) -> None:
-    """Print the table of a teacher and its students, and what the teacher brought."""
+    """Print the table of a teacher and its students, and the margin of the distilled student."""
     console.print()
     console.print(result_table(summaries, title="Held-out text, the same for all"))
     verdict = "lower" if brought.nats > 0 else "HIGHER"
@@ -275,7 +275,7 @@ def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Cons
 def show_store(
     store: Mapping[str, Any], online: RunSummary, offline: RunSummary, console: Console
 ) -> None:
-    """Say what the offline route costs and brings beside the online one."""
+    """Print loss, speed and storage of the offline run next to those of the online run."""
     console.print(
         f"From the store ({store['bytes_per_token']:.0f} bytes per token, "
         f"{store['kept_mass']:.1%} of the teacher's probability) it ends at "

@@ -1,4 +1,4 @@
-"""The metrics file of a finished or running run, read back."""
+"""Reader and summary of the metrics file of a finished or running run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over a run: its values, and the tokens trained on up to each of them."""
+    """One metric over a run: its values, and the cumulative training tokens at each of them."""
 
     tokens: NDArray[np.float64]
     values: NDArray[np.float64]
@@ -44,7 +44,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The records of one run in the order of their steps; `label` is how a reader knows it."""
+    """The records of one run in the order of their steps; `label` is its name in results."""
 
     label: str
     folder: Path
@@ -53,7 +53,7 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
-        """The number of optimizer steps done."""
+        """The number of completed optimizer steps."""
         return int(str(self.steps[-1]["step"])) if self.steps else 0
 
     def training(self, name: str) -> Series:
@@ -63,7 +63,7 @@ class RunLog:
     def held_out(self, name: str) -> Series:
         """Return one metric of the validations; values that were not finite are left out."""
         tokens_at = {record["step"]: _number(record, "tokens") for record in self.steps}
-        # A validation before the first step has no step's record to take its tokens from.
+        # A validation before the first step has no step record with its tokens.
         tokens_at.setdefault(0, 0.0)
         return _series(
             (tokens_at.get(record["step"]), _number(_validation(record), name))
@@ -71,14 +71,14 @@ class RunLog:
         )
 
     def last_held_out(self, name: str) -> float | None:
-        """Return a metric of the last validation, None where that has no such finite number."""
+        """Return a metric of the last validation; None if it has no such finite number."""
         return _number(_validation(self.validations[-1]), name) if self.validations else None
 
 
 def read_run(folder: Path, *, label: str) -> RunLog:
-    """Read `folder/metrics.jsonl`; a torn last line, as a running or killed run has, is left out.
+    """Read `folder/metrics.jsonl`, without an incomplete last line of a running or killed run.
 
-    Raises DataError if the file is missing or another line of it is no record.
+    Raises DataError if the file is missing or any other line is no record.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -123,11 +123,11 @@ def _series(points: Iterator[tuple[float | None, float | None]]) -> Series:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The numbers of one run; None where the run has no such number.
+    """The results of one run; None for a missing one.
 
-    Losses are in nats per token, `top1_agreement` is the share of held-out tokens at which student
-    and teacher rank the same token first, `tokens_per_second` the median over the steps,
-    `peak_memory_bytes` that of the largest process.
+    Losses are in nats per token. `top1_agreement` is the share of held-out tokens at which student
+    and teacher have the same top-1 token. `tokens_per_second` is the median over the steps,
+    `peak_memory_bytes` the maximum over the processes.
     """
 
     label: str
@@ -143,11 +143,11 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Margin:
-    """What the teacher brought, in held-out cross-entropy.
+    """Improvement in held-out cross-entropy by distillation.
 
-    `nats` is the loss of the student alone minus that of the distilled student, `share` the same
-    over the loss of the student alone, `gap_closed` the same over the distance between the student
-    alone and the teacher (None if the teacher is no better than the student alone).
+    `nats` is the loss of the student alone minus that of the distilled student. `share` is `nats`
+    over the loss of the student alone. `gap_closed` is `nats` over the difference between the
+    student alone and the teacher; None if the teacher is no better than the student alone.
     """
 
     nats: float
@@ -156,7 +156,7 @@ class Margin:
 
 
 def summarize(run: RunLog) -> RunSummary:
-    """Return the numbers of one run.
+    """Return the results of one run.
 
     Raises DataError if the run has no step.
     """
@@ -179,7 +179,7 @@ def summarize(run: RunLog) -> RunSummary:
 
 
 def margin(*, alone: float, distilled: float, teacher: float) -> Margin:
-    """Return how much better the distilled student is, from three held-out cross-entropies."""
+    """Return the distilled student's improvement, from three held-out cross-entropies."""
     nats = alone - distilled
     distance = alone - teacher
     return Margin(nats, nats / alone, nats / distance if distance > 0 else None)
@@ -195,7 +195,7 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 
 
 def result_table(summaries: Sequence[RunSummary], *, title: str) -> Table:
-    """Return the result as a table for a terminal."""
+    """Return the summaries as a table for a terminal."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     table.add_column("run", no_wrap=True)
     for name, unit in _COLUMNS:
@@ -206,7 +206,7 @@ def result_table(summaries: Sequence[RunSummary], *, title: str) -> Table:
 
 
 def markdown_table(summaries: Sequence[RunSummary]) -> str:
-    """Return the result as a Markdown table."""
+    """Return the summaries as a Markdown table."""
     heads = ["run", *(f"{name} ({unit})" for name, unit in _COLUMNS)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(_COLUMNS)]
     lines += ["| " + " | ".join([row.label, *_cells(row)]) + " |" for row in summaries]

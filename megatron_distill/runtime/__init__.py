@@ -1,1 +1,1 @@
-"""Where a process runs: device, process groups, random state, and Megatron-Core on a CPU."""
+"""The runtime of a process: device, process groups, random state, and Megatron-Core on a CPU."""

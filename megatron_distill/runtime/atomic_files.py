@@ -1,7 +1,7 @@
-"""Files and folders that appear under their name only when all of them is on disk.
+"""Files and folders that appear under their name only when they are completely on disk.
 
-Of a file that several processes may write, a lock holds the temporary name; without one it is
-stale. Nothing here needs torch: processes that prepare data import it.
+If several processes may write a file, its writer locks the temporary file; an unlocked one is
+stale. This module does not import torch, since data worker processes import it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = [
 
 _PARTIAL: Final = ".partial"
 _PARTIAL_FILE: Final = f"{_PARTIAL}-"
-# Where locks do not reach other machines, a file of theirs is left alone for this long.
+# Age at which another machine's file counts as stale; locks may not work across machines.
 _IDLE_SECONDS: Final = 3600.0
 
 
 @contextmanager
 def partial_file(path: Path, *, waits: bool = False) -> Iterator[tuple[Path, int]]:
-    """A temporary name beside `path` and a descriptor of its file, held by this process alone.
+    """Yield a temporary file beside `path` and its descriptor, locked by this process.
 
-    Whatever is left under the temporary name after the block is removed. Raises StoreError: another
-    process writes the same file and is not waited for, or the disk does not let it be written.
+    A file still under the temporary name after the block is removed. Raises StoreError: another
+    process writes the same file (unless `waits`), or the file cannot be written.
     """
     partial = path.with_name(f"{path.name}{_PARTIAL_FILE}{socket.gethostname()}")
     with write_errors(path):
@@ -63,7 +63,7 @@ def partial_file(path: Path, *, waits: bool = False) -> Iterator[tuple[Path, int
         with write_errors(path):
             yield partial, descriptor
     finally:
-        # After a rename another process may already write under the name.
+        # After a rename another process may already use the temporary name.
         if _is_named(partial, descriptor):
             partial.unlink(missing_ok=True)
         os.close(descriptor)
@@ -77,7 +77,7 @@ def _is_named(partial: Path, descriptor: int) -> bool:
 
 
 def _hold(partial: Path, lock: int) -> int | None:
-    """A locked descriptor of an empty file of this name; None where another process holds it."""
+    """A locked descriptor of an empty file of this name; None if another process holds the lock."""
     while True:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -93,7 +93,7 @@ def _hold(partial: Path, lock: int) -> int | None:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a whole file, replacing any. Raises StoreError."""
+    """Write a file atomically, replacing any existing one. Raises StoreError."""
     with partial_file(path, waits=True) as (partial, descriptor):
         _fill(descriptor, content)
         partial.replace(path)
@@ -101,7 +101,7 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def publish_first(path: Path, content: bytes) -> bool:
-    """Write a whole file if there is none of this name, and say whether. Raises StoreError."""
+    """Write a file atomically unless it exists; return whether it was new. Raises StoreError."""
     if path.exists():
         return False
     with partial_file(path, waits=True) as (partial, descriptor):
@@ -127,7 +127,7 @@ def partial_files(folder: Path) -> list[Path]:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove temporary files that no process writes any more. Raises StoreError."""
+    """Remove temporary files that no process has locked. Raises StoreError."""
     for partial in partial_files(folder):
         with write_errors(partial):
             try:
@@ -149,7 +149,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file inside a folder that has not its name yet, to disk. Raises OSError."""
+    """Write a file inside a temporary folder and flush it to disk. Raises OSError."""
     with path.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -157,7 +157,7 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole, replacing any, where one process alone does so. Raises OSError.
+    """Write a file atomically, replacing any existing one; for a single writer. Raises OSError.
 
     `publish` is for files that several processes may write.
     """
@@ -175,12 +175,12 @@ def whole_folder(
     replaces: bool = False,
     is_whole: Callable[[Path], bool] = Path.is_dir,
 ) -> Iterator[Path]:
-    """A folder to write into, which is renamed to `folder` when the block is done.
+    """Yield a temporary folder to write into; it is renamed to `folder` after the block.
 
-    Of several processes the first one wins, unless the last `replaces` it: a folder that
-    `is_whole` and could not be replaced stays. The temporary folder lies in `beside`, or else next
-    to `folder`; after any failure it is removed, and so are those of processes of this machine
-    that are gone. Raises OSError.
+    Of several processes the first one wins; with `replaces` the last. If the rename fails, an
+    existing folder that `is_whole` stays. The temporary folder is in `beside`, by default next
+    to `folder`. It is removed after a failure, as are those of this machine's ended processes.
+    Raises OSError.
     """
     start = f"{folder.name}{_PARTIAL}-{socket.gethostname()}-"
     partial = (beside or folder.parent) / f"{start}{os.getpid()}"
@@ -202,7 +202,7 @@ def whole_folder(
 
 
 def _remove_abandoned(parent: Path, start: str) -> None:
-    """Remove the temporary folders of processes that are gone."""
+    """Remove the temporary folders of ended processes."""
     for leftover in parent.glob(f"{glob.escape(start)}*"):
         number = leftover.name.removeprefix(start)
         is_known = number.isdigit() and Path("/proc/self").exists()
@@ -212,7 +212,7 @@ def _remove_abandoned(parent: Path, start: str) -> None:
 
 @contextmanager
 def write_errors(path: Path, error: type[MegatronDistillError] = StoreError) -> Iterator[None]:
-    """Raise a failure of the operating system to write a path as ``error``, with the remedy."""
+    """Raise an OSError of writing a path as ``error``, with the remedy."""
     try:
         yield
     except OSError as failure:
@@ -222,7 +222,7 @@ def write_errors(path: Path, error: type[MegatronDistillError] = StoreError) -> 
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -234,9 +234,9 @@ _FLUSH_BYTES = 2**27
 
 
 class FlushedFile(io.FileIO):
-    """A file for writing that flushes itself in a thread, every 128 MiB; raises OSError.
+    """A file for writing that is flushed in a thread, every 128 MiB; raises OSError.
 
-    A system that holds gigabytes unwritten stops whoever writes on until the disk has caught up.
+    With gigabytes of unwritten pages the kernel blocks further writes until the disk catches up.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,7 +246,7 @@ class FlushedFile(io.FileIO):
         self._failure: OSError | None = None
 
     def write(self, data: Buffer, /) -> int:
-        """Write; raises what an earlier flush failed with."""
+        """Write; raises the OSError of an earlier flush."""
         count = super().write(data)
         self._unflushed += count
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or not self._flush.is_alive()):
@@ -257,7 +257,7 @@ class FlushedFile(io.FileIO):
         return count
 
     def close(self) -> None:
-        """Wait for the flush that is under way, and close."""
+        """Wait for the running flush, and close."""
         if not self.closed:
             try:
                 self._wait()
@@ -269,7 +269,7 @@ class FlushedFile(io.FileIO):
             self._flush.join()
             self._flush = None
         if self._failure is not None:
-            # The system says it once; to fsync at the end the file would look whole.
+            # The kernel reports the error once; a later fsync would succeed.
             failure, self._failure = self._failure, None
             raise failure
 

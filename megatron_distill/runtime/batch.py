@@ -1,4 +1,4 @@
-"""Micro-batches as they reach the models: tokens, labels, masks, positions and documents."""
+"""Micro-batches, the models' inputs: tokens, labels, masks, positions and documents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 def zigzag_index(
     sequence_length: int, *, rank: int, size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Global positions that context-parallel rank `rank` of `size` keeps.
+    """Global positions of context-parallel rank `rank` of `size`.
 
-    The sequence is cut into `2 * size` chunks; rank r keeps chunks r and `2 * size - 1 - r`, so
-    that every rank has the same share of the causal triangle.
+    The sequence is cut into `2 * size` chunks, and rank r takes chunks r and `2 * size - 1 - r`.
+    Every rank then has the same share of the causal triangle.
 
-    Returns: int64 [sequence_length / size], ascending, made on the device without waiting for it.
+    Returns: int64 [sequence_length / size], ascending, made on the device without a sync.
     """
     if size == 1:
         return torch.arange(sequence_length, device=device)
@@ -28,27 +28,27 @@ def zigzag_index(
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: b sequences, of which this rank holds s of the S positions.
+    """One micro-batch: b sequences, with s of the S positions on this rank.
 
-    labels_bs[i, j] is the token that follows tokens_bs[i, j]; the masks say which labels are
-    trained. Where a mask is false the label is still a valid token id. Two positions may attend to
-    each other (causally) only if their document_ids_bS are equal; -1 there is padding.
+    labels_bs[i, j] is the token that follows tokens_bs[i, j]. The masks mark the trained labels; a
+    masked-out label is still a valid token id. Two positions may attend to each other (causally)
+    only if their document_ids_bS are equal; -1 marks padding.
     """
 
     tokens_bs: Tensor  # int64
     labels_bs: Tensor  # int64
     ce_mask_bs: Tensor  # bool: the label counts for cross-entropy
-    kd_mask_bs: Tensor  # bool: the teacher's distribution at this position counts
+    kd_mask_bs: Tensor  # bool: the position counts for distillation
     position_ids_bs: Tensor  # int64, restarting with each document if isolate_documents
     document_ids_bS: Tensor  # int64, the whole sequence; all 0 if not isolate_documents
     sequence_index_s: Tensor  # int64, global index of each local position
     sample_ids_b: Tensor  # int64
     isolate_documents: bool
-    # int64, the places in the flattened [b * s] that a mask trains, in order; None: not looked for.
-    # Known beforehand, they spare the objective from waiting for the device to count them.
+    # int64, ascending indices into the flattened [b * s] where a mask is true; None: not computed.
+    # Computed on the host, they spare the objective a device sync to count them.
     trained_rows_n: Tensor | None = None
-    sources_b: Tensor | None = None  # int64, which of the blended sources; None: there is one
-    label_weights_bs: Tensor | None = None  # fp32, of the labels that count; None: each weighs one
+    sources_b: Tensor | None = None  # int64, index of the blended source; None: there is one
+    label_weights_bs: Tensor | None = None  # fp32, of the trained labels; None: every weight is one
     copied_from: Batch | None = None  # the same batch on the host
 
     def __post_init__(self) -> None:
@@ -59,10 +59,10 @@ class Batch:
         assert self.document_ids_bS.shape[0] == shape[0] == self.sample_ids_b.shape[0]
 
     def context_shard(self, rank: int, size: int) -> Batch:
-        """This batch as context-parallel rank `rank` of `size` sees it: zigzag chunks.
+        """The shard of context-parallel rank `rank` of `size`: zigzag chunks of this batch.
 
-        Every [b, s] field keeps the positions `zigzag_index(S, rank, size)`; document_ids_bS and
-        what is known of whole samples stay whole. Must be called on a whole batch (s == S).
+        Every [b, s] field is cut to the positions `zigzag_index(S, rank, size)`. document_ids_bS
+        and the per-sample fields are unchanged. Must be called on a whole batch (s == S).
         """
         sequence_length = self.document_ids_bS.shape[1]
         assert self.tokens_bs.shape[1] == sequence_length, "the batch is sharded already"
@@ -84,22 +84,22 @@ class Batch:
 
     @property
     def ce_weights_bs(self) -> Tensor:
-        """The cross-entropy mask, times the weight of each label where they differ."""
+        """The cross-entropy mask, times the label weights if there are any."""
         return _weighted(self.ce_mask_bs, self.label_weights_bs)
 
     @property
     def kd_weights_bs(self) -> Tensor:
-        """The distillation mask, times the weight of each label where they differ."""
+        """The distillation mask, times the label weights if there are any."""
         return _weighted(self.kd_mask_bs, self.label_weights_bs)
 
     def with_trained_rows(self) -> Batch:
-        """The same batch with `trained_rows_n`; to be called on a CPU, on its final positions."""
+        """The same batch with `trained_rows_n`; call it on a CPU batch, after sharding."""
         is_trained_bs = self.ce_mask_bs | self.kd_mask_bs
         return replace(self, trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1))
 
     @property
     def on_host(self) -> Batch:
-        """The batch that this one was copied from, or itself: to read it waits for no device."""
+        """The batch that this one was copied from, or itself; reading it needs no device sync."""
         return self if self.copied_from is None else self.copied_from
 
     def to(self, device: torch.device | str) -> Batch:
@@ -129,7 +129,7 @@ def _weighted(mask_bs: Tensor, weights_bs: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Labels that cross-entropy and distillation train; sums of weights where these differ."""
+    """Numbers of labels that cross-entropy and distillation train; sums of weights if given."""
 
     ce: float
     kd: float
@@ -140,9 +140,8 @@ class StepBatches:
     """The micro-batches of one optimizer step on this data-parallel and context-parallel rank.
 
     The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
-    micro-batches), the same number on every rank: they are the denominators of the objective. Where
-    labels weigh less than one, they are sums of weights. by_source holds those of each source,
-    whose sums they are; nothing where nobody asks.
+    micro-batches) and equal on every rank. They are the denominators of the objective. With label
+    weights they are sums of weights. by_source splits them by source; it is empty with one source.
     """
 
     micro_batches: tuple[Batch, ...]

@@ -33,10 +33,10 @@ ERROR_TYPES: tuple[type[MegatronDistillError], ...] = (
 
 
 def agree(error: MegatronDistillError | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank the error of the lowest rank that has one; return if none has.
+    """Raise on every rank the error of the lowest failed rank; return if no rank failed.
 
-    A rank-local failure must come through here before the next collective, so that no rank waits
-    for one that has gone.
+    A rank-local failure must pass through here before the next collective, so that no rank waits
+    for a rank that has ended.
 
     Collective: `group` (the world), one all-gather of a short object per rank.
     """
@@ -51,9 +51,9 @@ def agree(error: MegatronDistillError | None, *, group: dist.ProcessGroup | None
 
 @contextmanager
 def together(*, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block that may fail on some ranks, and leave it on all of them in the same way.
+    """Run a block that may fail on some ranks; its outcome is the same on all ranks.
 
-    The block itself must not communicate. Raises what `agree` raises.
+    The block itself must not communicate. Raises as `agree`.
 
     Collective: `group` (the world), one all-gather of a short object per rank, after the block.
     """
@@ -92,10 +92,10 @@ def on_first_rank(
     group: dist.ProcessGroup | None = None,
     beat_seconds: float = _BEAT_SECONDS,
 ) -> Result | None:
-    """Do work on the first rank while the others wait, however long it takes.
+    """Run work of any duration on the first rank while all other ranks wait.
 
-    It runs in a thread of that rank, so that no collective waits longer than `beat_seconds`. What
-    it returns is returned there, None elsewhere; its error is raised on every rank.
+    It runs in a thread of that rank, so that no collective waits longer than `beat_seconds`.
+    Returns the work's result on the first rank, None elsewhere. Its error is raised on every rank.
 
     Collective: `group` (the world), one all-reduce of 8 bytes every `beat_seconds`, then one
     all-gather of a short object per rank.

@@ -22,7 +22,7 @@ from megatron_distill.errors import ConfigError, counted
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share each dimension of the model and the data."""
+    """Parallel sizes: the number of ranks along each dimension of the model and the data."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that together hold one copy of the model and one sequence."""
+        """Number of ranks that together hold one copy of the model and one sequence."""
         return self.tensor * self.pipeline * self.context
 
     def without_virtual_stages(self) -> Layout:
@@ -52,7 +52,7 @@ class Groups:
     context: dist.ProcessGroup
     data: dist.ProcessGroup
     data_context: dist.ProcessGroup
-    model: dist.ProcessGroup  # tensor x pipeline: the ranks that see the same data
+    model: dist.ProcessGroup  # tensor x pipeline: the ranks with the same data
     megatron: ProcessGroupCollection
 
     @property
@@ -69,7 +69,7 @@ class Groups:
 def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
     """Build every process group of the layout, in Megatron-Core's rank order tp-cp-ep-dp-pp.
 
-    Raises ConfigError when the world cannot be divided so.
+    Raises ConfigError if the world size does not divide into the layout.
     Collective: the whole world, group creation.
     """
     world_size = dist.get_world_size()
@@ -106,20 +106,20 @@ def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
 
 
 def destroy_groups() -> None:
-    """Forget every group, so that another layout can be set up in the same process."""
+    """Destroy every group, so that another layout can be set up in the same process."""
     parallel_state.destroy_model_parallel()
 
 
-# Far apart, so that no stage's tensor-parallel or expert offsets meet another stage's.
+# Large strides, so that tensor-parallel and expert offsets of two stages never give one seed.
 _STAGE_STRIDE = 100_003
 _DATA_STRIDE = 1_009
 
 
 def seed_everything(seed: int, groups: Groups) -> None:
-    """Seed every random state of this process; only dropout ever draws from them.
+    """Seed every random state of this process; only dropout draws from them.
 
-    Pipeline stages and data-parallel ranks draw different masks, tensor-parallel ranks the same
-    ones where they hold the same activations and different ones where they hold shards.
+    Pipeline stages and data-parallel ranks draw different masks. Tensor-parallel ranks draw equal
+    masks for replicated activations and different ones for sharded activations.
     """
     own = seed + _STAGE_STRIDE * groups.pipeline.rank() + _DATA_STRIDE * groups.data_context.rank()
     random.seed(own)
@@ -130,7 +130,7 @@ def seed_everything(seed: int, groups: Groups) -> None:
 
 @contextmanager
 def repeated_dropout() -> Iterator[None]:
-    """Leave the random states as they were found, so that what follows draws the same masks."""
+    """Restore the random states after the block, so that later code draws the same masks."""
     host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
     try:

@@ -1,8 +1,8 @@
 """Megatron-Core's `.bin/.idx` datasets, opened by one rank alone.
 
-Megatron-Core's own builder waits for every rank and fixes the order by the number of samples that
-the run will draw. Here its `GPTDataset` is built one epoch at a time with a seed of its own: no
-collective, an order that is a function of (seed, epoch), and no end.
+Megatron-Core's own builder waits for every rank, and its order depends on the number of samples
+that the run will draw. Here its `GPTDataset` is built one epoch at a time with the epoch's seed. It
+needs no collective, its order is a function of (seed, epoch), and the stream is endless.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DOCUMENT_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What Megatron-Core's datasets ask of a tokenizer."""
+    """The tokenizer attributes that Megatron-Core's datasets read."""
 
     vocab_size: int
     eod: int
@@ -47,7 +47,7 @@ class _Vocabulary:
 
 
 def check_files(prefix: str) -> None:
-    """Raise DataError unless PREFIX.bin and PREFIX.idx are there, whole, and fit each other."""
+    """Raise DataError unless PREFIX.bin and PREFIX.idx exist, are complete, and match."""
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
@@ -85,10 +85,10 @@ def check_files(prefix: str) -> None:
 class IndexedSamples:
     """The training part, or the held-out part, of one `.bin/.idx` prefix.
 
-    The last `held_out_fraction` of the documents is held out (Megatron-Core's `split`). Epoch after
-    epoch the same `len(self)` windows of S + 1 tokens are there in another order; what is left over
-    at the end of an epoch is dropped, as Megatron-Core does. cache: folder that keeps the shuffled
-    indices from run to run; None builds them anew.
+    The last `held_out_fraction` of the documents is held out (Megatron-Core's `split`). Every
+    epoch has the same `len(self)` windows of S + 1 tokens in another order. The remainder at the
+    end of an epoch is dropped, as in Megatron-Core. cache: folder of the shuffled indices, reused
+    between runs; None builds them anew.
     Raises DataError for missing, damaged, or too little data.
     """
 
@@ -135,7 +135,7 @@ class IndexedSamples:
         )
 
     def _part(self) -> NDArray[np.int32]:
-        """The sequences of this part, as Megatron-Core's builder cuts them, at document ends."""
+        """The sequences of this part, split at document ends as by Megatron-Core's builder."""
         bounds = self._config(0, None).split_matrix[self._split.value]
         if bounds is None:
             return np.zeros(0, np.int32)
@@ -154,7 +154,7 @@ class IndexedSamples:
     def tokens(self, index: int, *, epoch: int, seed: int) -> NDArray[np.int32]:
         """Tokens of sample `index` of an epoch whose order is drawn from `seed`: int32 [S + 1].
 
-        Raises DataError if an id lies outside of the vocabulary.
+        Raises DataError if an id lies outside the vocabulary.
         """
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, self._build(seed))
@@ -170,7 +170,7 @@ class IndexedSamples:
         return tokens.astype(np.int32)
 
     def _build(self, seed: int) -> GPTDataset:
-        """One epoch; its indices are cached under a name that they get only when complete."""
+        """One epoch; its indices appear in the cache only when complete."""
         root = None if self._cache is None else self._cache / self._cache_name(seed)
         try:
             if root is not None and root.is_dir():
@@ -193,7 +193,7 @@ class IndexedSamples:
         )  # fmt: skip
 
     def _cache_name(self, seed: int) -> str:
-        """A name for everything that the indices depend on, the file's own version included."""
+        """Digest of everything that the indices depend on, the file's size and mtime included."""
         status = Path(f"{self.prefix}.idx").stat()
         key = [
             str(Path(self.prefix).resolve()), status.st_size, status.st_mtime_ns, seed,
@@ -203,7 +203,7 @@ class IndexedSamples:
 
 
 class IndexedWriter:
-    """Appends documents to a pair that `open_indexed` finishes or removes."""
+    """Appends documents to a .bin/.idx pair that `open_indexed` completes or removes."""
 
     def __init__(self, data: Path, *, vocab_size: int) -> None:
         self._data = data
@@ -222,13 +222,13 @@ class IndexedWriter:
         self.tokens += len(tokens)
 
     def finish(self, index: Path) -> None:
-        """Write the index of what was appended. Raises DataError."""
+        """Write the index of the appended documents. Raises DataError."""
         with _writing(index):
             self._builder.finalize(str(index))
 
     def close(self) -> None:
-        """Close the data file, whether it is whole or not."""
-        # What is still to be written need not fit any more; the file goes anyway.
+        """Close the data file, complete or not."""
+        # A full disk may refuse the buffered rest; after a failure the file is removed anyway.
         with suppress(OSError):
             self._builder.data_file.close()
 
@@ -237,8 +237,8 @@ class IndexedWriter:
 def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[IndexedWriter]:
     """Write PREFIX.bin and PREFIX.idx, with two bytes per token if the vocabulary allows.
 
-    Whatever goes wrong inside leaves neither file. Raises DataError if the pair is there already
-    and not to be replaced, if it cannot be written, or if no document was added.
+    A failure inside leaves neither file. Raises DataError if the pair exists and `overwrite` is
+    false, if it cannot be written, or if no document was added.
     """
     data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     partial = {path: Path(f"{path}.partial") for path in (data, index)}
@@ -254,7 +254,7 @@ def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[
             writer.finish(partial[index])
         finally:
             writer.close()
-        # Without its data file a pair does not look whole, whatever stops us in between.
+        # A pair without its data file is seen as incomplete, should the process end in between.
         with _writing(data):
             data.unlink(missing_ok=True)
             partial[index].replace(index)

@@ -1,7 +1,7 @@
-"""How this process was started: alone, or as one rank of a world that has still to meet.
+"""The launch of this process: alone, or as one rank of a world without a process group yet.
 
-Before there is a process group a rank may already fail alone: its file is missing, its GPU is
-taken. The store through which the ranks are going to meet lets them fail together even then.
+A rank may fail before there is a process group: its file is missing, its GPU is taken. The
+rendezvous store then lets all ranks fail together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a share
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the world; `store` is there when other processes are."""
+    """This process's rank and the world size; `store` is None in a world of one process."""
 
     rank: int
     size: int
@@ -37,9 +37,9 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Read what torchrun says; a process without torchrun is a world of its own.
+        """Read torchrun's environment variables; without torchrun the world is this process.
 
-        Collective: the whole world meets at the store.
+        Collective: the whole world, rendezvous at the store.
         """
         if dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), None)
@@ -51,9 +51,9 @@ class Launch:
 
     @contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Run a block that may fail on some ranks, and leave it on all of them in the same way.
+        """Run a block that may fail on some ranks; its outcome is the same on all ranks.
 
-        `name` is the block's, used once. Raises the error of one of the failing ranks.
+        `name` identifies the block and is used once. Raises the error of one failed rank.
 
         Collective: the whole world, through the store or as `collectives.together`.
         """
@@ -92,9 +92,9 @@ class Launch:
             raise ERROR_TYPES[kind](message) from failure
 
     def status_of(self, work: Callable[[], None]) -> int:
-        """Do the work of the script; return its exit status, having said why it failed.
+        """Do the work of a script, write the message of its error, and return the exit status.
 
-        An error is one that all ranks raise together, so it is said once.
+        All ranks raise an error together, so its message is written once.
         """
         try:
             work()
@@ -104,9 +104,9 @@ class Launch:
         return 0
 
     def _say(self, text: str) -> None:
-        """Say something last: to torchrun, which ends its own report with it, or to stderr."""
-        # One rank per node, because each node's torchrun reports on its own. It ends that rank once
-        # another one has left with an error, so the other ones wait for the message.
+        """Write the last message: to torchrun, which ends its report with it, or to stderr."""
+        # One rank per node writes, because each node's torchrun reports separately. torchrun ends
+        # the writer once another rank exits with an error, so all other ranks wait for the message.
         written = f"message/{os.environ.get('GROUP_RANK', '0')}"
         if int(os.environ.get("LOCAL_RANK", self.rank)) != 0:
             if self.store is not None:
@@ -130,7 +130,7 @@ class Launch:
 
 
 def _told_torchrun(file: Path, text: str) -> bool:
-    """Write the file in which torchrun looks for a rank's last words; return whether it worked."""
+    """Write torchrun's error file of this rank; return whether it could be written."""
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
@@ -144,7 +144,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Device:
-    """Where this process computes and how it talks to the others."""
+    """The device of this process and the backend of its collectives."""
 
     kind: str  # "cpu" or "cuda"
     backend: str  # "gloo" or "nccl"
@@ -152,10 +152,10 @@ class Device:
 
 
 def select_device(*, device: str, backend: str) -> Device:
-    """Return this process's device: CUDA and NCCL where there is a GPU, else CPU and gloo.
+    """Return this process's device: CUDA and NCCL with a GPU, else CPU and gloo.
 
     `device` is "auto", "cpu" or "cuda", `backend` "auto", "gloo" or "nccl". Raises ConfigError
-    for a device that is not there or a backend that cannot serve it.
+    for a missing device or a backend that does not support it.
     """
     available = torch.cuda.is_available()
     kind = ("cuda" if available else "cpu") if device == "auto" else device
@@ -182,7 +182,7 @@ def select_device(*, device: str, backend: str) -> Device:
 
 
 def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float) -> None:
-    """Make the default process group: the torchrun world, or a world of one without torchrun.
+    """Initialise the default process group: the torchrun world, or one process without torchrun.
 
     Collective: the whole world, rendezvous.
     """
@@ -211,8 +211,8 @@ def joined_world(
 ) -> Iterator[Device]:
     """Join the torchrun world, or a world of one without torchrun, and leave it at the end.
 
-    Megatron-Core may be imported inside, not before. A process group that is there already is
-    used and kept. Raises ConfigError, on all ranks, for a device or backend that is not there.
+    Import Megatron-Core inside, not before. An existing process group is used and not destroyed.
+    Raises ConfigError, on all ranks, for a missing device or backend.
 
     Collective: the whole world, rendezvous.
     """

@@ -1,6 +1,6 @@
 """torchrun for the ranks of one machine, with the failed rank's own message as the only report.
 
-Started by `runtime.torchrun.run_ranks` as a process of its own: python -m, torchrun's arguments.
+`runtime.torchrun.run_ranks` starts it as a child process: python -m, torchrun's arguments.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks to their end and return the exit status of the one that failed first, or 0."""
-    logging.disable(logging.ERROR)  # of a failure torchrun logs the process, not the reason
+    """Run the ranks to their end; return the exit status of the first rank to fail, or 0."""
+    logging.disable(logging.ERROR)  # torchrun logs the failed process, not the reason
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(failures: Mapping[int, ProcessFailure]) -> int:
-    """Write why the ranks failed, unless a rank has written it, and return the exit status."""
+    """Write the reason of the failure, unless a rank wrote it, and return the exit status."""
     # A rank that torchrun ended after another's failure is not the cause.
     rank = min(failures, key=lambda rank: (_order(failures[rank]), failures[rank].timestamp, rank))
     failure = failures[rank]
     message = _own_message(failure)
     if message is not None:
         sys.stderr.write(f"{message}\n")
-        return 1  # its status with a message, though torchrun may have ended it on its way out
+        return 1  # the status of a rank with a message; torchrun may have ended it while exiting
     if failure.exitcode < 0:
         ended_by = signal.Signals(-failure.exitcode)
         reason = "stopped" if ended_by in _ENDING else f"error: rank {rank} died of {ended_by.name}"
@@ -53,11 +53,11 @@ def _order(failure: ProcessFailure) -> int:
         return 0
     if not _was_ended(failure):
         return 1
-    return 2 if failure.exitcode > 0 else 3  # one that tidied up has written that it stopped
+    return 2 if failure.exitcode > 0 else 3  # exit status > 0: cleaned up and wrote "stopped"
 
 
 def _own_message(failure: ProcessFailure) -> str | None:
-    """Return the message that `Launch.status_of` left for torchrun."""
+    """Return the message that `Launch.status_of` wrote for torchrun."""
     written = failure.error_file_data["message"]
     return str(written["message"]) if isinstance(written, dict) else None
 

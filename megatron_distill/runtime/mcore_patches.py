@@ -1,14 +1,14 @@
 """Every change that lets Megatron-Core run without CUDA and without Transformer Engine.
 
-Megatron-Core names CUDA in three ways, and each has one remedy here:
+Megatron-Core depends on CUDA in three ways, each with one remedy here:
 
 * calls into ``torch.cuda`` (device, streams, random state): replaced by host equivalents;
 * literals inside functions (``device="cuda"``, ``"torch.cuda.FloatTensor"``): the constant in the
-  function's compiled code is replaced, so that the rest of the function stays upstream's own;
+  function's compiled code is replaced, so that the rest of the function is unchanged;
 * features that need a CUDA kernel: replaced functions.
 
-Each entry is checked when it is applied: a missing function or literal is an error, because it
-means that the installed release is not the one these entries were written for.
+Each entry is checked when it is applied. A missing function or literal is an error, because the
+installed release then differs from the release that the entries were written for.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron_distill.errors import ConfigError
 
 SUPPORTED_RELEASES = ("0.16.1",)
 
-# Remarks of Megatron-Core about things that are optional or its own to mend.
+# Warnings about optional packages or Megatron-Core's own use of deprecated functions.
 _UPSTREAM_REMARKS = (
     r"Apex is not installed.*",
     r".*[Tt]ransformer[ _]?[Ee]ngine.*not (installed|found).*",
     r"full scope is deprecated.*",
     r"`torch\.distributed\.\w+` is deprecated.*",
     r"The \.grad attribute of a Tensor that is not a leaf.*",  # views of the distributed optimizer
-    r"`load_state_dict` is deprecated.*",  # its sharded checkpoints' own use of torch's
+    r"`load_state_dict` is deprecated.*",  # called by Megatron-Core's sharded checkpoints
     r"Please use DTensor instead.*",
 )
 
-# And one that only matters where there are CUDA streams.
+# A warning about CUDA streams, without meaning on a CPU.
 _CUDA_REMARKS = (r"When using async grad allreduce it is recommended to set .*",)
 
 _FLOAT = {"torch.cuda.FloatTensor": "torch.FloatTensor"}
@@ -59,7 +59,7 @@ _DEVICE = {"cuda": "cpu"}
 
 @dataclass(frozen=True)
 class LiteralChange:
-    """Constants to replace in one upstream function, and why it needs it."""
+    """Constants to replace in one upstream function, and the reason."""
 
     module: str
     function: str
@@ -132,7 +132,7 @@ LITERAL_CHANGES = (
 
 
 class HostStream:
-    """A stream that has nothing to order: work on the host is already sequential."""
+    """A stream without effect: work on the host is already sequential."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device("cpu")
@@ -200,8 +200,8 @@ def _set_host_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
 def _fork_host_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Run a block under one of the tracker's named random states.
 
-    Upstream's version warns when the host state moved during the block; here the host state is
-    the state that is meant to move.
+    Upstream's version warns if the host state changes during the block; here that change is
+    intended.
     """
     outside = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
@@ -244,7 +244,7 @@ def _upstream(module: str, path: str) -> tuple[Any, str, Any]:
 def _with_constants(
     code: types.CodeType, constants: dict[Any, Any], seen: set[Any]
 ) -> types.CodeType:
-    """Return the code object with constants exchanged, nested functions included."""
+    """Return the code object with constants replaced, nested functions included."""
 
     def exchange(constant: Any) -> Any:
         if isinstance(constant, types.CodeType):
@@ -258,9 +258,9 @@ def _with_constants(
 
 
 def change_literals(change: LiteralChange) -> None:
-    """Exchange the literals of one upstream function in place.
+    """Replace the literals of one upstream function in place.
 
-    Raises ConfigError when the function or one of the literals does not exist.
+    Raises ConfigError if the function or one of the literals does not exist.
     """
     _, _, found = _upstream(change.module, change.function)
     function = inspect.unwrap(getattr(found, "__func__", found))  # class methods are bound
@@ -277,10 +277,10 @@ def change_literals(change: LiteralChange) -> None:
 
 
 def prepare_megatron_core(*, on_cuda: bool) -> None:
-    """Import Megatron-Core quietly, and patch it where CUDA or Transformer Engine are missing.
+    """Import Megatron-Core without its warnings; patch it if CUDA or Transformer Engine is missing.
 
     Must come before any other import of `megatron.core`; a second call does nothing. Raises
-    ConfigError when there is no CUDA and the installed release is not a known one.
+    ConfigError if there is no CUDA and the installed release is not supported.
     """
     for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
         warnings.filterwarnings("ignore", message=message)
@@ -290,7 +290,7 @@ def prepare_megatron_core(*, on_cuda: bool) -> None:
         _patch_for_cpu()
         mend_gathering()
     if find_spec("transformer_engine") is None:
-        # The router asks whether this name is None, but it is set only when the import succeeds.
+        # The router compares this name with None, but it is defined only if the import succeeds.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         vars(router)["te_general_gemm"] = None
     mend_gradient_norm()
@@ -306,14 +306,14 @@ def _patch_for_cpu() -> None:
             f"megatron-core {release} is installed; without CUDA only "
             f"{', '.join(SUPPORTED_RELEASES)} are tested: install one of them"
         )
-    # Fused element-wise functions are compiled by decoration at import. Nothing here uses them, and
+    # Decorators compile fused element-wise functions at import. This package does not use them, and
     # loading the compiler costs every process four seconds.
     with patch.object(torch, "compile", _leave_uncompiled):
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     for name, replacement in TORCH_CUDA_REPLACEMENTS.items():
         setattr(torch.cuda, name, replacement)
-    # The optimizer's checkpoint moves what it sends with `.cuda()`.
+    # The optimizer's checkpoint moves tensors with `.cuda()` before it sends them.
     torch.Tensor.cuda = _host_tensor  # type: ignore[assignment,method-assign]
     for change in LITERAL_CHANGES:
         change_literals(change)
@@ -327,24 +327,23 @@ def _leave_uncompiled(function: Any = None, **_: object) -> Any:
 
 
 def _function_replacements() -> tuple[tuple[str, str, Any], ...]:
-    """Return (module, path, replacement) for what no literal change can mend."""
+    """Return (module, path, replacement) of functions that no literal change can fix."""
     random = "megatron.core.tensor_parallel.random"
     return (
-        # They reach into torch._C for the CUDA generators.
+        # Both use the CUDA generators of torch._C.
         (random, "_get_cuda_rng_state", _host_rng_state),
         (random, "_set_cuda_rng_state", _set_host_rng_state),
-        # Recomputation and dropout fork a CUDA state and insist that the host state stays put.
+        # Recomputation and dropout fork a CUDA state and require an unchanged host state.
         (random, "CudaRNGStatesTracker.fork", _fork_host_rng),
     )
 
 
 def mend_loading() -> None:
-    """Let the distributed optimizer be loaded from tensors that are not all there.
+    """Let the distributed optimizer load an incomplete set of tensors per parameter.
 
-    torch's Adam counts its steps per parameter; the count is loaded on its own, but upstream looks
-    for it among the parameter's tensors. In fp32 the weights that the optimizer steps are the
-    model's own, which need no second place in a checkpoint. What is missing stays as it is. A
-    second call does nothing.
+    torch's Adam counts its steps per parameter; the count is loaded separately, but upstream
+    requires it among the parameter's tensors. In fp32 the optimizer steps the model's own weights,
+    which a checkpoint stores once. Missing tensors retain their values. A second call does nothing.
     """
     kind = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     upstream = kind._set_main_param_and_optimizer_states  # noqa: SLF001
@@ -359,11 +358,11 @@ def mend_loading() -> None:
 
 
 def mend_gathering() -> None:
-    """Gather parameters as late as asked for, but wait for them; for gloo.
+    """Make the delayed all-gather of parameters synchronous; for gloo.
 
-    Its all-gather, asynchronous and coalesced, corrupts the heap of a process that allocates
-    meanwhile: with torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A
-    second call does nothing.
+    gloo's asynchronous, coalesced all-gather corrupts the heap if the process allocates meanwhile.
+    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A second
+    call does nothing.
     """
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     kind = buffers._ParamAndGradBucketGroup  # noqa: SLF001
@@ -378,10 +377,10 @@ def mend_gathering() -> None:
 
 
 def mend_gradient_norm() -> None:
-    """Measure and scale gradients where they are, if neither Transformer Engine nor Apex does it.
+    """Compute the gradient norm and scale gradients on their device if TE and Apex are missing.
 
-    Upstream's stand-in for their kernels fetches the norm of every gradient to the host, one by
-    one, and scales into temporaries. A second call changes nothing.
+    Upstream's fallback for the kernels of Transformer Engine and Apex copies every gradient's norm
+    to the host, one by one, and scales into temporaries. A second call changes nothing.
     """
     gradients = importlib.import_module("megatron.core.optimizer.clip_grads")
     stand_ins = importlib.import_module("megatron.core.utils")
@@ -397,7 +396,7 @@ def _norm(_: int, __: Tensor, lists: Sequence[list[Tensor]], ___: bool) -> tuple
 
 
 def _scale(_: int, __: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
-    """Scale gradients in place; upstream names each list as its own destination."""
+    """Scale gradients in place; upstream passes each list as its own destination."""
     sources, destinations = lists
     assert all(a is b for a, b in zip(sources, destinations, strict=True))
     torch._foreach_mul_(destinations, factor)

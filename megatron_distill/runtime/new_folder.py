@@ -1,4 +1,4 @@
-"""A folder that all ranks write and that takes its name at the end."""
+"""A folder that all ranks write and that is renamed to its final name at the end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _PARTIAL_FOLDER = ".partial"
 
 @contextmanager
 def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[Path]:
-    """Give all ranks a folder to write into, and rename it to `output` when the block is done.
+    """Yield a folder for all ranks to write into; it is renamed to `output` after the block.
 
-    What ranks may fail at on their own inside the block belongs into `together`. Raises
-    CheckpointError on all ranks: `output` is not empty and not to be overwritten, it cannot be
-    written, or the disk has too little space. After any failure, an interruption too, nothing is
-    left but what was there before.
+    Wrap rank-local work that may fail inside the block in `together`. Raises CheckpointError on
+    all ranks: `output` is not empty and `overwrite` is false, it cannot be written, or the disk
+    has too little space. A failure or interruption leaves `output` unchanged and no other folder.
 
     Collective: world, all-gathers of a short object per rank.
     """
-    output = output.resolve()  # a link stays, and what it points at is replaced
+    output = output.resolve()  # a symbolic link stays; its target is replaced
     partial = output.with_name(f"{output.name}{_PARTIAL_FOLDER}")
     is_first = dist.get_rank() == 0
     with together():
@@ -50,8 +49,8 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
                 with write_errors(output, CheckpointError):
                     _publish(partial, output)
     finally:
-        # Gone after a success; a rank that was interrupted alone must not wait for the others.
-        # Twice: a signal that came while another rank was waited for is raised in the first.
+        # No-op after a success. No `together` here: an interrupted rank must not wait for the rest.
+        # Called twice: a signal that came during a wait is raised inside the first call.
         try:
             if is_first:
                 _clear(partial, output)
@@ -107,5 +106,5 @@ def _clear(partial: Path, output: Path) -> None:
 
 
 def _aside(output: Path) -> Path:
-    """Return where the earlier content waits for the new one to take its name."""
+    """Return the temporary name of the earlier folder while `output` is replaced."""
     return output.with_name(f"{output.name}.old{_PARTIAL_FOLDER}")

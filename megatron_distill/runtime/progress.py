@@ -38,8 +38,8 @@ _BETWEEN: Final = "  "
 class Field:
     """One figure of a progress line.
 
-    A bar takes the first of `shorter` that fits where the text does not, and leaves the figure out
-    where it is `only_in_lines`.
+    If the text does not fit, a bar shows the first of `shorter` that fits. It omits a figure that
+    is `only_in_lines`.
     """
 
     text: str
@@ -48,13 +48,13 @@ class Field:
 
 
 class Pace:
-    """The rate of the last 50 updates; the first is left out: it allocates and compiles."""
+    """The rate over the last 50 updates, without the first one, which allocates and compiles."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def add(self, now: float, count: float) -> None:
-        """Take the count that is reached now."""
+        """Record the count reached at this time."""
         self._marks.append((now, count))
 
     @property
@@ -67,19 +67,19 @@ class Pace:
 
 
 class ProgressReporter:
-    """A bar on `stream` where that is a terminal, else a line now and then.
+    """A progress bar if `stream` is a terminal, else periodic lines.
 
-    Log lines and the like go through the attribute `stream`, which puts them above the bar.
+    Write log lines through the attribute `stream`, which puts them above the bar.
 
     Args:
         stream: where the bar is drawn.
-        label: what is counted ("step").
+        label: the unit of the count ("step").
         total: the count at the end.
         done: the count at the start, of a resumed job.
         as_percent: whether the count is shown as a percentage.
-        every: a line per so many counts, and of the first and the last; None: every 30 seconds.
+        every: counts between two lines, besides the first and the last; None: every 30 seconds.
         write_line: takes the lines; None: they are written to `stream`.
-        shows_bar: whether a terminal gets a bar.
+        shows_bar: whether to draw a bar on a terminal.
         clock: in seconds.
     """
 
@@ -136,7 +136,7 @@ class ProgressReporter:
 
     @property
     def per_second(self) -> float | None:
-        """Counts per second lately; None until it is known."""
+        """Recent counts per second; None until it is known."""
         return self._pace.per_second
 
     @property
@@ -146,7 +146,7 @@ class ProgressReporter:
         return (self.total - self.done) / rate if rate else None
 
     def count(self, done: int) -> float:
-        """Take the count that is reached and show nothing; return the time."""
+        """Record the count without output; return the time."""
         now = self._clock()
         self.done = done
         if done > self._start:
@@ -154,7 +154,7 @@ class ProgressReporter:
         return now
 
     def update(self, done: int, fields: Callable[[], Sequence[Field]]) -> None:
-        """Take the count that is reached; `fields` is asked where something is shown."""
+        """Record the count; `fields` is called only if the bar or a line is due."""
         now = self.count(done)
         is_last = done >= self.total
         if self._bar is not None:
@@ -177,14 +177,14 @@ class ProgressReporter:
         return _BETWEEN.join(texts)
 
     def line(self, text: str) -> None:
-        """Write a line of its own, above a bar."""
+        """Write a separate line, above the bar."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self._write_line(text)
 
     def close(self) -> None:
-        """Take the bar away; `line` goes on working."""
+        """Remove the bar; `line` still works."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -205,10 +205,10 @@ class ProgressReporter:
             yield f"eta {duration(left)}"
 
     def _fitting(self, fields: Sequence[Field], width: int) -> str:
-        """Return the fields that fit beside a short bar: the first and the time left anyway."""
+        """Return the fields that fit beside a short bar; the first and the time left always."""
         width -= len(self._head()) + _LEAST_BAR + 2
         end = list(self._time_left())
-        room = end or [_USUAL_TIME]  # so that no figure comes and goes
+        room = end or [_USUAL_TIME]  # reserved, so that figures do not flicker
         chosen: list[str] = []
         for field in [field for field in fields if not field.only_in_lines]:
             texts = (field.text, *field.shorter)
@@ -224,7 +224,7 @@ class ProgressReporter:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits, however small it is."""
+    """Return a number with `digits` significant digits, also if it is small."""
     return f"{value:#.{digits}g}"
 
 
@@ -250,7 +250,7 @@ def gigabytes(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return minutes and seconds, with hours in front where there are some."""
+    """Return minutes and seconds, preceded by hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a request to finish the step, save and leave, or an end with tidying up."""
+"""SIGTERM and SIGINT: a request to finish the step, save and exit, or an exit with cleanup."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import FrameType, TracebackType
 
 
 class TerminationRequest:
-    """Remembers a termination signal until the loop asks for it.
+    """Records a termination signal until the loop checks it.
 
-    A repeated signal changes nothing: on Ctrl-C a worker hears once from the terminal and once more
-    from torchrun, and both mean the same.
+    A repeated signal changes nothing: on Ctrl-C a worker gets one signal from the terminal and
+    another from torchrun.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,10 +38,10 @@ class TerminationRequest:
         self.signal_number = number
 
     def expect_from_torchrun(self) -> None:
-        """Let the end of torchrun, if that started this process, be such a signal too.
+        """Deliver SIGTERM to this process when its parent torchrun ends.
 
-        Ranks live in sessions of their own: where torchrun is killed, nothing else would tell them.
-        Linux only, like torchrun's own handling of it.
+        Ranks run in separate sessions, so that no other signal reaches them if torchrun is killed.
+        Linux only, like torchrun's own handling.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
@@ -50,14 +50,14 @@ class TerminationRequest:
 
     @property
     def received(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether this rank got a termination signal."""
         return self.signal_number is not None
 
 
 class Interruption(TerminationRequest):
-    """Raises KeyboardInterrupt at the first termination signal, and is deaf to those after it.
+    """Raises KeyboardInterrupt at the first termination signal and ignores later ones.
 
-    What is half done is then removed undisturbed, while Ctrl-C reaches a worker more than once.
+    Unfinished files are then removed undisturbed, since Ctrl-C reaches a worker more than once.
     """
 
     def __exit__(
@@ -69,8 +69,8 @@ class Interruption(TerminationRequest):
         if not self.received:
             super().__exit__(kind, value, traceback)
         elif value is not None and not isinstance(value, KeyboardInterrupt):
-            # What was underway may have taken the interruption for a failure of its own, and broke
-            # where it told ranks of it that had left by then.
+            # The interrupted work may have handled the interruption as a failure, and failed again
+            # in a collective with ranks that had already left.
             raise KeyboardInterrupt from value
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -81,6 +81,6 @@ class Interruption(TerminationRequest):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that ended so, as shells count."""
+        """The exit status of a process ended by the signal, as in shells: 128 + its number."""
         assert self.signal_number is not None
         return 128 + self.signal_number

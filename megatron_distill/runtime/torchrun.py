@@ -1,4 +1,4 @@
-"""A torchrun child process: started, waited for, and ended with everything it started."""
+"""A torchrun child process: started, waited for, and ended with all its descendants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "torchrun_command",
 ]
 
-# torchrun's options that take no value; all others take one, as the next word or behind `=`.
+# torchrun's options without a value; any other option takes one, as the next word or after `=`.
 _FLAGS = (
     "-h",
     "-m",
@@ -46,7 +46,7 @@ _KILL_WAIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """How a child ended: its exit status, and the signal that asked this process to stop."""
+    """Outcome of a child: its exit status, and the signal that asked this process to stop."""
 
     status: int
     interrupted_by: int | None
@@ -59,10 +59,10 @@ def torchrun_command(script: str, arguments: Sequence[str], *, processes: int) -
 
 
 def protect_script_options(arguments: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments with `--` before the script's name, where there is a script.
+    """Return torchrun's arguments with `--` before the script's name, if there is a script.
 
-    torchrun takes abbreviations of its options even after the name: a script's `--run` is an error,
-    since it could mean `--run-path`. `--` ends torchrun's own options.
+    torchrun parses abbreviated options even after the script's name: a script's `--run` is an
+    error, since it could mean `--run-path`. `--` ends torchrun's own options.
     """
     takes_value = False
     for place, word in enumerate(arguments):
@@ -80,12 +80,12 @@ def protect_script_options(arguments: Sequence[str]) -> list[str]:
 def _is_flag(word: str) -> bool:
     """Return whether an option, which may be shortened, takes no value."""
     if not word.startswith("--"):
-        return word in _FLAGS or len(word) > 2  # `-t3` brings its value along
+        return word in _FLAGS or len(word) > 2  # `-t3` contains its value
     return any(flag.startswith(word) for flag in _FLAGS)
 
 
 def threads_per_process(processes: int) -> int:
-    """Return how many threads each of `processes` may use so that all cores are used once."""
+    """Return the number of threads per process that uses every core once."""
     return max(1, available_cores() // processes)
 
 
@@ -104,12 +104,12 @@ def run_child(
 ) -> ChildOutcome:
     """Run `command` to its end, with this process's standard streams; leave no process behind.
 
-    The first SIGINT or SIGTERM is handed to the command's own children as SIGTERM: the ranks of
-    torchrun, which finish their step, save and leave. A second one, or `grace_seconds` after the
-    first, kills them. To be called from the main thread.
+    The first SIGINT or SIGTERM is sent to the command's direct children as SIGTERM: the ranks of
+    torchrun, which finish their step, save and exit. A second signal, or `grace_seconds` after the
+    first, kills them. Call it from the main thread.
     """
-    # In a session of its own, so that Ctrl-C reaches the child only through this process: torchrun
-    # would answer it by ending its ranks, whatever they are doing.
+    # In a new session, so that Ctrl-C reaches the child only through this process: torchrun
+    # would react by ending its ranks in the middle of a step.
     child = subprocess.Popen(command, env=dict(environment), start_new_session=True)
     family = _Family(child)
     previous = {
@@ -129,7 +129,7 @@ def run_ranks(module: str, arguments: Sequence[str], *, processes: int) -> int:
     """Run `python -m module` in `processes` ranks on this machine and return their exit status.
 
     An error of the ranks is the last text on standard error. Signals end the ranks as in
-    `run_child`. To be called from the main thread.
+    `run_child`. Call it from the main thread.
     """
     words = ["--standalone", f"--nproc-per-node={processes}", "-m", module, *arguments]
     launcher = [sys.executable, "-m", "megatron_distill.runtime.local_ranks"]
@@ -144,17 +144,17 @@ def run_ranks(module: str, arguments: Sequence[str], *, processes: int) -> int:
         sys.stderr.write("stopped\n")
         status = 128 - status
     if outcome.interrupted_by is not None and status == 128 + signal.SIGTERM:
-        return 128 + outcome.interrupted_by  # the ranks were sent SIGTERM in its place
+        return 128 + outcome.interrupted_by  # the ranks got SIGTERM instead of this signal
     return status
 
 
 def shutdown_seconds() -> float:
-    """Return how long ranks may take to finish their step and save, torchrun's own variable."""
+    """Return the seconds for ranks to finish their step and save, from torchrun's variable."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
 
 
 class _Family:
-    """A child process and the processes it has been seen to start."""
+    """A child process and its descendants observed so far."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
@@ -187,7 +187,7 @@ class _Family:
                 self.kill()
 
     def kill(self) -> None:
-        """Kill whatever is left."""
+        """Kill all processes that still run."""
         self._look()
         left = [process for process in self._seen if process.is_running()]
         for process in left:

@@ -1,1 +1,1 @@
-"""Rules between keys, checked before anything is read."""
+"""Rules over several keys, checked before models and data are opened."""

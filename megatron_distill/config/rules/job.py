@@ -24,7 +24,7 @@ _CONVERSATION_FORMATS = get_args(ConversationFormat)
 
 
 def job_problems(job: JobConfig) -> Iterator[Problem]:
-    """Collect the findings of the rules for any job and any number of processes."""
+    """Collect the problems of the rules for any job and any number of processes."""
     for rule in _RULES:
         yield from rule(job)
 
@@ -208,7 +208,7 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
 
 
 def layout_problems(job: JobConfig, world_size: int) -> Iterator[Problem]:
-    """Find why the layout does not fit this number of processes."""
+    """Find reasons why the layout does not fit this number of processes."""
     parallel = job.parallel
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
     processes = counted(world_size, "process", "processes")
@@ -266,7 +266,7 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
 
 
 def store_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find settings of the run that contradict a teacher that is a store."""
+    """Find settings of the run that contradict a teacher store."""
     store = None if config.teacher is None else config.teacher.store
     data = config.data
     if store is None:

@@ -198,7 +198,7 @@ def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> 
 
 
 def _divisors(size: int) -> str:
-    """List the divisors of `size`; long lists are cut."""
+    """List the divisors of `size`, at most eight of them."""
     found = [str(number) for number in range(1, size + 1) if size % number == 0]
     if len(found) > 8:
         return f"{', '.join(found[:8])}, ..."

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-# Keys of the modes with ratios, and their defaults.
+# Keys that only modes with ratios use, and their defaults.
 _OF_RATIOS: dict[str, object] = {
     "raw_losses": "exact",
     "ema": 0.0,
@@ -59,7 +59,7 @@ def _mode(balance: BalanceConfig) -> str:
 
 
 def _schedules(config: RunConfig) -> Iterator[tuple[str, ValueScheduleConfig]]:
-    """Every schedule of the objective that is given, under its key."""
+    """Every schedule that the objective sets, with its key."""
     objective = config.objective
     given = {
         "objective.ce_weight_schedule": objective.ce_weight_schedule,
@@ -89,7 +89,7 @@ def _schedule(key: str, schedule: ValueScheduleConfig, balance: BalanceConfig) -
 
 
 def _ratio_targets(config: RunConfig) -> Iterator[Problem]:
-    """Find losses whose size cannot be scaled, or scaled to."""
+    """Find losses that a ratio cannot scale, or cannot use as its reference."""
     objective = config.objective
     mode = objective.balance.mode
     if not objective.terms and not objective.features:
@@ -178,7 +178,8 @@ def matched_layers(
     """Return the layers that an entry pairs, (student's, teacher's), from 1.
 
     `uniform` pairs layer i of the student with the teacher's layer i * teacher_layers /
-    student_layers, rounded half up, at least 1; `last` with the one as far from the end.
+    student_layers, rounded half up, at least 1. `last` pairs layers at the same distance from
+    the end.
     """
     if entry.match is None:
         assert entry.student is not None
@@ -221,7 +222,7 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def is_declined(config: RunConfig) -> bool:
-    """Whether the file sets `teacher: null`, which is no section that was forgotten."""
+    """Whether the file sets `teacher: null` explicitly instead of omitting the section."""
     return config.teacher is None and "teacher" in config.model_fields_set
 
 
@@ -234,7 +235,7 @@ def _names(features: tuple[FeatureConfig, ...]) -> list[str]:
 
 
 def _layers(model: ModelConfig) -> int | None:
-    """Return a model's number of layers, or None where the file does not give it."""
+    """Return a model's number of layers; None if the file does not give it."""
     return model.architecture.num_layers if model.architecture is not None else None
 
 
@@ -269,7 +270,7 @@ def layer_problems(
 ) -> Iterator[Problem]:
     """Find layers that the models do not have, and repeated pairs.
 
-    A depth of None is not known yet. Entries with contradictions are skipped.
+    A depth of None is unknown as yet. Entries with contradictions are skipped.
     """
     seen: dict[tuple[int, int, str], str] = {}
     repeated: set[tuple[str, str]] = set()
@@ -307,7 +308,7 @@ def layer_problems(
                 )
 
 
-# Two terms that differ in these keys alone would have one name in the log.
+# Two terms that differ only in these keys would share one name in the log.
 _SAME_TERM = {
     "weight",
     "weight_schedule",

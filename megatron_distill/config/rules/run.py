@@ -1,4 +1,4 @@
-"""Rules over several keys, as named functions; every broken one is reported."""
+"""Rules over several keys, as named functions; every violation is reported."""
 
 from collections.abc import Callable, Iterator
 
@@ -40,10 +40,10 @@ __all__ = [
 
 
 def check_layout(config: JobConfig, world_size: int) -> None:
-    """Check every rule over several keys, those on the number of processes included.
+    """Check every rule over several keys, including those on the number of processes.
 
     Raises ConfigError: one message with all problems, each naming key, value and remedy. Settings
-    without effect are no problem here; `load_config` removes them.
+    without effect raise nothing; `load_config` replaces them.
     """
     problems = rule_problems(config)
     layout = list(layout_problems(config, world_size))
@@ -58,10 +58,9 @@ def check_layout(config: JobConfig, world_size: int) -> None:
 def check_architecture(
     architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
 ) -> list[str]:
-    """List why a model of this shape does not fit this layout; `role`: 'student' or 'teacher'.
+    """List reasons why a shape does not fit this layout; `role`: 'student' or 'teacher'.
 
-    For shapes that are known only after a checkpoint has been opened; shapes written in the file
-    are checked by `check_layout`.
+    For shapes read from an opened checkpoint. `check_layout` checks shapes given in the file.
     """
     found = architecture_problems(architecture, role, parallel, sequence_length)
     return [problem.text for problem in found if not isinstance(problem, WithoutEffect)]
@@ -70,7 +69,7 @@ def check_architecture(
 def check_features(
     features: tuple[FeatureConfig, ...], student_layers: int, teacher_layers: int
 ) -> None:
-    """Check feature losses against the depths of two models that have been opened.
+    """Check feature losses against the depths of two opened models.
 
     Raises ConfigError: one message with all problems.
     """
@@ -82,7 +81,7 @@ def check_features(
 
 
 def with_steps(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
-    """Replace `train.epochs` by the steps computed from it; return also the rules' warnings.
+    """Replace `train.epochs` by the steps computed from it; also return the rules' warnings.
 
     Raises ConfigError: the learning-rate schedule does not fit that many steps.
     """
@@ -94,7 +93,7 @@ def with_steps(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
 
 
 def rule_problems(config: JobConfig) -> list[Problem]:
-    """Collect the findings of the rules that hold for any number of processes."""
+    """Collect the problems of the rules that hold for any number of processes."""
     if isinstance(config, CaptureConfig):
         return [*job_problems(config), *capture_problems(config)]
     assert isinstance(config, RunConfig)
@@ -168,7 +167,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _warm_up(config: RunConfig) -> Iterator[Problem]:
-    """Compare the warm-up with the length of the schedule, which is known."""
+    """Compare the warm-up with the known length of the schedule."""
     schedule, steps = config.schedule, config.train.steps
     end = schedule.decay_steps
     wsd = schedule.wsd_decay_steps if schedule.decay == "wsd" else None
@@ -263,7 +262,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 
 def _batch_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Find how the batch does not divide over the processes, whose layout is right."""
+    """Find batch sizes that do not divide over the processes of a valid layout."""
     parallel, train = config.parallel, config.train
     data_ranks = world_size // (parallel.tensor * parallel.pipeline * parallel.context)
     per_pass = train.micro_batch_size * data_ranks

@@ -27,7 +27,7 @@ EncodingName = Literal[
     "o200k_base",
     "o200k_harmony",
 ]
-# The rows of data/formats.py, by the rules that hold for them; a test compares the two.
+# The rows of data/formats.py, grouped by the rules for them; a test compares the two.
 ConversationFormat = Literal["jsonl", "parquet", "arrow"]
 TokenizedFormat = Literal["megatron"]
 PathlessFormat = Literal["python_stdlib"]

@@ -179,7 +179,7 @@ class ArchitectureConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads with the null default resolved."""
+        """Number of key/value heads with the null default resolved."""
         return self.num_attention_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property

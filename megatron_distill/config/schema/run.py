@@ -1,4 +1,4 @@
-"""The whole file."""
+"""The configuration files of training and capture as a whole."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class JobConfig(Section):
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """The models by their roles, which are their keys."""
+        """The models by role; the roles are the keys of the file."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
 
@@ -93,13 +93,13 @@ class RunConfig(JobConfig):
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """The models by their roles, which are their keys."""
+        """The models by role; the roles are the keys of the file."""
         return {"student": self.student, **super().models}
 
     @model_validator(mode="before")
     @classmethod
     def _no_terms_without_a_teacher(cls, tree: Any) -> Any:
-        """Resolve the default of `objective.terms`, which depends on there being a teacher."""
+        """Resolve the default of `objective.terms`, which depends on the presence of a teacher."""
         if not isinstance(tree, Mapping) or tree.get("teacher") is not None:
             return tree
         objective = tree.get("objective", {})

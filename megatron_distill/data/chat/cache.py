@@ -34,7 +34,7 @@ _HASHED_BYTES: Final = 1 << 22
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds. `content` is a digest of tokens and flags.
+    """Metadata of a cache. `content` is a digest of tokens and flags.
 
     unclosed, dropped: as in `PreparedBlock`.
     """
@@ -55,7 +55,7 @@ class Manifest:
 class PreparedConversations:
     """Conversations of one source, mapped into memory.
 
-    tokens_n int32 and flags_n uint8 of all conversations in a row, `index` of INDEX_TYPE.
+    tokens_n int32 and flags_n uint8 of all conversations concatenated, `index` of INDEX_TYPE.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -91,7 +91,7 @@ def _mapped(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
 
 
 def cache_key(files: Sequence[Path], settings: Any) -> str:
-    """A digest of the files' content and of all that decides what becomes of it.
+    """Digest of the files' content and of the settings that determine the prepared data.
 
     Raises DataError: a file cannot be read.
     """
@@ -108,7 +108,10 @@ def cache_key(files: Sequence[Path], settings: Any) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def _content_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
-    """Training and held-out samples of one start ask for the same files."""
+    """Digest of a file's content; cached, since training and held-out samples hash the same files.
+
+    `size` and `changed` (mtime in ns) are part of the cache's key.
+    """
     own = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
         while data := stream.read(_HASHED_BYTES):
@@ -117,7 +120,7 @@ def _content_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG0
 
 
 def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | None:
-    """What an earlier start prepared; None where there is nothing whole."""
+    """The cache that an earlier start wrote; None if it is missing or incomplete."""
     try:
         said = json.loads((folder / _MANIFEST).read_bytes())
         manifest = Manifest(**{**said, "problems": tuple(said["problems"]), "files": ()})
@@ -127,7 +130,7 @@ def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | N
     wanted = {"tokens": manifest.tokens, "flags": manifest.tokens, "index": manifest.conversations}
     if any(sizes[name] != wanted[name] * kind.itemsize for name, kind in _FILES.items()):
         return None
-    # The same content may lie under other names by now.
+    # Files may have been renamed since; the key depends on their content alone.
     named = Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
     return PreparedConversations(folder, named)
 
@@ -141,7 +144,7 @@ def write_cache(
 ) -> PreparedConversations:
     """Write prepared blocks, each with its file's name; the folder appears when it is complete.
 
-    `refuse` is told of every bad row and may raise. After any failure nothing is left. Raises
+    `refuse` is called with every bad row and may raise. A failure leaves no folder. Raises
     DataError: the folder cannot be written.
     """
     try:

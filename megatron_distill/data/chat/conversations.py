@@ -1,4 +1,4 @@
-"""Conversations: what a row of instruction data says, in one form whatever its shape was."""
+"""Rows of instruction data, in any supported layout, to one form: `Conversation`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_distill.data.text.files import (
 ASSISTANT: Final = "assistant"
 TOKENIZER_TEMPLATE: Final = "tokenizer"
 PLAIN_TEMPLATE: Final = "plain"
-# What the common corpora call the roles of chat templates.
+# Role names of common corpora, mapped to those of chat templates.
 ROLES: Final[Mapping[str, str]] = {
     "system": "system",
     "developer": "developer",
@@ -46,9 +46,9 @@ class BadConversationError(Exception):
 
 @dataclass(frozen=True)
 class ConversationSpec:
-    """Where in a row the conversation is, and how it becomes text.
+    """Columns of a row that hold the conversation, and the chat template that renders it.
 
-    Rows hold a list of messages, or where `prompt_keys` are given a prompt (text of these columns,
+    Rows hold a list of messages or, with `prompt_keys`, a prompt (text of these columns,
     joined by empty lines) and a response. chat_template: "tokenizer", "plain", or the path of a
     Jinja file. leading_assistant: one of LEADING_ASSISTANT, for responses before the first prompt.
     """
@@ -82,9 +82,9 @@ class ConversationSpec:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as chat templates want them; `weights` says how much each message is trained.
+    """Messages in the form that chat templates take; `weights` holds each message's loss weight.
 
-    dropped: responses that the row has before its first prompt, and the conversation has not.
+    dropped: number of responses before the row's first prompt that were left out.
     """
 
     messages: list[dict[str, Any]]
@@ -93,11 +93,11 @@ class Conversation:
     dropped: int = 0
 
     def digest(self) -> bytes:
-        """8 bytes that identify the content, whatever file, template or tokenizer.
+        """8 bytes that identify the content, independent of file, template and tokenizer.
 
         Raises BadConversationError: it holds half a surrogate pair.
         """
-        # No content is no content, whether a row says so by null or by "".
+        # A missing content has one digest, whether the row holds null or "".
         messages = [{**message, "content": message["content"] or ""} for message in self.messages]
         content = json.dumps([messages, self.tools], sort_keys=True, ensure_ascii=False)
         try:
@@ -213,7 +213,7 @@ def _text(content: object, where: str) -> str:
 
 
 def _tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
-    """Tool calls as templates want them: arguments as an object, not as its JSON text."""
+    """Tool calls in the form that templates take: arguments as an object, not as JSON text."""
     if not calls:
         return []
     if isinstance(calls, str):
@@ -256,7 +256,7 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without entries of objects that are null: columns of tables fill them in."""
+    """The value without null entries of objects; columns of tables add such entries."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -265,7 +265,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def contents(conversation: Conversation) -> Sequence[str]:
-    """What the messages say, without any template."""
+    """The messages' contents, without a template."""
     return [str(message["content"]) for message in conversation.messages if message["content"]]
 
 
@@ -276,8 +276,8 @@ BLOCK_BYTES: Final = 1 << 20
 class RowBlock:
     """Consecutive rows of one file, the first of them with the number `first_row`, from 1.
 
-    data: whole lines of JSON; of a table, Arrow's stream format; where `problem` says what is wrong
-    with the file from here on, nothing.
+    data: whole lines of JSON, or a table in Arrow's stream format. problem: the reason why the
+    file cannot be read from here on; `data` is empty then.
     """
 
     file: int

@@ -1,4 +1,4 @@
-"""Rows of instruction data to tokens, each with a flag that says how it is trained as a label."""
+"""Rows of instruction data to token ids, each with the loss-mask flag of its label."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ INDEX_TYPE: Final = np.dtype(
         ("row", "<i8"),  # its number in the file, from 1
         ("digest", "<u8"),  # of its content
         ("file", "<i4"),
-        ("trained", "<i4"),  # labels that distillation trains, cross-entropy's among them
+        ("trained", "<i4"),  # number of labels that distillation trains, with cross-entropy's
     ]
 )
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What is trained: responses, only the last one, and by distillation prompts as well."""
+    """Loss-mask rule: all responses or only the last; optionally distillation on prompts too."""
 
     only_last: bool = False
     distill_on_prompt: bool = False
@@ -46,8 +46,8 @@ class PreparedBlock:
     """The conversations of a block of rows, one after another.
 
     index: of INDEX_TYPE, `stop` counted from the block's beginning. problems: rows that are no
-    conversations, as (row, reason). rows: those seen, bad ones included. file: whose rows they are.
-    unclosed: conversations whose last response has no token that ends its turn. dropped: responses
+    conversations, as (row, reason). rows: rows read, bad ones included. file: the file's index.
+    unclosed: conversations whose last response has no end-of-turn token. dropped: responses
     left out because no prompt comes before them.
     """
 
@@ -63,7 +63,7 @@ class PreparedBlock:
 
 
 class ConversationEncoder:
-    """Turns blocks of rows into tokens and flags; picklable, for processes that do nothing else."""
+    """Turns blocks of rows into token ids and flags; picklable, for worker processes."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ConversationEncoder:
         self._finder = ResponseFinder(template)
 
     def __call__(self, block: RowBlock) -> PreparedBlock:
-        """The conversations of a block; nothing is raised for a row, which is said instead."""
+        """The conversations of a block. A bad row raises nothing and is listed in `problems`."""
         found: list[tuple[int, Conversation, Rendered, bytes]] = []
         problems: list[tuple[int, str]] = []
         rows = 0
@@ -145,12 +145,12 @@ class ConversationEncoder:
 def label_flags(
     encoding: Encoding, rendered: Rendered, weights: Sequence[float], rule: MaskRule
 ) -> NDArray[np.uint8]:
-    """How each token of a conversation is trained as a label: uint8 `[n]`, as in `Sample`.
+    """Loss-mask flags of a conversation's tokens as labels: uint8 `[n]`, as in `Sample`.
 
-    A token belongs to a response if one of its characters does, so that a token that holds the end
-    of a prompt and the beginning of its response is trained. A token that stands for no character
-    belongs to the response that begins there. Messages of weight 0 are not trained; nor are any but
-    the last one with `only_last`.
+    A token belongs to a response if one of its characters does. A token that holds the end
+    of a prompt and the beginning of its response is therefore trained. A token without characters
+    belongs to the response that begins there. Messages of weight 0 are not trained; with
+    `only_last` only the last response is.
     """
     starts_n, stops_n = _covered(encoding)
     untrained = KD_TRAINED if rule.distill_on_prompt else 0
@@ -166,10 +166,10 @@ def label_flags(
 
 
 def _covered(encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The characters of each token, those given back that its span leaves out.
+    """The character span of each token, with the spaces that its offsets leave out restored.
 
-    Byte-level tokenizers trim spaces off their spans, and a token of spaces covers nothing then: it
-    covers what lies between its neighbours.
+    Byte-level tokenizers trim spaces off the offsets, which leaves a token of spaces empty. Such
+    a token gets the characters between its neighbours.
     """
     starts_n, stops_n = encoding.starts_n, encoding.stops_n
     before_n = np.concatenate([np.zeros(1, np.int32), stops_n[:-1]])[: len(stops_n)]

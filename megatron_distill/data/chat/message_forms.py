@@ -1,4 +1,4 @@
-"""Messages in the forms that templates differ on: no content as null or "", arguments as text."""
+"""Forms of messages that chat templates differ on: missing content, arguments of tool calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final
 from megatron_distill.data.chat.conversations import ASSISTANT, BadConversationError
 from megatron_distill.data.chat.template import ChatTemplate
 
-OPEN, CLOSE = "\ue000", "\ue001"  # private characters, which stand in for contents
-_NULLS: Final = ("None", "null")  # Jinja's word for a null, and that of JSON
+OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around placeholders for contents
+_NULLS: Final = ("None", "null")  # the spellings of null in Jinja and JSON
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any] | None
 
 
 class UnwrittenError(BadConversationError):
-    """The template leaves out what a response consists of."""
+    """The template leaves out a response's content or tool calls."""
 
 
 def mark_of(index: int) -> str:
-    """A text that stands for what a message says, which no other text holds."""
+    """A placeholder for a message's content that occurs in no other text."""
     return f"{OPEN}{index}{CLOSE}"
 
 
@@ -31,9 +31,9 @@ def responses(messages: Messages) -> list[int]:
 
 
 def message_forms(messages: Messages) -> Iterator[Messages]:
-    """The messages as they are, then in the other forms of tool calls, which some templates want.
+    """Yield the messages unchanged, then with tool calls in the forms that some templates need.
 
-    No content beside a tool call is null or "", and arguments are an object or its JSON text.
+    Missing content beside a tool call is null or "". Arguments are an object or its JSON text.
     """
     yield messages
     if not any(message.get("tool_calls") for message in messages):
@@ -46,9 +46,9 @@ def message_forms(messages: Messages) -> Iterator[Messages]:
 
 
 def writes_null(template: ChatTemplate, messages: Messages, tools: Tools, text: str) -> bool:
-    """Whether a template writes the word for a null where a message has no content.
+    """Whether a template writes "None" or "null" for a message without content.
 
-    text: of these messages. It is so where "" in place of null gives a text with fewer such words.
+    text: the rendered messages. True if "" in place of null renders with fewer such words.
     """
     if all(message.get("content") is not None for message in messages):
         return False
@@ -62,7 +62,7 @@ def writes_null(template: ChatTemplate, messages: Messages, tools: Tools, text: 
 def check_written(template: ChatTemplate, messages: Messages, tools: Tools) -> None:
     """Raise UnwrittenError if the template leaves out a response's tool calls, or its text.
 
-    Beside tool calls a text may be left out: Llama 3.1 writes nothing else in such a turn.
+    Content beside tool calls may be left out: Llama 3.1 renders only the calls of such a turn.
     """
     marks: dict[int, list[str]] = {}
     changed: list[Mapping[str, Any]] = list(messages)
@@ -71,7 +71,7 @@ def check_written(template: ChatTemplate, messages: Messages, tools: Tools) -> N
     try:
         text = template.render(changed, tools)
     except BadConversationError:
-        return  # the template looks into what it writes
+        return  # the template parses contents, so placeholders cannot be rendered
     for index, wanted in marks.items():
         if any(mark not in text for mark in wanted):
             part = "tool calls" if messages[index].get("tool_calls") else "content"
@@ -82,7 +82,7 @@ def check_written(template: ChatTemplate, messages: Messages, tools: Tools) -> N
 
 
 def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], list[str]]:
-    """A message with marks in place of all it must say, and the marks."""
+    """A message with marks in place of its content or its calls' arguments, and the marks."""
     calls = message.get("tool_calls")
     if not calls:
         is_said = bool((message["content"] or "").strip())
@@ -93,7 +93,7 @@ def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], 
 
 
 def replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """A message that says `mark`: in its text if it has one, and as its tool calls' arguments."""
+    """A message with `mark` as its content, if it has any, and as its tool calls' arguments."""
     found = dict(message)
     if found["content"] or not found.get("tool_calls"):
         found["content"] = mark
@@ -101,7 +101,7 @@ def replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _saying(mark: str, arguments: Any) -> Any:
-    """Arguments that say `mark`, as an object or as text like those they stand for."""
+    """Arguments `{mark: mark}`, as an object or as JSON text like the original ones."""
     said = {mark: mark}
     return _json_text(said) if isinstance(arguments, str) else said
 
@@ -123,7 +123,7 @@ def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -
 
 
 def _with_empty(messages: Messages, content: str | None) -> Messages:
-    """The messages, `content` being that of tool calls without any."""
+    """The messages, with `content` where a message of tool calls has none."""
     return [
         {**message, "content": content}
         if message.get("tool_calls") and not message["content"]

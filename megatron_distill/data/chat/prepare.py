@@ -1,4 +1,4 @@
-"""A source of conversations prepared once: rendered, tokenised, masked, and kept in a cache."""
+"""A source of conversations prepared once: rendered, tokenised, masked, and cached on disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import Field, ProgressReporter, short_count
 
 _LOG = get_logger(__name__)
-# A worker takes seconds to start; it pays where there is work for many more.
+# A worker takes seconds to start, so each one needs work for much longer.
 _BYTES_PER_WORKER: Final = 16 << 20
 _MOST_WORKERS: Final = 16
 
@@ -51,9 +51,9 @@ def prepared_conversations(
 ) -> PreparedConversations:
     """The conversations of a source, found in the cache or prepared now.
 
-    The cache is keyed by the files' content, the tokenizer, the template and what decides the
-    masks. Raises DataError: a file or row is bad (unless `skip_bad`, which counts and reports
-    them), the template does not fit, or the cache cannot be written.
+    The cache is keyed by the files' content, the tokenizer, the template and the settings of the
+    masks. Raises DataError: a file or row is bad, the template does not fit, or the cache cannot
+    be written. With `skip_bad` bad rows are counted and reported instead.
     """
     assert spec.conversation is not None
     files = source_files(spec)
@@ -85,7 +85,7 @@ def prepared_conversations(
 def conversation_texts(
     spec: SourceSpec, *, skip_bad: bool, held_out_fraction: float
 ) -> Iterator[str]:
-    """What the messages of a source say, without any template; held-out conversations left out.
+    """Yield the messages' contents of a source, held-out conversations left out; no template.
 
     Raises DataError: a file or row is bad, unless `skip_bad`.
     """
@@ -115,7 +115,7 @@ def _blocks(
 
 
 def _settings(spec: ConversationSpec, template: ChatTemplate) -> dict[str, Any]:
-    """What decides a conversation's text and the spans in it."""
+    """The settings that determine a conversation's text and its response spans."""
     found = {key: value for key, value in vars(spec).items() if key != "chat_template"}
     return {**found, "template": vars(template)}
 
@@ -181,7 +181,7 @@ def _prepare(
 
 
 def _workers(total_bytes: int) -> int:
-    """Processes that pay for this much data on this machine; 0: this process does it."""
+    """Number of worker processes for this much data on this machine; 0: none, this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     wanted = min(cores or 1, _MOST_WORKERS, total_bytes // _BYTES_PER_WORKER)
     return wanted if wanted > 1 else 0
@@ -231,7 +231,7 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
 
 @lru_cache(maxsize=1 << 10)
 def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int) -> None:  # noqa: ARG001
-    """Once per source, although training and held-out samples of one start both ask for it."""
+    """Warn once per source; training and held-out samples of one start both call this."""
     _LOG.warning(
         "%s: in %s of %s conversations the chat template writes no end-of-turn token after the "
         "last response, so the student does not learn to stop; set "
@@ -262,16 +262,16 @@ _END_SECONDS: Final = 5.0
 def worker_map(
     function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
 ) -> Iterator[Iterator[Result]]:
-    """Give an iterator over `function(item)` in order, computed in `workers` processes, 0: in this.
+    """Yield an iterator over `function(item)` in order, computed in `workers` processes; 0: here.
 
-    `function` is pickled once per worker. At most `4 * workers` items are on their way. The workers
-    end with the block, and by themselves where this process is killed. The iterator raises what
-    `items` raises, a DataError of `function`, and DataError where a worker is gone.
+    `function` is pickled once per worker. At most `4 * workers` items are in flight. The workers
+    end with the block, and also if this process is killed. The iterator raises the errors of
+    `items`, a DataError of `function`, and DataError if a worker ends early.
     """
     if workers == 0:
         yield map(function, items)
         return
-    # Not forked: this process has threads, and perhaps a GPU.
+    # Spawned, not forked: this process has threads, and perhaps a GPU.
     context = get_context("spawn")
     ends: list[Connection] = []
     processes: list[SpawnProcess] = []
@@ -297,9 +297,9 @@ def worker_map(
 
 
 def _work(end: Connection, function: Callable[[Item], Result]) -> None:
-    """Answer items until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that ends its workers
-    # The cores are shared out between the workers already, and the tokenizers' threads idle busily.
+    """Process items until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    # The workers already use all cores, and idle threads of the tokenizers library spin.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
@@ -315,7 +315,7 @@ def _work(end: Connection, function: Callable[[Item], Result]) -> None:
 
 
 class _Exchange(Generic[Item, Result]):
-    """Hands items to whoever is idle and gives the results back in order."""
+    """Sends items to idle workers and yields the results in order."""
 
     def __init__(self, ends: list[Connection], items: Iterable[Item]) -> None:
         self._ends = ends

@@ -31,10 +31,11 @@ _LOG = get_logger(__name__)
 class ConversationOptions:
     """How conversations are masked, packed and prepared.
 
-    truncation: what becomes of a conversation longer than the window, see `cut_conversation`.
-    packing_buffer: conversations that are put into windows together. workers: processes that
-    prepare, 0: none; None: by the machine and the work. cache: folder of what is prepared.
-    keeps_weights: whether weights other than 0 and 1 are of use to whoever reads.
+    truncation: policy for conversations longer than the window, see `cut_conversation`.
+    packing_buffer: number of conversations that are packed together. workers: worker processes
+    of the preparation, 0: none; None: chosen by the machine and the amount of data.
+    cache: folder of prepared conversations. keeps_weights: whether the reader of the samples
+    uses weights other than 0 and 1.
     """
 
     cache: Path
@@ -49,7 +50,7 @@ class ConversationOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which conversations of a source count, and in which order they are read."""
+    """Selection of a source's conversations (training or held-out), and the seed of their order."""
 
     seed: int
     held_out_fraction: float
@@ -63,17 +64,17 @@ class TooLong:
     count: int
     longest: int
     place: str  # of the longest: file and row
-    lost_labels: int  # trained labels that the policy leaves out
+    lost_labels: int  # trained labels that the truncation policy leaves out
 
 
 class ConversationSource:
-    """Samples of prepared conversations, epoch after epoch; a `SampleSource`.
+    """Packed samples of prepared conversations, epoch after epoch; a `SampleSource`.
 
-    The conversations of an epoch are shuffled as a whole; each `packing_buffer` of them in this
-    order are put into windows together, and the windows shuffled. The order is a function of (seed,
-    epoch, buffer), and the state three numbers; going back there plans one buffer again, from
-    lengths alone. Raises DataError: nothing is left to train on, or a conversation is too long
-    under truncation "error".
+    All conversations of an epoch are shuffled. Each `packing_buffer` of them in this order are
+    packed into windows, and the windows are shuffled. The order is a function of (seed, epoch,
+    buffer), and the state is three numbers. Resuming plans one buffer again, from lengths alone.
+    Raises DataError: no conversation has a trained label, or one is too long under truncation
+    "error".
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ConversationSource:
 
     @cached_property
     def too_long(self) -> TooLong:
-        """What does not fit, counted over one epoch."""
+        """Conversations longer than the window, counted over one epoch."""
         lengths_c = self._lengths_c
         long_c = np.nonzero(lengths_c > self._width)[0]
         if not len(long_c):
@@ -182,13 +183,13 @@ class ConversationSource:
         return int(np.count_nonzero(flags_n & FULLY_TRAINED))
 
     def _pieces(self, number: int) -> list[Piece]:
-        """What is trained of a conversation."""
+        """The pieces of a conversation that have trained labels."""
         start, stop = self._prepared.bounds(number)
         pieces = cut_conversation(start, stop, width=self._width, truncation=self._truncation)
         return [piece for piece in pieces if trains_something(piece, self._prepared.flags_n)]
 
     def _planned(self, epoch: int, number: int) -> list[list[Piece]]:
-        """The windows of one buffer; none after the end of an epoch."""
+        """The windows of one buffer in shuffled order; empty after the end of an epoch."""
         count = len(self._chosen_c)
         first = number * self._buffer
         order = [
@@ -204,7 +205,7 @@ class ConversationSource:
         ]
 
     def next_sample(self) -> Sample:
-        """The next sample; only of an endless stream."""
+        """The next sample of an endless stream."""
         sample = self.next_or_none()
         assert sample is not None, "the stream has an end"
         return sample
@@ -265,8 +266,8 @@ class ConversationSource:
 
 
 def _chosen(prepared: PreparedConversations, choice: Choice) -> NDArray[np.int64]:
-    """The numbers of the conversations that count: held out or not, by content."""
-    # As documents.is_held_out decides for one of them.
+    """The numbers of the selected conversations: held out or not, by content."""
+    # documents.is_held_out, vectorised.
     is_held_out_c = prepared.index["digest"].astype(np.float64) < choice.held_out_fraction * 2.0**64
     has_labels_c = prepared.index["trained"] > 0
     return np.nonzero((is_held_out_c == choice.is_held_out) & has_labels_c)[0]
@@ -289,11 +290,11 @@ class Piece:
 
 
 def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> list[Piece]:
-    """The pieces of at most `width` tokens that a conversation gives under a policy.
+    """The pieces of at most `width` tokens of a conversation under a truncation policy.
 
-    right keeps its beginning, left its end, split all of it: the last token of a piece is the first
-    of the next, so that each label is trained once, without what lies before its piece. drop (and
-    error, which is the caller's to raise) keeps nothing of a longer one.
+    right keeps the beginning, left the end, split all of it. The last token of a split piece is
+    the first of the next, so that each label is trained once, without the context before its
+    piece. drop keeps no piece of a longer conversation; nor does error, which the caller raises.
     """
     assert truncation in TRUNCATIONS, truncation
     if stop - start <= width:
@@ -309,10 +310,11 @@ def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> l
 
 
 def fill_windows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
-    """Places of pieces put together so that the lengths of a window's add up to at most `width`.
+    """Pack pieces into windows of at most `width` tokens; returns the pieces' indices per window.
 
-    Best fit decreasing: the longest first, each into the window that it fills best; within a window
-    and between windows of equals the order of the pieces. O(n log n), a pure function.
+    Best fit decreasing: the longest first, each into the window with the least sufficient space.
+    Indices ascend within a window, and pieces of equal length are placed in input order.
+    O(n log n), a pure function.
     """
     windows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens free, window), ascending
@@ -340,7 +342,7 @@ def packed_sample(
     padding_token: int,
     sample_id: int,
 ) -> Sample:
-    """One sample of pieces, each a document of its own, and padding after them."""
+    """One sample of pieces, each a separate document, padded at the end."""
     tokens = np.full(width, padding_token, np.int32)
     documents = np.full(width, PADDING_DOCUMENT, np.int32)
     flags = np.zeros(width, np.uint8)

@@ -1,7 +1,7 @@
-"""Which characters of a rendered conversation the assistant says, its ends of turns included.
+"""Character spans of the assistant's responses in a rendered conversation, end of turn included.
 
-Nothing is searched for in what people wrote: a span is what lies between two renderings of the
-template, or between two verified places of one.
+Messages' contents are never searched. A span is the difference of two renderings of the
+template, or lies between two verified positions of one rendering.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_distill.data.chat.message_forms import (
 )
 from megatron_distill.data.chat.template import ChatTemplate, Span
 
-# Contents of learned shapes, which the search for responses replaces by marks of its own.
+# Placeholder contents of learned shapes; the search for responses replaces them by its marks.
 _PLACE: Final = re.compile("\ue002([0-9]+)\ue003")
 _MOST_SHAPES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation's text, and the characters of each response: {message index: span}.
+    """A conversation's text, and the character span of each response: {message index: span}.
 
-    is_closed: whether the last response has a token that ends its turn.
+    is_closed: whether the last response has an end-of-turn token.
     """
 
     text: str
@@ -46,9 +46,9 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a template writes around contents: literal, content, literal, ..., literal.
+    """The template's text around contents: literal, content, literal, ..., literal.
 
-    borders: of each response, (literal, character in it) of its start and stop.
+    borders: (literal, character in it) of the start and of the stop of each response.
     """
 
     literals: tuple[str, ...]
@@ -57,12 +57,12 @@ class _Shape:
 
 
 class ResponseFinder:
-    """Renders conversations with one template and finds what the assistant says in them.
+    """Renders conversations with one template and finds the assistant's responses in the text.
 
-    A response begins after the generation prompt and ends after its end-of-turn token; white space
-    that the template writes after that is not part of it. Where the template has generation blocks,
-    they are the responses. Conversations of plain texts are rendered once, and their spans follow
-    from those of the same turns with other contents, which must give the very same text.
+    A response begins after the generation prompt and ends after its end-of-turn token, without
+    the white space that the template writes after it. Generation blocks of a template, if any, are
+    the responses. A conversation of plain texts is rendered once. Its spans come from a cached
+    rendering of the same roles with placeholders, after both texts are checked to agree.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -71,7 +71,7 @@ class ResponseFinder:
         self._shapes: dict[tuple[str, ...], _Shape | None] = {}
 
     def find(self, messages: Messages, tools: Tools = None) -> Rendered:
-        """Render a conversation, in the first form that the template takes and writes whole.
+        """Render a conversation, in the first form that the template accepts and renders fully.
 
         Raises BadConversationError, naming the message.
         """
@@ -114,7 +114,7 @@ class ResponseFinder:
         return Rendered(text, spans, is_closed=self._borders.is_closed(messages, text, spans))
 
     def _shape(self, roles: tuple[str, ...]) -> _Shape | None:
-        """What the template writes around texts of these roles; None where it depends on them."""
+        """The template's text around contents of these roles; None if contents change it."""
         if roles not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.pop(next(iter(self._shapes)))
@@ -138,7 +138,7 @@ class ResponseFinder:
         for border in (border for span in spans.values() for border in span):
             index = next(i for i, start in enumerate(starts) if border <= start)
             if border < stops[index]:
-                return None  # inside of a content
+                return None  # inside a content
             found.append((index, border - stops[index]))
         return _Shape(
             tuple(text[stop:start] for stop, start in zip(stops, starts, strict=True)),
@@ -148,20 +148,20 @@ class ResponseFinder:
 
 
 def _distance(error: BadConversationError, messages: Messages) -> int:
-    """How far a refusal is from the point: a null or the like may be all that it is about."""
+    """Rank of a refusal, lowest first: a null content may be its only cause, so each adds one."""
     if isinstance(error, UnwrittenError):
         return 0
     return 1 + sum(message["content"] is None for message in messages)
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
-    """Whether a message is a role and a text; one of white space alone a template may leave out."""
+    """Whether a message is a role and a text; templates may leave out text of white space alone."""
     content = message["content"]
     return len(message) == 2 and bool(content.strip()) and OPEN not in content
 
 
 def _placed(shape: _Shape, messages: Messages, text: str) -> dict[int, Span] | None:
-    """The spans of a conversation of this shape, if its text is the shape's with its contents."""
+    """The spans of a conversation, if the shape with its contents gives exactly its text."""
     raw = [str(messages[index]["content"]) for index in shape.contents]
     for contents in (raw, [content.strip() for content in raw]):
         parts = [shape.literals[0]]
@@ -184,10 +184,10 @@ def _placed(shape: _Shape, messages: Messages, text: str) -> dict[int, Span] | N
 
 @dataclass(frozen=True, slots=True)
 class _Habits:
-    """What a template writes around a plain question and its answer.
+    """The template's text around a plain question and its answer.
 
-    header: the generation prompt. opening: its first special token. closes_turns: whether there is
-    a special token behind the answer.
+    header: the generation prompt. opening: its first special token. closes_turns: whether a
+    special token follows the answer.
     """
 
     header: str
@@ -196,10 +196,10 @@ class _Habits:
 
 
 class ResponseBorders:
-    """Finds responses between two beginnings of a conversation, or around what one of them changes.
+    """Finds responses between renderings of two prefixes, or around the text that a mark changes.
 
-    A response begins after the generation prompt, or after that beginning of it which the turn has.
-    It ends after its end-of-turn token; where the template writes none, after the special token
+    A response begins after the generation prompt, or after the part of it that the turn has.
+    It ends after its end-of-turn token; if the template writes none, after the special token
     that begins the next turn.
     """
 
@@ -232,7 +232,7 @@ class ResponseBorders:
         return spans
 
     def is_closed(self, messages: Messages, text: str, spans: Mapping[int, Span]) -> bool:
-        """Whether the last response has a token that ends its turn; true where there is none."""
+        """Whether the last response has an end-of-turn token; true without responses."""
         if not spans:
             return True
         last = max(spans)
@@ -243,10 +243,10 @@ class ResponseBorders:
         return self._habits.closes_turns
 
     def _end(self, text: str, span: Span, *, is_before_response: bool) -> int:
-        """Where a response ends: behind the token that ends its turn, also if the next one's does.
+        """End of a response: after its end-of-turn token, or else the next turn's first token.
 
-        Some templates write no end of a turn: the token that begins the next one is what stops the
-        model. The one that begins another response does not.
+        Some templates write no end-of-turn token: the token that begins the next turn stops the
+        model. A token that begins another response does not.
         """
         if self._habits.closes_turns and self._is_marked(text, span):
             return span[1]
@@ -260,7 +260,7 @@ class ResponseBorders:
 
     @cached_property
     def _habits(self) -> _Habits:
-        """Found once per template; where it refuses such a conversation, it closes its turns."""
+        """Computed once per template; if it refuses the conversation, turns count as closed."""
         asked = {"role": "user", "content": mark_of(0)}
         said = {"role": ASSISTANT, "content": mark_of(1)}
         header = self._prompt([asked], None) or ""
@@ -274,9 +274,9 @@ class ResponseBorders:
         return _Habits(header, opening[0] if opening else None, closes)
 
     def _by_prefix(self, messages: Messages, tools: Tools, text: str, index: int) -> Span | None:
-        """The span between two beginnings of the conversation, if they are beginnings of its text.
+        """The span between two rendered prefixes of the conversation, if both begin its text.
 
-        They are not where a template writes earlier turns in another way than the last one.
+        They do not if the template renders earlier turns differently from the last one.
         """
         try:
             whole = self._template.render(messages[: index + 1], tools)
@@ -291,14 +291,14 @@ class ResponseBorders:
         headers = _beginnings(self._habits.header, self._marker)
         header = next((one for one in headers if whole.startswith(one, start)), "")
         if header and self._prompt(messages[:index], tools) == "":
-            start += len(header)  # asked for nothing, the template writes a header all the same
+            start += len(header)  # the template ignores add_generation_prompt, but writes a header
         last = self._last_marker.search(whole, start)
         return start, len(whole) if last is None else last.end()
 
     def _by_difference(
         self, messages: Messages, tools: Tools, text: str, index: int
     ) -> Span | None:
-        """The span around what changes in the whole text when this message says something else."""
+        """The span around the text that changes if this message's content is replaced."""
         content = self._content_span(messages, tools, text, index)
         if content is None:
             return None
@@ -317,8 +317,8 @@ class ResponseBorders:
         return None if begin is None or end is None else (before + begin, stop + end)
 
     def _begin_in(self, messages: Messages, tools: Tools, gap: str, index: int) -> int | None:
-        """Where in the text between two contents the second one's generation prompt ends."""
-        # Of no messages at all most templates cannot ask for one.
+        """End of the second content's generation prompt in the text between two contents."""
+        # Most templates cannot render a generation prompt without messages.
         prompt = self._prompt(messages[:index], tools)
         for wanted in _beginnings(prompt or self._habits.header, self._marker):
             place = gap.find(wanted)
@@ -328,10 +328,10 @@ class ResponseBorders:
         return None if marker is None else marker.end()
 
     def _end_in(self, messages: Messages, tools: Tools, gap: str) -> int | None:
-        """How much of the text behind the last message's content belongs to it.
+        """Number of characters after the last message's content that belong to its turn.
 
-        That is what the template writes there where the conversation ends, as far as it is the same
-        in the longer one.
+        It is the common prefix of the text after this content in the conversation cut here and in
+        the whole one.
         """
         try:
             whole = self._template.render(messages, tools)
@@ -349,7 +349,7 @@ class ResponseBorders:
         return len(tail) if last is None else last.end()
 
     def _prompt(self, messages: Messages, tools: Tools) -> str | None:
-        """What the template writes to ask for a response; None where it does not show."""
+        """The generation prompt after these messages; None if two renderings do not show it."""
         try:
             asked = self._template.render(messages, tools, add_generation_prompt=True)
             plain = self._template.render(messages, tools)
@@ -357,11 +357,11 @@ class ResponseBorders:
             return None
         closing = self._last_marker.search(plain)
         if not asked.startswith(plain) and closing is not None:
-            plain = plain[: closing.start()]  # some templates end a text that asks for nothing
+            plain = plain[: closing.start()]  # some templates end a text without such a prompt
         return asked[len(plain) :] if asked.startswith(plain) else None
 
     def _end_of_content(self, messages: Messages, tools: Tools, text: str, index: int) -> int:
-        """Where the last content before a message ends."""
+        """End of the last content before a message."""
         for earlier in range(index - 1, -1, -1):
             span = self._content_span(messages, tools, text, earlier)
             if span is not None:
@@ -369,7 +369,7 @@ class ResponseBorders:
         return 0
 
     def _content_span(self, messages: Messages, tools: Tools, text: str, index: int) -> Span | None:
-        """The characters that depend on what a message says; None where none does."""
+        """The characters that depend on a message's content; None if there are none."""
         mark = mark_of(index)
         changed = [*messages[:index], replaced(messages[index], mark), *messages[index + 1 :]]
         try:
@@ -379,18 +379,18 @@ class ResponseBorders:
         start, stop = other.find(mark), other.rfind(mark) + len(mark)
         if start < 0 or OPEN in text:
             return None
-        # More than the mark changes where the template writes a thought of its own in its place.
+        # More text than the mark changes if the template inserts a thinking block for it.
         begin = _agreement(text, other[:start])
         end = len(text) - _agreement(text[::-1], other[stop:][::-1])
         return None if begin > end else (begin, end)
 
 
 def _beginnings(prompt: str, marker: re.Pattern[str]) -> Iterator[str]:
-    """The generation prompt, then its beginnings that may be all of it that a turn has.
+    """Yield the generation prompt, then its prefixes that an earlier turn may have instead.
 
-    A prompt may go on after the role with what only some turns have, as the beginning of a thought.
-    Those that end in a line end come before those that end in a special token: a thought's tags are
-    special tokens with some tokenizers, and with others they are not.
+    After the role a prompt may contain text of some turns only, as the start of a thinking block.
+    Prefixes that end at a line end come before those that end at a special token: thinking tags
+    are special tokens in some tokenizers only.
     """
     if prompt:
         yield prompt
@@ -402,7 +402,7 @@ def _beginnings(prompt: str, marker: re.Pattern[str]) -> Iterator[str]:
 
 
 def _agreement(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Length of the common prefix of two texts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -23,7 +23,7 @@ from megatron_distill.errors import DataError
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
-# Contents one after another: a separator after what is not trained, the end token after a response.
+# Contents concatenated: the end token after a response, a separator after any other message.
 PLAIN_SOURCE: Final = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- else -%}{{- separator -}}"
@@ -34,10 +34,10 @@ _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template and what it may refer to.
+    """A Jinja chat template and its variables.
 
-    special_tokens: names as `bos_token` to their text. markers: texts of all special tokens, among
-    which the ends of turns are. options: further variables of the template.
+    special_tokens: names such as `bos_token` to their text. markers: texts of all special tokens,
+    end-of-turn tokens among them. options: further variables of the template.
     """
 
     source: str
@@ -47,7 +47,7 @@ class ChatTemplate:
 
     @property
     def has_generation_blocks(self) -> bool:
-        """Whether the template itself says what the assistant generates."""
+        """Whether the template marks the assistant's text by generation blocks."""
         return _GENERATION.search(self.source) is not None
 
     def render(
@@ -91,7 +91,7 @@ class ChatTemplate:
                 **{**self.special_tokens, **self.options},
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            # A template computes with what it is given, so that these are about the messages too.
+            # Templates compute with the messages, so Python errors are refusals as well.
             raise BadConversationError(f"the chat template refuses it: {error}") from error
         return texts[0], list(spans[0]) if spans else []
 
@@ -147,7 +147,7 @@ def _read_source(path: Path, key: str) -> str:
 
 
 def _check(template: ChatTemplate, spec: ConversationSpec, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the source is no template; what it says of messages comes later."""
+    """Raise DataError if the source is no valid template; messages are checked at rendering."""
     from jinja2 import TemplateSyntaxError
 
     named = spec.chat_template
@@ -167,10 +167,10 @@ _Part = tuple[str, int | None]
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
-    """Tokens and offsets of each text, each special token that it spells out being that token.
+    """Tokens and offsets of each text; a special token spelled out in the text becomes that token.
 
-    Some tokenizers never make a special token of a text: what lies between two of them is then
-    encoded as a text of its own. Raises DataError as `encode_with_offsets` does.
+    Some tokenizers never make a special token of a text. For these the text between special tokens
+    is encoded separately. Raises DataError as `encode_with_offsets` does.
     """
     if tokenizer.reads_special_tokens:
         return tokenizer.encode_with_offsets(texts)
@@ -189,9 +189,9 @@ def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding
 
 
 def _parts(text: str, special: re.Pattern[str], ids: dict[str, int]) -> list[_Part]:
-    """The text in pieces: special tokens with their ids, and what lies between them."""
+    """The text in pieces: special tokens with their ids, and the text between them with None."""
     found = enumerate(special.split(text))
-    # Every second piece is what the pattern has found.
+    # Pieces of odd index are the special tokens that the pattern matched.
     return [(piece, ids[piece] if at % 2 else None) for at, piece in found if piece]
 
 

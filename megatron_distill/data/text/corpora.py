@@ -1,4 +1,4 @@
-"""The corpus that every machine has, Python's own standard library; fingerprints of files."""
+"""Python's standard library as a corpus available on every machine; fingerprints of files."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def _is_utf8(path: Path) -> bool:
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Number of files, and names and sizes in bytes as one digest: do two runs read the same?"""
+    """Number of files, and one digest of their names and sizes, to compare two runs' corpora."""
     listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
     return f"{len(files)} files {hashlib.sha256(listing.encode()).hexdigest()[:16]}"

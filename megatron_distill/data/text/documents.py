@@ -1,4 +1,4 @@
-"""Documents read from files one after another, each with the place where reading can go on."""
+"""Documents read from files in order, each with the cursor from which reading can resume."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_distill.log import get_logger
 
 PIECE_BYTES: Final = 4 << 20  # a longer file is read, and packed, in pieces of at most this
 LINE_BYTES: Final = 256 << 20
-_REPORTED_RECORDS: Final = 10  # skipped records that get a log line of their own
+_REPORTED_RECORDS: Final = 10  # number of skipped records that are logged one by one
 
 _LOG = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place between two documents: `file` counts in the order in which the files are read.
+    """A position between two documents: `file` counts in the order in which the files are read.
 
     offset: uncompressed bytes before it in that file; line: lines before it. Inside a file that is
-    read in pieces, `document` is the digest (hex) of the document that is being read.
+    read in pieces, `document` is the digest (hex) of the current document.
     """
 
     file: int = 0
@@ -58,7 +58,7 @@ ReadFile = Callable[[InputFile, Cursor], Iterator[Record]]
 
 
 def content_digest(data: bytes) -> bytes:
-    """8 bytes that identify a document by its content, whatever its file or the seed."""
+    """8 bytes that identify a document by its content, independent of file and seed."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
@@ -68,7 +68,7 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 
 
 def read_whole(file: InputFile, start: Cursor) -> Iterator[Record]:
-    """The file as one document, in pieces cut at line ends where it is longer than PIECE_BYTES."""
+    """The file as one document; in pieces cut at line ends if it is longer than PIECE_BYTES."""
     carried, digest = b"", bytes.fromhex(start.document)
     offset = start.offset
     while True:
@@ -95,7 +95,7 @@ def read_whole(file: InputFile, start: Cursor) -> Iterator[Record]:
 
 
 def _piece_end(data: bytes) -> int:
-    """Where to cut a piece: after its last line end, else between two characters."""
+    """The end of a piece: after its last line end, else between two characters."""
     line_end = data.rfind(b"\n", 0, PIECE_BYTES) + 1
     if line_end:
         return line_end
@@ -106,7 +106,7 @@ def _piece_end(data: bytes) -> int:
 
 
 def read_lines(file: InputFile, start: Cursor) -> Iterator[Record]:
-    """One document per line, without its line end; empty lines are passed over."""
+    """One document per line, without its line end; empty lines are skipped."""
     for line, after in _numbered_lines(file, start):
         if isinstance(line, BadRecord):
             yield line
@@ -208,10 +208,10 @@ def _not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> str:
 
 
 class DocumentReader:
-    """The documents of a list of files, in any order of the files, from any cursor on.
+    """Reads the documents of a list of files, in any order of the files, from any cursor on.
 
     A bad record or a damaged file raises DataError; with `skip_bad` it is counted in `skipped`,
-    logged, and passed over. Memory: one piece or one line.
+    logged, and skipped. Memory: one piece or one line.
     """
 
     def __init__(self, files: Sequence[Path], *, read: ReadFile, skip_bad: bool) -> None:

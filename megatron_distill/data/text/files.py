@@ -1,4 +1,4 @@
-"""Input files: glob expansion, decompression by extension, and reading that knows where it is."""
+"""Input files: glob expansion, decompression by extension, and reading with byte offsets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zstandard
 from megatron_distill.errors import DataError
 
 _SKIP_BYTES: Final = 1 << 20
-_COMPRESSED_BYTES: Final = 1 << 14  # per step: bounds what a highly compressed file unfolds to
+_COMPRESSED_BYTES: Final = 1 << 14  # per step: bounds the output of a highly compressed file
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _DAMAGE: Final = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
 
@@ -26,10 +26,10 @@ class DamagedFileError(Exception):
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """The files that paths and globs name, sorted, each once; every one can be opened.
+    """The files of paths and globs, sorted, without duplicates; each is checked to open.
 
-    Raises DataError naming the pattern that is empty, missing, matches nothing, or is a folder, and
-    the file that cannot be opened.
+    Raises DataError naming a pattern that is empty, missing, matches nothing or is a folder, or a
+    file that cannot be opened.
     """
     if not patterns:
         raise DataError("data.sources.paths is empty; give at least one path")
@@ -66,7 +66,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Zstandard frames as a byte stream that, unlike the library's own, refuses a cut-off end."""
+    """Zstandard frames as a byte stream; unlike the library's reader it refuses a cut-off end."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
@@ -126,9 +126,9 @@ _OPENERS: Final = {".gz": _open_gzip, ".zst": _open_zstandard, ".zstd": _open_zs
 class InputFile:
     """A file read forward in bytes, decompressed if its name ends in .gz, .zst or .zstd.
 
-    `offset` counts uncompressed bytes. A byte-order mark at the beginning is passed over. Every
-    method raises DamagedFileError where the decompressor gives up, and DataError where the
-    operating system does.
+    `offset` counts uncompressed bytes. A byte-order mark at the beginning is skipped. Every
+    method raises DamagedFileError if decompression fails, and DataError for an error of the
+    operating system.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -191,11 +191,11 @@ class InputFile:
 _BATCH_ROWS: Final = 256
 _STATE_FILE: Final = "state.json"  # of a dataset that save_to_disk wrote
 _SPLITS_FILE: Final = "dataset_dict.json"
-_FILE_MAGIC: Final = b"ARROW1"  # of Arrow's random-access format; others are streams
+_FILE_MAGIC: Final = b"ARROW1"  # of Arrow's random-access format; else the streaming format
 
 
 def expand_saved(patterns: Sequence[str]) -> list[str]:
-    """The patterns, those that name a saved dataset's folder replaced by its files.
+    """The patterns, with the folder of a saved dataset replaced by its files.
 
     Raises DataError: a folder holds no saved dataset, or several splits of one.
     """
@@ -238,13 +238,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def record_batches(
     path: Path, *, required: Sequence[str], optional: Sequence[str] = (), first_row: int = 0
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number of rows before it, and a pyarrow RecordBatch of these columns.
+    """Yield a pyarrow RecordBatch of these columns, preceded by the number of rows before it.
 
-    Rows before `first_row` are passed over. A file is Parquet or Arrow as its content says. Memory:
-    one batch, and of Parquet one row group's pages. Raises DamagedFileError, and DataError where a
-    required column is missing.
+    Rows before `first_row` are skipped. The file's first bytes give its format. Memory:
+    one batch, and for Parquet the pages of one row group. Raises DamagedFileError, and DataError
+    if a required column is missing.
     """
-    import pyarrow as pa  # takes a fifth of a second, which other formats need not wait for
+    import pyarrow as pa  # takes 0.2 s, which other formats should not pay
 
     try:
         row = 0
@@ -256,7 +256,7 @@ def record_batches(
             if skipped < batch.num_rows:
                 yield row + skipped, batch.slice(skipped)
             row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:  # of a cut-off stream it is an OSError
+    except (pa.ArrowException, OSError) as error:  # OSError for a cut-off stream
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise DamagedFileError(f"{path}: damaged or cut off ({reason}); replace it") from error
 
@@ -264,7 +264,7 @@ def record_batches(
 def _batches(
     path: Path, required: Sequence[str], optional: Sequence[str], first_row: int
 ) -> Iterator[Any]:
-    """Yield batches, and the number of rows where a row group is passed over unread."""
+    """Yield batches, or the number of rows of a row group that is skipped unread."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

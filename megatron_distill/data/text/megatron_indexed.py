@@ -13,8 +13,8 @@ from megatron_distill.errors import DataError
 class IndexedSource:
     """Samples of one prefix by position: position = epoch * samples per epoch + index.
 
-    Raises DataError for missing or damaged files, too few tokens for one sample, documents that do
-    not end with `eos_id`, and (when the sample is read) a token id outside of the vocabulary.
+    Raises DataError for missing or damaged files, too few tokens for one sample, and documents
+    that do not end with `eos_id`. Reading a sample raises it for an id outside the vocabulary.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class IndexedSource:
         is_held_out: bool,
         cache: Path | None,
     ) -> None:
-        # Here and not above: this format is the only one that needs Megatron-Core.
+        # Imported here, because only this format needs Megatron-Core.
         from megatron_distill.runtime.indexed_dataset import IndexedSamples
 
         self._samples = IndexedSamples(
@@ -82,7 +82,7 @@ class IndexedSource:
         return self.next_sample() if self._position < len(self._samples) else None
 
     def state_dict(self) -> State:
-        """The position, and what it is a position in."""
+        """The position, and the identity of the files and settings that it refers to."""
         return {**self._identity, "position": self._position}
 
     def load_state_dict(self, state: State) -> None:

@@ -26,14 +26,14 @@ from megatron_distill.data.text.documents import (
 )
 from megatron_distill.errors import DataError
 
-BLOCK_CHARACTERS: Final = 64 << 20  # a shuffled block ends here if its documents are long
+BLOCK_CHARACTERS: Final = 64 << 20  # limit of a shuffled block with long documents
 _ENCODED_CHARACTERS: Final = 1 << 19  # tokenised at once: enough to keep every core busy
 
 Mark = TypeVar("Mark")
 
 
 class TextEncoder(Protocol):
-    """What a stream needs of a tokenizer (every `Tokenizer` is one)."""
+    """The part of the `Tokenizer` protocol that a stream needs."""
 
     vocab_size: int
     eos_id: int
@@ -46,10 +46,10 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A document's place in the endless order: the epoch, its block, and its rank in the block.
+    """A document's place in the endless order: epoch, block, and index in the shuffled block.
 
-    `start` is where the block begins in the files of that epoch, `skipped` the bad records passed
-    over before it.
+    `start` is the cursor of the block's beginning in that epoch's files, `skipped` the number of
+    bad records skipped before it.
     """
 
     epoch: int = 0
@@ -65,11 +65,11 @@ Encoded = tuple[NDArray[np.int32], Place]
 
 @dataclass(frozen=True)
 class Order:
-    """How documents are chosen and shuffled.
+    """Selection and shuffling of documents.
 
     The files' order is a function of (seed, epoch), the documents' order inside a block of
-    `shuffle_buffer` of (seed, epoch, block). Only the held-out documents count where `is_held_out`,
-    only the others where not.
+    `shuffle_buffer` of (seed, epoch, block). `is_held_out` selects the held-out documents
+    if true, the training documents if false.
     """
 
     seed: int
@@ -78,15 +78,15 @@ class Order:
     is_held_out: bool
 
     def selects(self, digest: bytes) -> bool:
-        """Whether a document counts."""
+        """Whether a document is selected."""
         return is_held_out(digest, self.held_out_fraction) == self.is_held_out
 
 
 class PackedStream:
     """Samples of one source, epoch after epoch; a `SampleSource`.
 
-    Its state is the place of the document, and the token in it, where the next sample begins; going
-    back there reads one block again. Memory: one block of text and its tokens.
+    The state is the document, and the token in it, where the next sample begins. Resuming reads
+    one block again. Memory: one block of text and its tokens.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class PackedStream:
 
     @property
     def skipped(self) -> int:
-        """Bad records passed over so far, read-ahead included."""
+        """Bad records skipped so far, read-ahead included."""
         return self._reader.skipped
 
     def next_sample(self) -> Sample:
-        """The next sample; only of an endless stream. Raises DataError."""
+        """The next sample of an endless stream. Raises DataError."""
         sample = self.next_or_none()
         assert sample is not None, "the stream has an end"
         return sample
@@ -191,7 +191,7 @@ class PackedStream:
         documents = self._reader.documents(files, place.start)
         while block := self._block(documents):
             order = permutation(len(block), self._order.seed, place.epoch, place.block)
-            # Never across blocks: a block is what going back reads again.
+            # Batches never cross blocks: resuming reads exactly one block again.
             yield from encoded(
                 (
                     (block[order[rank]], replace(place, document=rank))
@@ -217,7 +217,7 @@ class PackedStream:
 def encoded(
     documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder
 ) -> Iterator[tuple[NDArray[np.int32], Mark]]:
-    """Tokenise marked documents, many at once, and end each whole one with its token."""
+    """Tokenise marked documents in batches; the end-of-document token follows each last piece."""
     end = np.array([tokenizer.eos_id], np.int32)
     for batch in _batches(documents):
         rows = tokenizer.encode_batch([document.text for document, _ in batch])
@@ -249,12 +249,12 @@ class _Segment(Generic[Mark]):
 class Packer(Generic[Mark]):
     """Cuts a row of documents into windows of S + 1 tokens with stride S.
 
-    The last label of one sample is the first token of the next, so that every token but the very
-    first is a label exactly once. A document that does not end inside a sample goes on in the next
-    one as a document of its own there, since attention cannot look back across samples.
+    The last label of one sample is the first token of the next, so that every token except the
+    first is a label exactly once. A document that does not end inside a sample continues in the
+    next one as a separate document, since attention cannot look back across samples.
 
-    Each document carries a mark; `start` gives the mark and the token offset at which the next
-    sample begins, which is all that is needed to come back there.
+    Each document carries a mark. `start` gives the mark and the token offset at which the next
+    sample begins, which suffices to resume there.
     """
 
     def __init__(self, sequence_length: int, *, padding_token: int) -> None:
@@ -277,7 +277,7 @@ class Packer(Generic[Mark]):
         return self._segments[0].mark, self._offset
 
     def add(self, tokens: NDArray[np.int32], mark: Mark, *, skip: int = 0) -> None:
-        """Append a document, without its first `skip` tokens (only where nothing is held yet)."""
+        """Append a document without its first `skip` tokens; `skip` only for the first document."""
         assert skip == 0 or not self._segments, "only the first document can begin inside"
         if len(tokens) <= skip:
             return
@@ -292,7 +292,7 @@ class Packer(Generic[Mark]):
         return self._cut(self.sequence_length + 1, sample_id)
 
     def flush(self, sample_id: int) -> Sample | None:
-        """Cut what is left into one sample filled up with padding; None if it holds no label."""
+        """Cut the remaining tokens into one padded sample; None if they contain no label."""
         assert not self.is_ready
         sample = self._cut(self._available, sample_id) if self._available > 1 else None
         self._segments.clear()
@@ -327,7 +327,7 @@ def tokenized_documents(
 ) -> Iterator[list[NDArray[np.int32]]]:
     """Yield each document as consecutive rows of ids, its end-of-document token last.
 
-    Nothing is held out or shuffled. Raises DataError, see `DocumentReader`.
+    All documents, unshuffled. Raises DataError, see `DocumentReader`.
     """
     if spec.kind.reader is None:
         raise DataError(f"a source of format {spec.format} is already tokenised")

@@ -25,9 +25,9 @@ from megatron_distill.runtime.atomic_files import whole_folder
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of `transformers`, reduced to what training and text samples need.
+    """A tokenizer of `transformers` behind the `Tokenizer` protocol.
 
-    `folder` is where its files lie, None for one that was made in memory.
+    `folder` holds its files; None for a tokenizer made in memory.
     """
 
     reads_special_tokens = True
@@ -73,9 +73,9 @@ class HuggingFaceTokenizer:
         return [np.array(row, dtype=np.int32) for row in rows]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+        """Token ids of each text as from `encode_batch`, with the character span of each token.
 
-        Raises DataError if the tokenizer does not know its offsets, and as `encode_batch` does.
+        Raises DataError if the tokenizer has no offsets, and as `encode_batch` does.
         """
         if self._fast is None:
             raise DataError(
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens spelled out, U+FFFD for what is no text."""
+        """The text of token ids, special tokens spelled out, U+FFFD for ids without text."""
         return decode_around(
             ids,
             decode_run=self._decode_run,
@@ -139,7 +139,7 @@ def _special_ids(hugging_face: Any, vocabulary: dict[str, int]) -> dict[str, int
 
 
 def _chat_template(hugging_face: Any) -> str | None:
-    """Of several templates the one that `transformers` takes unasked."""
+    """The chat template; of several, the default of `transformers`."""
     template = hugging_face.chat_template
     return template.get("default") if isinstance(template, dict) else template
 
@@ -151,7 +151,7 @@ def open_hugging_face(folder: Path) -> HuggingFaceTokenizer:
     """
     from transformers import AutoTokenizer  # takes seconds, and only the reading rank needs it
 
-    # The tokenizers library raises a bare Exception for such files, so this looks first.
+    # The tokenizers library raises a bare Exception for malformed files, so check them first.
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
             content = read_json_object(folder / name, advice="copy the tokenizer again")
@@ -173,8 +173,8 @@ SMALLEST_BPE: Final = 257  # every byte and the end-of-document token
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> HuggingFaceTokenizer:
     """A byte-level BPE of at most `vocab_size` tokens; the same texts give the same tokenizer.
 
-    It ends documents with <|endoftext|> (id 0). Fewer tokens come out where the texts hold no more
-    repeated pairs. Raises DataError for fewer than 257 tokens or no text.
+    It ends documents with <|endoftext|> (id 0). The vocabulary is smaller if the texts have too
+    few repeated pairs. Raises DataError for fewer than 257 tokens or no text.
     """
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Tokenizers by where they lie: a Hugging Face folder, a SentencePiece model, tiktoken ranks."""
+"""Tokenizers by path: a Hugging Face folder, a SentencePiece model, or tiktoken ranks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = [
     "train_bpe",
 ]
 
-# A model's folder keeps a tokenizer there that `transformers` has no files of.
+# Folder inside a model's folder for a tokenizer that `transformers` cannot read.
 OTHER_KINDS_FOLDER: Final = "tokenizer"
 _HUGGING_FACE_FILES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder's tokenizer is read by `transformers`.
+    """Whether `transformers` reads a folder's tokenizer.
 
-    A bare tokenizer.model is not: `transformers` would leave out its normalisation.
+    A bare tokenizer.model does not count: `transformers` would leave out its normalisation.
     """
     if any((folder / name).is_file() for name in _HUGGING_FACE_FILES):
         return True
@@ -50,7 +50,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether `load_tokenizer` finds in a folder what a tokenizer can be made of."""
+    """Whether a folder holds files that `load_tokenizer` reads."""
     if is_hugging_face(folder) or any(folder.glob("*.model")):
         return True
     if any(has_rules(path) for path in folder.glob("*.tiktoken")):
@@ -61,10 +61,10 @@ def holds_tokenizer(folder: Path) -> bool:
 def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> Tokenizer:
     """The tokenizer of a folder, a `.model` or a `.tiktoken` file; nothing is downloaded.
 
-    `named` is the key or the option that messages say to change.
+    `named` is the configuration key or option that error messages name.
 
     In a folder Hugging Face files come first, then a single `.model` or `.tiktoken` file, then the
-    folder `tokenizer` within. Raises DataError if nothing is there, several are, the files are
+    subfolder `tokenizer`. Raises DataError if there is no tokenizer or more than one, a file is
     malformed, or there is no end-of-document token.
     """
     path = Path(path).expanduser()

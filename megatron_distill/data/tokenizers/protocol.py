@@ -1,4 +1,4 @@
-"""What every tokenizer offers, whichever library is behind it."""
+"""The protocol of tokenizers, common to all libraries."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from megatron_distill.errors import DataError
 
 END_OF_TEXT: Final = "<|endoftext|>"
-NO_TOKEN: Final = "\N{REPLACEMENT CHARACTER}"  # what an id decodes to that stands for no token
+NO_TOKEN: Final = "\N{REPLACEMENT CHARACTER}"  # text of an id without a token
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The tokens of a text and the characters each stands for.
+    """The token ids of a text and the character span of each token.
 
     Token i covers text[starts_n[i]:stops_n[i]]. Tokens that share a character (bytes of one emoji)
-    all cover it; a token that stands for nothing in the text covers an empty span, save that the
-    space which a Hugging Face Metaspace puts first lies on the first character. Neither starts nor
-    stops ever go back.
+    all cover it. A token without text covers an empty span, except the space that a Hugging Face
+    Metaspace puts first: it covers the first character. Starts and stops never decrease.
     """
 
     ids_n: NDArray[np.int32]
@@ -36,12 +35,12 @@ class Encoding:
 class Tokenizer(Protocol):
     """Text to token ids and back.
 
-    name: where it came from, for messages. vocab_size: ids are in [0, vocab_size), added tokens
-    included, model padding not. eos_id: the token that ends every document. bos_id, pad_id: None
-    where there is none. special_ids: id of each token that marks something rather than standing
-    for text. identity: digest of the vocabulary and its rules; equal for teacher and student if
-    they agree on every id. chat_template: Jinja source, None where there is none.
-    reads_special_tokens: whether a special token that a text spells out becomes that token.
+    name: its origin, for messages. vocab_size: ids are in [0, vocab_size), with added tokens,
+    without the model's padding. eos_id: the end-of-document token. bos_id, pad_id: None if
+    absent. special_ids: special tokens to their ids. identity: digest of the vocabulary and its
+    rules; equal for teacher and student if they agree on every id. chat_template: Jinja source,
+    None if absent. reads_special_tokens: whether a special token spelled out in a text becomes
+    that token.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+        """Token ids of each text as from `encode_batch`, with the character span of each token.
 
         Raises DataError as `encode_batch` does.
         """
@@ -71,16 +70,16 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out.
 
-        Bytes that are no UTF-8 and ids that stand for no token become U+FFFD.
+        Bytes that are no UTF-8 and ids without a token become U+FFFD.
         """
         ...
 
     def vocabulary(self) -> dict[str, int]:
-        """Spelling and id of every token, as a Hugging Face tokenizer of the kind spells them."""
+        """Spelling and id of every token, spelled as a Hugging Face tokenizer of this kind does."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a folder that `load_tokenizer` makes an equal tokenizer of; raises OSError.
+        """Write a folder that `load_tokenizer` reads as an equal tokenizer; raises OSError.
 
         It appears under its name only when complete.
         """
@@ -88,7 +87,7 @@ class Tokenizer(Protocol):
 
 
 def check_texts(texts: Sequence[str], name: str) -> list[str]:
-    """The texts as a list. Raises DataError for one that has no UTF-8."""
+    """The texts as a list. Raises DataError for a text that cannot be encoded in UTF-8."""
     for text in texts:
         if not text.isascii():
             try:
@@ -107,7 +106,7 @@ def decode_around(
     decode_run: Callable[[list[int]], str],
     spelled: Callable[[int], str | None],
 ) -> str:
-    """Decode runs of ids together, and those alone of which `spelled` gives the text."""
+    """Decode runs of ids together, except ids for which `spelled` returns the text."""
     parts: list[str] = []
     run: list[int] = []
     for number in ids:
@@ -125,7 +124,7 @@ def decode_around(
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """The chat template that lies in a folder. Raises DataError if it cannot be read."""
+    """The chat template in a folder, None if absent. Raises DataError if it cannot be read."""
     path = folder / CHAT_TEMPLATE_FILE
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else None

@@ -24,15 +24,14 @@ from megatron_distill.errors import DataError
 from megatron_distill.runtime.atomic_files import whole_folder
 
 MODEL_FILE: Final = "tokenizer.model"
-_SPACES: Final = ("\N{LOWER ONE EIGHTH BLOCK}", " ")  # how a normalised text spells a space
+_SPACES: Final = ("\N{LOWER ONE EIGHTH BLOCK}", " ")  # spellings of a space in normalised text
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model: BPE, unigram, word or character.
 
-    Control symbols never come out of a text, user-defined symbols do. Lossless where the model
-    normalises nothing and falls back to bytes; a U+2581 of the text decodes as a space all the
-    same.
+    Control symbols are never encoded from a text, user-defined symbols are. Lossless if the model
+    normalises nothing and falls back to bytes, except that U+2581 in a text decodes as a space.
     """
 
     reads_special_tokens = False
@@ -78,10 +77,10 @@ class SentencePieceTokenizer:
         return [np.array(row, dtype=np.int32) for row in rows]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+        """Token ids of each text as from `encode_batch`, with the character span of each token.
 
-        The space that the model puts before or after a text stands for nothing; characters that
-        the normalisation removes belong to no token or to the neighbour it gives them to.
+        The space that the model adds before or after a text covers no character. Characters that
+        the normalisation removes belong to no token, or to the neighbour that it assigns them to.
         """
         texts = check_texts(texts, self.name)
         rows = self.encode_batch(texts)
@@ -95,10 +94,10 @@ class SentencePieceTokenizer:
     def _encoding(
         self, ids_n: NDArray[np.int32], pieces: Sequence[str], text: str, origins: Sequence[int]
     ) -> Encoding:
-        """Lay tokens over the normalised `text`, whose character i came from origins[i] on.
+        """Character spans of tokens; character i of the normalised `text` begins at origins[i].
 
-        Characters of the same origin came from the same characters of the text (`fi` from its
-        ligature), which end where the next origin begins.
+        Characters with the same origin come from the same characters of the input (`fi` from its
+        ligature), which end at the next origin.
         """
         starts_c = np.array(origins, np.int32)
         after_c = np.searchsorted(starts_c, starts_c, side="right").clip(max=len(text))
@@ -116,7 +115,7 @@ class SentencePieceTokenizer:
         return Encoding(ids_n, starts_c[first_n], stops_c[last_n])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control symbols spelled out, U+FFFD for what is no text."""
+        """The text of token ids, control symbols spelled out, U+FFFD for ids without text."""
 
         def spelled(number: int) -> str | None:
             if 0 <= number < self.vocab_size:
@@ -134,7 +133,7 @@ class SentencePieceTokenizer:
         return {piece: number for number, piece in enumerate(self._pieces)}
 
     def save(self, folder: Path) -> None:
-        """Write the model as it was read, under the folder's name only when complete."""
+        """Write the unchanged model; the folder appears under its name only when complete."""
         with whole_folder(folder, replaces=True) as partial:
             (partial / MODEL_FILE).write_bytes(self._model)
             if self.chat_template is not None:

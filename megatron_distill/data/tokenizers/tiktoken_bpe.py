@@ -45,7 +45,7 @@ _KEYS: Final = ("pattern", "special_tokens", "eos", "bos", "pad")
 
 @dataclass(frozen=True)
 class TiktokenRules:
-    """What a rank file does not say: how text is split, and the special tokens.
+    """Rules that a rank file does not contain: the split pattern and the special tokens.
 
     pattern: a regular expression in the dialect of tiktoken. eos, bos, pad are names of special
     tokens.
@@ -89,7 +89,7 @@ class TiktokenTokenizer:
             ) from error
         self._bytes = {rank: token for token, rank in ranks.items()}
         for text, number in self.special_ids.items():
-            self._bytes.setdefault(number, text.encode())  # of several names the first
+            self._bytes.setdefault(number, text.encode())  # the first of several names
         self.vocab_size = max(self._bytes) + 1
         self._lengths_V = np.zeros(self.vocab_size, np.int64)
         self._lengths_V[list(self._bytes)] = [len(token) for token in self._bytes.values()]
@@ -135,7 +135,7 @@ class TiktokenTokenizer:
         return encoded
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Tokens of each text as `encode_batch` gives them, and where in the text each lies.
+        """Token ids of each text as from `encode_batch`, with the character span of each token.
 
         Raises DataError as `encode_batch` does.
         """
@@ -151,13 +151,13 @@ class TiktokenTokenizer:
         return Encoding(ids_n, starts_n, character_b[stops_byte_n - 1] + 1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens spelled out, U+FFFD for what is no text."""
+        """The text of token ids, special tokens spelled out, U+FFFD for ids without text."""
         unknown = NO_TOKEN.encode()
         found = b"".join(self._bytes.get(number, unknown) for number in ids)
         return found.decode("utf-8", errors="replace")
 
     def vocabulary(self) -> dict[str, int]:
-        """Spelling and id of every token, bytes spelled as byte-level vocabularies do."""
+        """Spelling and id of every token, with the byte characters of byte-level vocabularies."""
         spelled = byte_characters()
         ordinary = {
             "".join(spelled[byte] for byte in token): rank for token, rank in self._ranks.items()
@@ -165,7 +165,7 @@ class TiktokenTokenizer:
         return ordinary | self.special_ids
 
     def save(self, folder: Path) -> None:
-        """Write ranks and rules, under the folder's name only when complete."""
+        """Write ranks and rules; the folder appears under its name only when complete."""
         rules = {
             "pattern": self._rules.pattern,
             "special_tokens": self.special_ids,
@@ -182,7 +182,7 @@ class TiktokenTokenizer:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text inside white space that is too long for the stack of tiktoken's patterns."""
+    """Cut a text inside long white space, which overflows the stack of tiktoken's patterns."""
     cuts = [0, *(match.end() for match in _LONG_SPACE.finditer(text)), len(text)]
     return [text[start:stop] for start, stop in itertools.pairwise(cuts)]
 
@@ -213,19 +213,19 @@ def _check_special_tokens(ranks: Ranks, rules: TiktokenRules, name: str) -> None
 
 
 def rules_file(path: Path) -> Path:
-    """The file beside a rank file that says its rules."""
+    """The file with the rules of a rank file, in the same folder."""
     return path.with_name(f"{path.name}.json")
 
 
 def has_rules(path: Path) -> bool:
-    """Whether the rules of a rank file are known: said beside it, or by its content."""
+    """Whether the rules of a rank file are known, from its rules file or from its digest."""
     return rules_file(path).is_file() or recognised(path.read_bytes()) is not None
 
 
 def open_tiktoken_file(path: Path) -> TiktokenTokenizer:
-    """The tokenizer of a rank file; its rules lie beside it, or it is that of a named encoding.
+    """The tokenizer of a rank file, with rules from its rules file or from a named encoding.
 
-    Raises DataError if either file is malformed or the rules are not known.
+    Raises DataError if either file is malformed or the rules are unknown.
     """
     try:
         content = path.read_bytes()

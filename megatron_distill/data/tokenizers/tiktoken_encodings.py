@@ -1,6 +1,6 @@
-"""The encodings that tiktoken knows by name, and where their ranks lie if they were fetched.
+"""The named encodings of tiktoken, and their ranks in tiktoken's download cache.
 
-tiktoken itself would fetch what it does not find; this reads the same files and never does.
+tiktoken itself downloads missing files; this module reads the same files and never downloads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLACE: Final = "https://openaipublic.blob.core.windows.net"
 
 @dataclass(frozen=True)
 class NamedEncoding:
-    """An encoding that tiktoken knows: the address and sha256 of its ranks, and its rules."""
+    """A named encoding of tiktoken: the address and sha256 of its ranks, and its rules."""
 
     address: str
     sha256: str
@@ -114,7 +114,7 @@ NAMED_ENCODINGS: Final[Mapping[str, NamedEncoding]] = {
 
 
 def cache_folder() -> Path:
-    """Where tiktoken keeps what it has fetched."""
+    """The folder of tiktoken's download cache."""
     for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if variable in os.environ:
             return Path(os.environ[variable])
@@ -124,7 +124,7 @@ def cache_folder() -> Path:
 def fetched_ranks(name: str, encoding: NamedEncoding) -> Ranks:
     """Ranks of a named encoding from tiktoken's cache; nothing is downloaded.
 
-    Raises DataError that names the wanted file where it is missing or another.
+    Raises DataError that names the file if it is missing or has another digest.
     """
     path = cache_folder() / hashlib.sha1(encoding.address.encode()).hexdigest()
     fix = (
@@ -151,7 +151,7 @@ def fetched_ranks(name: str, encoding: NamedEncoding) -> Ranks:
 
 
 def recognised(content: bytes) -> NamedEncoding | None:
-    """The named encoding whose rank file this is, the one with the fewest special tokens."""
+    """The named encoding of a rank file by digest; of several, that with fewest special tokens."""
     digest = hashlib.sha256(content).hexdigest()
     of_file = [known for known in NAMED_ENCODINGS.values() if known.sha256 == digest]
     return min(of_file, key=lambda known: len(known.special_tokens), default=None)
@@ -161,9 +161,9 @@ Ranks = dict[bytes, int]
 
 
 def byte_characters() -> list[str]:
-    """The character that byte-level vocabularies write for each byte, as GPT-2 introduced them.
+    """The character of each byte in byte-level vocabularies, as in GPT-2.
 
-    Printable bytes stand for themselves, the others for the characters from U+0100 on.
+    Printable bytes map to themselves, all remaining bytes to the characters from U+0100 on.
     """
     found: list[str] = []
     others = 0
@@ -177,7 +177,7 @@ def byte_characters() -> list[str]:
 def parse_ranks(content: bytes, *, name: str) -> Ranks:
     """Ranks from lines of base64 and a number.
 
-    Raises DataError that names the line: no such line, or a token or rank that is there twice.
+    Raises DataError that names the line: it is malformed, or repeats a token or a rank.
     """
     ranks: Ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -212,7 +212,7 @@ def parse_gpt2_vocabulary(path: Path) -> Ranks:
 
 
 def _checked(ranks: Ranks, *, name: str) -> Ranks:
-    """Raise DataError where tiktoken would end the process on meeting a text."""
+    """Raise DataError for ranks with which tiktoken would abort the process while encoding."""
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
@@ -227,6 +227,6 @@ def _checked(ranks: Ranks, *, name: str) -> Ranks:
 
 
 def written_ranks(ranks: Mapping[bytes, int]) -> bytes:
-    """Ranks as a `.tiktoken` file holds them, the lowest first."""
+    """The content of a `.tiktoken` file with these ranks, the lowest first."""
     rows = sorted(ranks.items(), key=lambda row: row[1])
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in rows)
