@@ -1,4 +1,4 @@
-"""Signals on the whole vocabulary: logits, and hidden states with the head that makes them."""
+"""Signals on the whole vocabulary: logits, and hidden states with an output head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LogitRule:
 
     @property
     def is_identity(self) -> bool:
-        """Whether logits are the raw outputs as they stand."""
+        """Whether logits equal the raw outputs."""
         return self.softcap is None and self.scale == 1.0
 
     def apply_(self, logits: Tensor) -> Tensor:
@@ -36,7 +36,8 @@ class LogitRule:
         return logits
 
     def chain_(self, gradient: Tensor, logits: Tensor, spare: Tensor) -> Tensor:
-        """Turn the gradient on logits into that on raw outputs, in place; overwrites ``spare``."""
+        """Turn the gradient on logits into the gradient on raw outputs, in place; overwrites
+        ``spare``."""
         if self.softcap is not None:
             # d tanh = 1 - tanh^2
             torch.div(logits, self.softcap, out=spare).square_().mul_(gradient)
@@ -79,7 +80,7 @@ class LogitSource(Protocol):
     ) -> Tensor:
         """Raw outputs ``[n, columns]`` of the tokens that ``take`` selects from ``[N, ...]``.
 
-        ``out`` is memory ``[n, columns]`` for those that a head forms.
+        ``out`` is memory ``[n, columns]`` for the product of a head.
         """
         ...
 
@@ -140,13 +141,13 @@ class DenseLogits:
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None: all follow from the logits."""
+        """Empty: all follow from the logits."""
         return {}
 
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``, which make logits.
+    """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``.
 
     The logits are ``cap(logit_scale * (hidden weight^T + bias))`` with ``cap(z) = c tanh(z / c)``
     for a ``logit_softcap`` of c and the identity without one; ``bias [V]`` is of the same shard.
@@ -223,5 +224,5 @@ class HiddenState:
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None: all follow from the logits."""
+        """Empty: all follow from the logits."""
         return {}
