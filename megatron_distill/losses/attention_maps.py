@@ -35,8 +35,7 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Queries ``[s, b, n, d]`` and keys ``[S, b, g, d]`` of this rank's heads, with their score
-    rule."""
+    """Queries ``[s, b, n, d]``, keys ``[S, b, g, d]`` of this rank's heads, with a score rule."""
 
     query: Tensor
     key: Tensor

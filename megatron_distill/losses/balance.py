@@ -137,8 +137,8 @@ class BalanceState:
 
     An exponential moving average of the losses, not of their logarithms, in which a loss of zero
     would be minus infinity. It starts at zero and is divided by ``1 - decay^count``, as in Adam
-    (Kingma and Ba, 2015, section 3), to remove the bias of the first steps. A decay of zero uses
-    the last step alone.
+    (Kingma and Ba, 2015, section 3), to correct the first steps' bias. A decay of zero uses the
+    last step alone.
     """
 
     measure: BalanceMode | None = None

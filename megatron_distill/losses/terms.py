@@ -22,8 +22,8 @@ class Term:
     number of top-k ids to choose from logits; None uses all of them. ``support`` is the set of
     classes of a divergence on few ids: the ids and their ``tail`` as one more class, both models
     ``renormalized`` over the ids, or the ``raw`` sum over the ids. ``parameters`` are those of the
-    divergence. ``temperatures`` are the first and the last of a scheduled temperature; they give
-    its reports one name.
+    divergence. ``temperatures`` are the first and the last of a scheduled temperature; reports have
+    one name throughout the run.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.

@@ -1,5 +1,4 @@
-"""Core attention on torch's scaled_dot_product_attention: grouped queries, documents, context
-parallelism.
+"""Core attention on torch's SDPA: grouped queries, packed documents, context parallelism.
 
 Shapes: s local positions, S positions of the whole sequence, b sequences, n heads and g key-value
 heads of this tensor-parallel rank, d head size.

@@ -51,8 +51,7 @@ Norm = Callable[..., torch.nn.Module]
 
 
 class KindAttention(SelfAttention):
-    """Self-attention with the window and rotary angles of its layer's kind, and an optional post
-    norm.
+    """Self-attention with its layer's window and rotary angles, and an optional post norm.
 
     The planes of masks and angles are those of `LayerKinds`.
     """
@@ -109,8 +108,7 @@ class PostNormMLP(MLP):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Describe the parameters; the norm separately, for which upstream requires a special
-        method."""
+        """Describe the parameters; upstream requires a separate method for the norm's."""
         without_norm = copy.copy(self)
         without_norm._modules = {  # noqa: SLF001
             name: module for name, module in self._modules.items() if name != "post_norm"
@@ -275,8 +273,7 @@ class SequenceBalancedRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Attach the loss to `activation` [positions of this rank, experts]; returns the
-        activation.
+        """Attach the loss to `activation` [positions of this rank, experts], and return that.
 
         `reduce_group` holds the ranks that share the micro-batch's sequences.
         """

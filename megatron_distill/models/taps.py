@@ -44,6 +44,5 @@ def numbered(micro_batch: int | None) -> dict[str, Tensor] | None:
 
 
 def micro_batch_of(attention_bias: Tensor | None) -> int | None:
-    """Return the number of the micro-batch; it is in host memory, so reading it does not
-    synchronise."""
+    """Return the number of the micro-batch, from host memory: no device synchronisation."""
     return None if attention_bias is None else int(attention_bias)

@@ -38,8 +38,7 @@ class WeightSource(Protocol):
     def read(
         self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return a window as a memory-mapped view of one file, or None if it is not contiguous
-        there.
+        """Return a window as a memory-mapped view of one file, or None if not contiguous there.
 
         The window has real rows only.
         """

@@ -51,8 +51,10 @@ class Chunk:
         group: dist.ProcessGroup | None,
         out: Tensor,
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
-        """Merged statistics and the values of all terms. With weights, also the gradient on the
-        student's raw outputs, in ``out``, which may alias these outputs.
+        """Merged statistics and the values of all terms; with weights, also the gradient.
+
+        The gradient on the student's raw outputs is written to ``out``, which may alias these
+        outputs.
 
         Collective: those of `solve`.
         """
@@ -99,8 +101,7 @@ class Chunk:
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
-        """Write the gradient on the student's raw outputs to ``out``, which may alias these
-        outputs.
+        """Write the gradient on the student's raw outputs to ``out``, which may alias these.
 
         Reads from the packet the peaks and the statistics that compare both models.
         """
@@ -115,8 +116,7 @@ class Chunk:
         normalizers: Normalizers,
         group: dist.ProcessGroup | None,
     ) -> dict[str, Tensor]:
-        """Values ``[N]`` of the terms with slopes; stores references and averages in the
-        normalisers."""
+        """Values ``[N]`` of terms with slopes; stores reference and average in ``normalizers``."""
         terms = self.sweep.curved
         if not terms:
             return {}

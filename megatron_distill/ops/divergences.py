@@ -5,8 +5,9 @@ Gradients of every support follow from the slope alone (see `softmax_gradient`).
 vocabulary, a shard of it, or top-k ids with their tail.
 
 Entries are written so that ``p == q`` gives exactly zero in both. Those that compare the models
-with a mixture of both start from ``p - q``, which is exact where the two are close, not from the
-logarithm of a ratio near one. Of both shares of a mixture they use the one without cancellation.
+with a mixture of both start from ``p - q``, not from the logarithm of a ratio near one: the
+difference is exact where the two are close. Of both shares of a mixture they use the one without
+cancellation.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
     return Divergence(name, row, rest, Scales(rest, rest), balance=rest, kernel=form)
 
 
-# A blend of forward and reverse KL by how far the models are apart on the teacher's head and tail.
-# Wu et al., arXiv 2404.02657, section 4.
+# A blend of forward and reverse KL, by the models' distance on the teacher's head and tail. Wu et
+# al., arXiv 2404.02657, section 4.
 def _adaptive_row(adaptive_alpha: float = 0.5) -> Divergence:
     _require("adaptive_alpha", adaptive_alpha, 0 < adaptive_alpha < 1, "between 0 and 1")
     name = _named("adaptive_kl", adaptive_alpha=(adaptive_alpha, 0.5))
@@ -319,7 +320,7 @@ def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
 
 
 def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -> Tensor:
-    """``log(1 + x) - x/(1 + x)`` to all digits, given the logarithm and the share ``x/(1 + x)``.
+    """``log(1 + x) - x/(1 + x)`` without cancellation, from both of its terms.
 
     Near zero that is ``x^2 / 2``, which the difference would cancel. In terms of the share y it is
     ``-log(1 - y) - y``, which with ``s = y/(2 - y)`` is
@@ -401,7 +402,7 @@ class Classes:
         student: q.
         log_ratio: returns ``log p - log q - top_ratio`` in memory that the caller may overwrite.
         top_ratio: ``[N, 1]``, or one for all tokens, ``log p - log q`` of the student's top token.
-            Kept apart because a large ratio would round off the rest.
+            Separate, because a large ratio would round off the rest.
         spare: returns the caller's buffer ``[N, C]`` of that name.
         anchor: bool ``[N, 1]``, or one for all tokens. False: slopes are exact near ``p == 0``;
             true: near ``p == q``.

@@ -30,8 +30,7 @@ __all__ = ["OutputChunk", "RowStatistics", "output_chunks", "row_statistics"]
 
 
 class OutputChunk(NamedTuple):
-    """Raw outputs ``[n, V]`` over real columns of the tokens ``[n]``; valid until the next
-    chunk."""
+    """Raw outputs ``[n, V]`` over real columns of tokens ``[n]``; valid until the next chunk."""
 
     rows: Tensor
     raw: Tensor

@@ -53,12 +53,12 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     tensor, and backward returns None for it. The upstream gradient must be one then.
 
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
-    ``chunk_tokens V`` logits of each model that has a head, in its dtype. The gradient ``N H`` in
-    the student's dtype. The gradient ``V H``, unless a sum is given: in fp32 if the dtype is
-    narrower and there are several chunks (then also ``V H`` in that dtype in backward). Where the
-    accumulation is wider than the dtype, up to 2^21 (2^26 on a GPU) for a product. Per row block
-    (`row_blocks`) ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits
-    are narrower, capped or scaled, and at most seven for each term with slopes.
+    ``chunk_tokens V`` logits of each model that has a head, in its dtype. Gradients take ``N H`` in
+    the student's dtype and, unless a sum is given, ``V H``. The latter is in fp32 if the dtype is
+    narrower and there are several chunks (then also ``V H`` in that dtype in backward). A product
+    accumulated in a wider dtype takes up to 2^21 (2^26 on a GPU). Per row block (`row_blocks`)
+    ``1 + 2 T`` fp32 buffers for T temperatures; one more for each model whose logits are narrower,
+    capped or scaled; at most seven for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the sweep and token
     (10 names with a teacher and forward KL at temperature one), the further ones of `Chunk.solve`,
@@ -175,8 +175,10 @@ class _Executor:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``. None if not wanted or
-        added to a given sum; zero for tokens left out and in padded columns."""
+        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``.
+
+        None if not wanted or added to a given sum; zero for tokens left out and in padded columns.
+        """
         return (
             None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows),
             None if self._weight is None else self._weight.finished(),

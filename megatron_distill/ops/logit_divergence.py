@@ -32,7 +32,7 @@ class LogitDivergence:
         teacher: logits ``[N, V]`` over the same columns; None for a term on few ids.
         id_term: the term on few ids, with its target; None for one between logits.
         shard: this rank's columns.
-        group: the ranks that hold the other columns.
+        group: the ranks that share the vocabulary; None if this rank holds all of it.
         overwrites: whether the gradient takes the place of the student's logits.
     """
 

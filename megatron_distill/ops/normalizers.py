@@ -43,8 +43,7 @@ class Normalizers:
 
     @classmethod
     def of(cls, packet: Packet, merged: MergedStatistics) -> Normalizers:
-        """The normalisers known after the first sweep; terms with slopes still lack their
-        slopes."""
+        """The normalisers after the first sweep; terms with slopes still lack their slopes."""
         sweep, dtype = packet.sweep, packet.dtype
         factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
         for factor, softmax in zip(factors, sweep.softmaxes, strict=True):

@@ -58,8 +58,11 @@ class Origins:
 
     @classmethod
     def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> Origins:
-        """Shifts for tokens with ``peaks [S, n]``: zero where the models ``differ``, bool ``[n]``,
-        in their top token and fp32 holds the exponentials; else the peak."""
+        """Shifts for tokens with ``peaks [S, n]``: zero if safe and useful, else the peak.
+
+        Zero where the models ``differ``, bool ``[n]``, in their top token and fp32 holds the
+        exponentials.
+        """
         on_cpu = peaks.device.type == "cpu" and peaks.dtype == torch.float32
         if not (on_cpu and _differences_are_fused()):
             return cls(peaks)
@@ -71,16 +74,17 @@ class Origins:
         return cls(points, (peaks - points).double().mul_(scale).exp_())
 
     def relative_to_peaks_(self, sums: Tensor, softmaxes: tuple[int, ...]) -> Tensor:
-        """Rescale sums ``[K, n]`` fp64 of these softmaxes' exponentials to be relative to the peak,
-        in place."""
+        """Rescale sums ``[K, n]`` fp64 of exponentials to be relative to the peak, in place."""
         if self.lifts is None:
             return sums
         in_order = softmaxes == tuple(range(self.lifts.shape[0]))
         return sums.div_(self.lifts if in_order else self.lifts[list(softmaxes)])
 
     def normalisers(self, factors: Tensor) -> Tensor:
-        """Convert ``factors [S, n]`` fp64, for exponentials relative to the peak, to these shifts,
-        in the dtype of the logits."""
+        """Convert ``factors [S, n]`` fp64, for exponentials relative to the peak, to these shifts.
+
+        The result is in the dtype of the logits.
+        """
         return (factors if self.lifts is None else factors / self.lifts).to(self.points.dtype)
 
 
@@ -93,10 +97,10 @@ def exponentiate(
     spare: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``; row sums into
-    ``sums [n]`` fp64 if given.
+    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
 
-    Without a ``spare`` buffer shaped like ``out``, the accuracy is half an ulp of the exponent.
+    Row sums go to ``sums [n]`` fp64 if given. Without a ``spare`` buffer shaped like ``out``, the
+    accuracy is half an ulp of the exponent.
     """
     slope = _LOG2_E / temperature
     exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
@@ -121,8 +125,7 @@ def exponentiate(
 
 @cache
 def _differences_are_fused() -> bool:
-    """Whether torch.sub(a, b, alpha=c) is a fused multiply-add here, in vector body and scalar
-    tail."""
+    """Whether torch.sub with alpha is a fused multiply-add here, in vector body and scalar tail."""
     factor = 1 + 2.0**-12
     numbers = torch.full((67,), factor)
     # The product is 1 + 2^-11 + 2^-24, whose last bit fp32 rounds off.

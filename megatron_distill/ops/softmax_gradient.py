@@ -86,7 +86,7 @@ class SoftmaxWeights:
         curved: the terms with slopes.
         points: columns ``[N, K]`` of this shard and the gradients added there: labels, top-k ids.
         sparse: whether a weight may be zero.
-        others: weights of the student's probabilities outside of top-k ids.
+        others: tail weights, of the student's probabilities outside of top-k ids.
     """
 
     temperature: float
@@ -138,8 +138,7 @@ class SoftmaxWeights:
         return replace(self, curved=tuple(curved))
 
     def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
-        """The same, with the weights of blends split by ``blends [N, 1]``, the share of forward
-        KL."""
+        """The same, with weights of blends split by ``blends [N, 1]``, the share of forward KL."""
         if not blends:
             return self
         student, teacher, curved = self.student, self.teacher, []

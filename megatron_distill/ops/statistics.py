@@ -86,8 +86,7 @@ class Packet:
     # Cached for all softmaxes at once: every block reads these, and small operations add up.
     @cached_property
     def extremes(self) -> Tensor:
-        """``[E, N]`` the statistics that are logits, in the dtype of logits; valid once
-        measured."""
+        """``[E, N]`` the statistics that are logits, in their dtype; valid once measured."""
         return self.values[: len(self.sweep.extremes)].to(self.dtype)
 
     @cached_property
@@ -117,10 +116,10 @@ class Packet:
         return value + lost.mul_(mass).mul_(term.divergence.of_top_ratio)
 
     def near_tokens(self) -> Tensor | slice | None:
-        """Numbers of the tokens whose models are too similar on this shard for fp32, at one or more
-        of the temperatures of the terms; None without such a token.
+        """Numbers of the tokens whose models are too similar on this shard for fp32, or None.
 
-        On a GPU all tokens, without a test: it would synchronise the host.
+        Too similar at one temperature of the terms is enough. On a GPU all tokens, without a test:
+        it would synchronise the host.
         """
         if self.dtype == torch.float64 or not self.sweep.ratio_temperatures:
             return None
@@ -297,8 +296,7 @@ def gap_beyond_top(
     spare: Tensor,
     infinite: bool,
 ) -> Tensor:
-    """``(z_t - z_t[top]) - (z_s - z_s[top])`` of logits ``[N, V]``, with ``top [N, 1]`` of each
-    model.
+    """``(z_t - z_t[top]) - (z_s - z_s[top])`` of logits ``[N, V]``; ``top [N, 1]`` per model.
 
     Subtracting each model's logit at ``top`` first limits the rounding: it is no larger than the
     result, or belongs to a token far below the student's top one.
@@ -382,8 +380,7 @@ class Sweep:
 
     @property
     def exact(self) -> bool:
-        """Whether exponentials must be exact to the last bit: slopes compare those of both
-        models."""
+        """Whether exponentials must be exact to the last bit, as for slopes."""
         return bool(self.curved)
 
     @cached_property
@@ -395,8 +392,10 @@ class Sweep:
 
     @cached_property
     def sums(self) -> Mapping[str, Softmax]:
-        """Statistics that are sums, with the softmax whose exponentials each sums: masses in the
-        order of softmaxes, then weighted sums."""
+        """Statistics that are sums, with the softmax whose exponentials each sums.
+
+        Masses come first, in the order of softmaxes, then weighted sums.
+        """
         sums = {"{}_mass@{}".format(*softmax): softmax for softmax in self.softmaxes}
         if self.full:
             sums |= {f"{model}_log": (model, 1.0) for model in self.models}

@@ -296,8 +296,7 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of each row ``[N, C]`` on a CPU: ``[N, 1]``. numpy is ten times as fast as
-    torch."""
+    """The k-th largest of each row ``[N, C]``: ``[N, 1]``. On a CPU numpy is ten times as fast."""
     place = values.shape[1] - k
     return torch.from_numpy(np.partition(values.numpy(), place, axis=1)[:, place : place + 1])
 
@@ -342,8 +341,10 @@ def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _maxima(parts: Tensor) -> Tensor:
-    """Maxima over the last dimension of ``[N, S, W]``, in the dtype of statistics. Blocks are
-    converted first: torch compares narrower dtypes slowly."""
+    """Maxima over the last dimension of ``[N, S, W]``, in the dtype of statistics.
+
+    Blocks are converted first: torch compares narrower dtypes slowly.
+    """
     dtype = accumulation_dtype(parts.dtype)
     if parts.dtype == dtype:
         return parts.amax(2)

@@ -293,7 +293,7 @@ def solve_id_terms(
 ) -> list[SolvedIdTerm]:
     """Value and gradient of each term from raw outputs over the shard's real columns.
 
-    Collective: that of `solve_id_term` for each term, and that of `select` once if one is to choose
+    Collective: that of `solve_id_term` for each term, and that of `select` once if a term chooses
     its ids.
     """
     chosen = _choose([term for term in terms if term.target is None], raw, rules, shard, group)

@@ -105,8 +105,7 @@ class Block:
         return share.to(self.scratch.dtype)
 
     def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
-        """Value and ``sum q (s - reference)`` of a term, ``[n]`` fp64, and the slope at the top,
-        ``[n]``."""
+        """Value and ``sum q (s - reference)`` of a term, ``[n]`` fp64, and top slope ``[n]``."""
         classes, scales = self.classes(term.temperature), term.divergence.scales
         summands, slope = term.divergence.evaluate(classes)
         assert slope is not None
@@ -355,8 +354,10 @@ class TorchRows:
     def _blocks(
         self, packet: Packet, normalizers: Normalizers
     ) -> Iterator[tuple[Block, slice | Tensor]]:
-        """Blocks, with the positions of their tokens in the chunk. Tokens near their teacher follow
-        in an fp64 block, after a block that may contain them too."""
+        """Blocks, with the positions of their tokens in the chunk.
+
+        Tokens near their teacher follow in an fp64 block, after a block that may contain them too.
+        """
         for rows in self._rows():
             near, apart = packet.part(rows).near_tokens(), None
             if near is not None:
@@ -371,8 +372,10 @@ class TorchRows:
     def _measure_near(
         self, packet: Packet, near: slice | Tensor, logits: Mapping[Model, Tensor]
     ) -> Packet:
-        """Measure the tokens near their teacher a second time, in fp64: fp32 rounding would exceed
-        the difference between the models."""
+        """Measure the tokens near their teacher a second time, in fp64.
+
+        The difference between the models is too small for fp32 rounding.
+        """
         part = packet.in_double(near)
         measure_block(part, logits, self._double)
         packet.values[:, near] = part.values
@@ -439,8 +442,10 @@ def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
 
 
 def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``, which may
-    alias the slope; returns its sums ``[n]`` fp64. Overwrites the slope."""
+    """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``.
+
+    Overwrites the slope, which may be ``out``. Returns the sums ``[n]`` fp64.
+    """
     relative = torch.add(reference.neg(), slope, alpha=scale, out=slope)
     return row_sums(torch.mul(relative, weight, out=out))
 

@@ -45,8 +45,7 @@ class WeightGradient:
         self._product: Tensor | None = None
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the product of the gradient ``[n, columns]`` on raw outputs and hidden states
-        ``[n, H]``."""
+        """Add the product of ``gradient [n, columns]`` on raw outputs and ``hidden [n, H]``."""
         if self._columns == 0:
             return
         total = self._total[: self._columns]

@@ -22,7 +22,7 @@ __all__ = [
     "row_blocks",
 ]
 
-# Elements per core that keep five fp32 blocks in the cache of current CPUs: 8 rows at V = 32,768.
+# Elements per core so that five fp32 blocks fit in the cache of current CPUs: 8 rows at V = 32,768.
 # All rows at once take four times as long, because every pass then goes through memory.
 _CPU_ELEMENTS = 2**18
 # On a GPU: large enough to hide launches, small enough that scratch stays a fraction of a chunk at
@@ -58,8 +58,10 @@ def chunk_tokens_for(columns: int, device: torch.device) -> int:
 
 
 def equal_chunks(count: int, most: int) -> list[slice]:
-    """The fewest consecutive slices over ``count`` rows of at most ``most``, equal except the last:
-    a much shorter last one would waste its products."""
+    """The fewest consecutive slices over ``count`` rows of at most ``most``, equal but the last.
+
+    A much shorter last chunk would waste its products.
+    """
     if count == 0:
         return []
     size = -(-count // -(-count // most))
@@ -74,7 +76,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def allocate(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new matrix; on a CPU in numpy's memory.
 
-    For large arrays numpy asks the kernel for huge pages, torch does not. The page faults of a
+    For large arrays numpy requests huge pages from the kernel, torch does not. The page faults of a
     chunk's fresh logits would otherwise cost a quarter of their product.
     """
     if device.type != "cpu":
@@ -141,8 +143,7 @@ class Rows:
         return tensor.index_select(0, self.kept[chunk])
 
     def scatter(self, values: Tensor) -> Tensor:
-        """The inverse of `take` over all chunks: ``[N, ...]`` with zeros for the tokens left
-        out."""
+        """The inverse of `take` over all chunks: ``[N, ...]``, zero for the tokens left out."""
         if self.kept is None:
             return values
         whole = values.new_zeros(self.total, *values.shape[1:])
@@ -152,7 +153,7 @@ class Rows:
 def load_logits(rule: LogitRule, raw: Tensor, scratch: Scratch, name: str) -> Tensor:
     """Logits of a row block in the dtype of statistics; ``raw`` itself where nothing changes.
 
-    ``raw`` is not modified; any other result lies in the scratch buffer ``name``.
+    ``raw`` is not modified; any other result is in the scratch buffer ``name``.
     """
     if rule.is_identity and raw.dtype == scratch.dtype:
         return raw

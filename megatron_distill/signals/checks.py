@@ -1,4 +1,4 @@
-"""Checks of the tensors that a signal is made of; each raises ValueError with the field's name."""
+"""Checks of a signal's tensors; each raises ValueError with the field's name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_positive(name: str, value: float) -> None:
 
 
 def refuse_choice(terms: Sequence[TermView], ids: Tensor) -> None:
-    """Refuse terms that ask for a top-k of a signal on few ids."""
+    """Refuse terms with a ``top_k`` on a signal of few ids."""
     for term in terms:
         if term.top_k is not None:
             raise ValueError(

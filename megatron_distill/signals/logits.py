@@ -36,8 +36,7 @@ class LogitRule:
         return logits
 
     def chain_(self, gradient: Tensor, logits: Tensor, spare: Tensor) -> Tensor:
-        """Turn the gradient on logits into the gradient on raw outputs, in place; overwrites
-        ``spare``."""
+        """Turn the gradient on logits into that on raw outputs, in place; overwrites ``spare``."""
         if self.softcap is not None:
             # d tanh = 1 - tanh^2
             torch.div(logits, self.softcap, out=spare).square_().mul_(gradient)
@@ -137,7 +136,7 @@ class DenseLogits:
         return self
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:  # noqa: ARG002
-        """None: terms are taken between logits, or on ids chosen from them."""
+        """None: terms are between logits, or on ids chosen from them."""
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:
@@ -220,7 +219,7 @@ class HiddenState:
         return self
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:  # noqa: ARG002
-        """None: terms are taken between logits, or on ids chosen from them."""
+        """None: terms are between logits, or on ids chosen from them."""
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:

@@ -56,7 +56,7 @@ class TopK:
         return self.ids.shape[0]
 
     def first(self, k: int) -> TopK:
-        """The first k of the ids; the mass of the rest is added to the tail."""
+        """The first k ids; the mass of the remaining ones is added to the tail."""
         if k >= self.ids.shape[1]:
             return self
         rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(1)], 1).logsumexp(1)

@@ -153,8 +153,7 @@ def _top_k_sections(
 
 
 def _scalar(values: Floats, codec: ValueCodec) -> Array:
-    """Logs of masses in the codec's precision; a positive mass below its range becomes the
-    smallest."""
+    """Logs of masses in the codec's precision; positive masses below its range are clamped."""
     lowest = np.finfo(codec.scalar).min
     return np.where(np.isneginf(values), values, np.maximum(values, lowest)).astype(codec.scalar)
 
@@ -413,8 +412,7 @@ _FEWEST_SHARDS: Final = 16
 
 
 def largest_record_bytes(settings: CaptureSettings) -> int:
-    """Bytes of a record with K ids at each position; `top_p` and draws make most records
-    smaller."""
+    """Bytes of a record with K ids at every position: an upper bound for `top_p` and draws."""
     codec = CODECS[settings.codec]
     scalar = np.dtype(codec.scalar).itemsize
     count_bytes = 1 if settings.k < 1 << 8 else 2 if settings.k < 1 << 16 else 4

@@ -84,8 +84,7 @@ class _Float16:
 
 
 class _Gap8:
-    """fp16 top and range of each row; each value is its distance from the top in units of range /
-    255."""
+    """fp16 top and range of each row; a value is its distance from the top in range / 255."""
 
     number = 2
     scalar = "<f2"

@@ -71,8 +71,7 @@ class ShardProof:
 
     @classmethod
     def load(cls, folder: Path, plan: Plan, shard: int) -> ShardProof:
-        """Read a shard's sidecar. Raises StoreError: damaged, of another store or of another
-        shard."""
+        """Read a shard's sidecar. Raises StoreError: damaged, of another store or another shard."""
         path = shard_folder(folder) / sidecar_name(shard)
         value = unsealed(path, advice=repair_advice(folder, file=True))
         require_version(path, value)

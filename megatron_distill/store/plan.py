@@ -130,7 +130,7 @@ class Identity:
         teacher: digest of the weights.
         tokenizer: digest of its files.
         dataset: digest of corpus, packing and order.
-        settings: anything else in plain JSON values, such as names.
+        settings: further plain JSON values, such as names.
     """
 
     teacher: str

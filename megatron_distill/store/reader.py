@@ -248,8 +248,7 @@ class StoreReader:
 
 
 def find_stores(patterns: Sequence[str]) -> list[Path]:
-    """The store folders of paths and globs, sorted by name. Raises StoreError: one matches no
-    store."""
+    """Store folders of paths and globs, sorted by name. Raises StoreError: one matches none."""
     found: set[str] = set()
     for pattern in patterns:
         path = str(Path(pattern).expanduser())

@@ -47,7 +47,7 @@ def draw_ids(
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw ids of N consecutive positions from `first`, each from its own distribution.
+    """Draw ids of N consecutive positions from `first`, each from the position's distribution.
 
     Shapes: log-probs ``[N, V]`` over this rank's real columns (without a shard: the whole
     vocabulary) -> ids ``[N, M]`` int32, ascending, each once, and counts ``[N, M]`` int32, which

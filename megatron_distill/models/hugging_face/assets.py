@@ -1,5 +1,4 @@
-"""The files of a Hugging Face folder besides weights: configuration, tokenizer, generation
-settings.
+"""Files of a Hugging Face folder besides weights: configuration, tokenizer, generation settings.
 
 A checkpoint made from such a folder contains copies, so that the export does not need the original.
 """
@@ -95,8 +94,7 @@ def _original(assets: Path) -> dict[str, Any]:
 
 
 def choose_family(architecture: Architecture, assets: Path, *, wanted: str | None) -> Family:
-    """Return the family for the export: `wanted`, else the original's, else the first that can
-    express the architecture.
+    """Return the family for the export: `wanted`, else the original's, else the first possible.
 
     Raises CheckpointError, with each family's reasons, if none can express the architecture.
     """

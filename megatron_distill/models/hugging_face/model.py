@@ -259,8 +259,7 @@ def _columns(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _blocks(runs: Sequence[Run], first: int, last: int) -> Iterator[list[Run]]:
-    """Cut runs to our rows [first, last) and group runs that are contiguous in Hugging Face
-    tensors."""
+    """Cut runs to our rows [first, last) and group runs that are contiguous on the other side."""
     block: list[Run] = []
     for run in runs:
         start, end = max(run.ours, first), min(run.ours + run.rows, last)

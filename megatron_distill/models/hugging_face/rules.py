@@ -73,8 +73,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class SplitQKV:
-    """Queries, keys and values in three tensors; ours are ordered by group: its queries, key,
-    value."""
+    """Queries, keys and values in three tensors; ours are ordered by group: queries, key, value."""
 
     query: str
     key: str

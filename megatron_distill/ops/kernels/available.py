@@ -38,7 +38,7 @@ class KernelForm:
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels support this device and dtype: CUDA, or any device if Triton interprets.
 
-    Triton's interpreter, which ``TRITON_INTERPRET=1`` asks for, is for tests: it is slow.
+    ``TRITON_INTERPRET=1`` enables Triton's interpreter, which is slow and for tests only.
     """
     if dtype not in _DTYPES or not _is_installed():
         return False

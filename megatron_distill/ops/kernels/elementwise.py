@@ -68,8 +68,10 @@ def _tanh(x):
 
 @triton.jit
 def load_logits(pointer, mask, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Raw outputs as fp32 logits; a cap of zero means none. -inf and masked entries become
-    LOWEST."""
+    """Raw outputs as fp32 logits; a cap of zero means none.
+
+    -inf and masked entries become LOWEST.
+    """
     logits = tl.load(pointer, mask=mask, other=-float("inf")).to(tl.float32) * SCALE
     if CAP > 0:
         logits = CAP * _tanh(tl.div_rn(logits, tl.full([], CAP, tl.float32)))
@@ -94,8 +96,10 @@ def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _mixture(p, q, share, rest):
-    """share p + rest q, computed from the model with the larger share. Both share and rest = 1 -
-    share are given, because the subtraction would lose digits near one."""
+    """share p + rest q, computed from the model with the larger share.
+
+    Both share and rest = 1 - share are given, because the subtraction would lose digits near one.
+    """
     return tl.where(share <= 0.5, q + share * (p - q), p - rest * (p - q))
 
 
@@ -110,8 +114,10 @@ def exp_excess(x):
 
 @triton.jit
 def log_ratio(z_t, z_s, shift, rounded_off, inverse):
-    """(z_t - z_s - shift) / T without rounding loss: the difference with its rounding error
-    (Knuth's two-sum), the shift with the part that fp32 rounds off."""
+    """(z_t - z_s - shift) / T without rounding loss.
+
+    The difference includes its rounding error (Knuth's two-sum), the shift its part below fp32.
+    """
     gap = z_t - z_s
     of_student = gap - z_t
     lost = (z_t - (gap - of_student)) - (z_s + of_student)
@@ -120,8 +126,10 @@ def log_ratio(z_t, z_s, shift, rounded_off, inverse):
 
 @triton.jit
 def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near):
-    """Log ratio d, e^d - 1 - d where the series is accurate, and p - q. For tokens near their
-    teacher p - q is computed from d, else by subtraction."""
+    """Log ratio d, e^d - 1 - d where the series is accurate, and p - q.
+
+    For tokens near their teacher p - q is computed from d, else by subtraction.
+    """
     d = log_ratio(z_t, z_s, shift, rounded_off, inverse)
     excess = exp_excess(d)
     exact = tl.where(is_near > 0.0, tl.abs(d), 1.0) <= _NEAR

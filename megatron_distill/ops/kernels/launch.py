@@ -239,8 +239,10 @@ class _TemperatureRow(NamedTuple):
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights ``[N]`` of the student's probabilities (less the second), of ``q - p``, and of the
-    student's probabilities outside of top-k ids."""
+    """Weights ``[N]`` of the student's probabilities, of ``q - p``, and of the top-k tails.
+
+    The first is without the second.
+    """
     student = softmax.student
     if softmax.teacher is not None:
         # Before the averages are subtracted: they may be small enough to be rounded off.
@@ -256,8 +258,10 @@ def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Slopes:
-    """The terms with slopes: weight and reference ``[N]`` of each in turn, eight bits per term for
-    temperature and form, and two parameters per term."""
+    """The terms with slopes: weight and reference ``[N]`` of each in turn.
+
+    ``forms`` has eight bits per term for temperature and form, ``parameters`` two numbers per term.
+    """
 
     rows: list[Tensor]
     forms: int
@@ -282,8 +286,7 @@ class _Slopes:
 
 @dataclass(frozen=True)
 class _Points:
-    """The points of all temperatures: columns, added gradients, and whether the tail weight
-    excludes them."""
+    """Points of all temperatures: columns, added gradients, and exclusion from the tail weight."""
 
     columns: Tensor
     values: Tensor

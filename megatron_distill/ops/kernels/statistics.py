@@ -35,8 +35,11 @@ def _add_tile(z, mask, peak, mass, log, inverse_temperature):
 
 @triton.jit
 def _near_tile(z_t, z_s, e, decay, shift, peak_t, gap, second, inverse_temperature):
-    """Sums of e' - e and of e (h + e'/e - 1) with one more tile: e are exponentials of the teacher,
-    h log ratios relative to the shift, and e' = e e^-h exponentials of the student."""
+    """Sums of e' - e and of e (h + e'/e - 1) with one more tile.
+
+    Here e are exponentials of the teacher, h log ratios relative to the shift, and e' = e e^-h
+    exponentials of the student.
+    """
     h = log_ratio(z_t, z_s, shift, 0.0, inverse_temperature)
     has_series = tl.abs(h) <= 0.5
     excess = exp_excess(-h)
@@ -49,8 +52,11 @@ def _near_tile(z_t, z_s, e, decay, shift, peak_t, gap, second, inverse_temperatu
 def _settled(
     mass_s, mass_t, gaps, apart, shift, near_gap, second, inverse_temperature, NEAR_KL: tl.constexpr
 ):
-    """The student's mass and the sum of log ratios. For similar models both come from the teacher's
-    mass and sums of second order, which are as accurate as the value."""
+    """The student's mass and the sum of log ratios.
+
+    For similar models both come from the teacher's mass and sums of second order, which are as
+    accurate as the value.
+    """
     inverse = tl.full([], 1.0, tl.float64) * inverse_temperature
     apart = apart.to(tl.float64)
     is_near = (gaps / mass_t - apart) * inverse - tl.log(mass_t / mass_s) < NEAR_KL
@@ -134,10 +140,10 @@ def sum_slopes(
     TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: on
-    """One program per token. Writes to ``sums [3, N]`` a divergence's value,
-    ``sum q (s - reference)``, and the reference, the slope at this shard's top column.
+    """Value, slope average and reference of a divergence; one program per token.
 
-    ``known [8, N]`` is one `_TemperatureRow` of the launch.
+    Writes to ``sums [3, N]`` the value, ``sum q (s - reference)``, and the reference, the slope at
+    this shard's top column. ``known [8, N]`` is one `_TemperatureRow` of the launch.
     """
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride
