@@ -107,8 +107,8 @@ class FeatureLoss:
     def gradient(self, student_NH: Tensor, *, coefficient: float) -> Tensor:
         """The gradient of ``coefficient`` times the loss ``[N, H]``, in the student's dtype.
 
-        The projector's gradient is added to its parameters' ``grad``. It is recomputed from the
-        hidden states block by block: `value` stores no tensor of their size.
+        The projector's gradient is added to its parameters' ``grad``. Both gradients are computed
+        from the hidden states block by block: `value` stores no tensor of their size.
         """
         parameters = [] if self.projector is None else list(self.projector.parameters())
         out_NH = torch.empty_like(student_NH)

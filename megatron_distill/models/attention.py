@@ -129,8 +129,8 @@ class TorchAttention(MegatronModule):
         """Attend.
 
         query [s, b, n, d], key and value [s, b, g, d]. attention_mask [b, 1, s, S] is a plane of
-        `attention_mask`'s result, attention_bias the number of `taps.numbered`. Returns [s, b, n *
-        d].
+        `attention_mask`'s result, attention_bias the number of `taps.numbered`. Returns
+        [s, b, n * d].
         """
         assert packed_seq_params is None
         if self.context_group.size() > 1:

@@ -176,8 +176,8 @@ def run_model(
 def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
     """Prepare the last hidden state for the vocabulary-sharded head.
 
-    hidden [s, b, h] (the sequence split over tensor ranks under sequence parallelism) becomes [N,
-    H], tokens in (b, s) order. Its gradient is the sum of the tensor ranks' partial gradients.
+    hidden [s, b, h] (the sequence split over tensor ranks under sequence parallelism) becomes
+    [N, H], tokens in (b, s) order. Its gradient is the sum of the tensor ranks' partial gradients.
 
     Collective: tensor group. Sequence parallel: one all-gather forward, one reduce-scatter
     backward; otherwise one all-reduce backward; h elements per token.
