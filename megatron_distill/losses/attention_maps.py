@@ -1,10 +1,10 @@
-"""A loss between attention maps, which no kernel of ours writes out: computed anew, block by block.
+"""Divergence between attention maps, recomputed block by block, since kernels do not store maps.
 
-A map is what a layer's heads attend to on average: for each query a distribution over the keys that
-it sees. Averages compare models of different numbers of heads.
+A map is the mean of a layer's attention probabilities over its heads: for each query a distribution
+over the keys it attends to. The mean allows models of different numbers of heads.
 
 Shapes: s queries of this rank, S keys, b sequences, n heads and g key-value heads of this rank, d
-head size; q queries of a block, K keys that a block sees.
+head size; q queries of a block, K keys visible to a block.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 __all__ = ["AttentionInputs", "AttentionLoss", "ScoreRule"]
 
-# fp32 scores of one block of one model; some tensors of this size exist together.
+# fp32 scores of one block of one model; a few tensors of this size exist together.
 _BLOCK_BYTES = 64 * 2**20
-# Where a student's chance is smaller, it is taken for this: the loss stays finite.
+# Lower bound of the student's probabilities: the loss stays finite.
 _SMALLEST = 1e-30
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a model's scores are made of queries and keys: ``cap(scale q.k)``."""
+    """Attention scores from queries and keys: ``cap(scale q.k)``."""
 
     scale: float
     softcap: float | None
@@ -35,7 +35,7 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Queries ``[s, b, n, d]`` and keys ``[S, b, g, d]`` of this rank's heads, and their scores."""
+    """Queries ``[s, b, n, d]``, keys ``[S, b, g, d]`` of this rank's heads, with a score rule."""
 
     query: Tensor
     key: Tensor
@@ -49,8 +49,8 @@ class AttentionLoss:
     Attributes:
         teacher: the teacher's queries and keys, in the order of the student's tokens.
         weights: ``[s, b]`` fp32, mask and normalisation. A query of weight zero is left out.
-        mask: bool ``[b or 1, 1, s, S]``, true where a query sees a key, of both models; None: plain
-            causality.
+        mask: bool ``[b or 1, 1, s, S]``, true where a query sees a key, of both models; None:
+            causal.
         rule: of the student.
         group: tensor-parallel ranks that share the heads of both models.
 
@@ -88,7 +88,7 @@ class AttentionLoss:
         return of_query, of_key.to(key.dtype)
 
     def _counted(self, query: Tensor, rows: slice) -> Tensor:
-        """Zeros in place of queries that are left out, which may hold NaN."""
+        """The queries, with zeros where the weight is zero: those may hold NaN."""
         return torch.where(self.weights[rows, :, None, None] != 0, query[rows], 0)
 
     def _of_block(self, query_qbnd: Tensor, key: Tensor, rows: slice, hidden: Tensor) -> Tensor:
@@ -100,16 +100,16 @@ class AttentionLoss:
             if self.group is not None and self.group.size() > 1:
                 dist.all_reduce(both, group=self.group)
         p, q = both
-        # The value of all heads, with the gradient of this rank's.
+        # Value of the mean over all heads, with the gradient of this rank's heads only.
         q = mine + (q - mine).detach()
-        # Both maps sum to one but for rounding, so that p log(p/q) - p + q is of second order.
+        # Both maps sum to one up to rounding; p log(p/q) - p + q is of second order.
         p, q = p.double(), q.double()
         loss_bq = (torch.xlogy(p, p) - p * q.clamp_min(_SMALLEST).log() + (q - p)).sum(2)
         loss: Tensor = (self.weights[rows].t() * loss_bq).sum().float()
         return loss
 
     def _blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of queries, and which keys each must not see, [b or 1, q, K]."""
+        """Yield blocks of queries, with the mask [b or 1, q, K] of keys hidden from each."""
         heads = max(query.shape[2], self.teacher.query.shape[2])
         length = max(1, _BLOCK_BYTES // (4 * heads * query.shape[1] * key.shape[0]))
         for start in range(0, query.shape[0], length):

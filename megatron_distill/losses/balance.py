@@ -1,8 +1,8 @@
-"""How large the losses of one objective are against each other: raw losses in, weights out.
+"""Loss balancing: measured raw losses to loss weights.
 
-Plain floats only: what is measured of a step comes in, what multiplies its losses goes out. The
-scheme is the ratio balancing of NVIDIA ModelOpt's `LogitsAndIntermediatesLossBalancer`; the
-formulas, and where ours differ, are in docs/balancing.md.
+Plain floats in and out: the step's measured losses, and the factors of its losses. The scheme is
+the ratio balancing of NVIDIA ModelOpt's `LogitsAndIntermediatesLossBalancer`; the formulas and our
+differences are in docs/balancing.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BalanceMode = Literal["fixed", "schedule", "magnitude", "gradient_norm"]
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What multiplies each raw loss, value and gradient alike.
+    """The factor of each raw loss, in value and gradient.
 
     Attributes:
         ce: of the cross-entropy on the labels.
@@ -46,13 +46,12 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class RawLosses:
-    """The size of each loss without its weight: its mean over the trained tokens, or the norm of
-    its gradient.
+    """The size of each unweighted loss: its mean over the trained tokens, or its gradient's norm.
 
     Attributes:
         ce: of the cross-entropy on the labels.
-        terms: of each divergence (a factor T^2 included). Of gradients there is one norm, of all
-            terms together with their weights.
+        terms: of each divergence (a factor T^2 included). For gradients, one norm of all weighted
+            terms together.
         features: of each pair of hidden states.
     """
 
@@ -62,7 +61,7 @@ class RawLosses:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every size is a number."""
+        """Whether every size is finite."""
         return all(map(math.isfinite, (self.ce, *self.terms, *self.features)))
 
 
@@ -83,20 +82,19 @@ class Scales:
 class RatioBalance:
     """``s_f = KD / max(F, eps)``, ``kd = KD + s_f F``, ``s_k = CE / max(kd, eps)``.
 
-    CE, KD and F are the losses with their own weights. What is zero has no ratio: where the
-    numerator or the denominator is zero (no such tokens, student equal to teacher, no features) the
-    scale is one.
+    CE, KD and F are the weighted losses. Where the numerator or the denominator is zero (no such
+    tokens, student equal to teacher, no features) the scale is one.
 
     Attributes:
         epsilon: least denominator.
-        clamp: c keeps both scales in [1/c, c]; None leaves them as they are.
+        clamp: c limits both scales to [1/c, c]; None does not limit them.
     """
 
     epsilon: float = 1e-8
     clamp: float | None = None
 
     def scales(self, raw: RawLosses, weights: LossWeights) -> Scales:
-        """The ratios of a step of these sizes; ones where a size is not finite."""
+        """The scales for a step of these sizes; both one if a size is not finite."""
         if not raw.is_finite:
             return Scales()
         kd = weighted_sum(raw.terms, weights.terms)
@@ -128,19 +126,19 @@ def weighted_sum(raw: Sequence[float], weights: Sequence[float]) -> float:
     """``sum of weight * raw``.
 
     Raises:
-        ValueError: there are not as many weights as losses.
+        ValueError: the numbers of weights and losses differ.
     """
     return sum((weight * loss for weight, loss in zip(weights, raw, strict=True)), 0.0)
 
 
 @dataclass(frozen=True)
 class BalanceState:
-    """The running mean of raw losses, and over how many steps.
+    """The running mean of raw losses, and its number of steps.
 
-    The mean is exponential and of the losses themselves, not of their logarithms: a loss of zero is
-    a loss as any other then, and would be minus infinity there. It starts at zero and is divided by
-    ``1 - decay^count``, as Adam's are (Kingma and Ba, 2015, section 3), so that the first steps are
-    not too small. A decay of zero is the last step alone.
+    An exponential moving average of the losses, not of their logarithms, in which a loss of zero
+    would be minus infinity. It starts at zero and is divided by ``1 - decay^count``, as in Adam
+    (Kingma and Ba, 2015, section 3), to correct the first steps' bias. A decay of zero uses the
+    last step alone.
     """
 
     measure: BalanceMode | None = None
@@ -148,7 +146,7 @@ class BalanceState:
     decayed: RawLosses | None = None
 
     def updated(self, raw: RawLosses, *, measure: BalanceMode, decay: float) -> BalanceState:
-        """The state after a step of these losses; itself where one is not finite."""
+        """The state after a step of these losses; unchanged if one is not finite."""
         if not raw.is_finite:
             return self
         old = self.decayed
@@ -157,7 +155,7 @@ class BalanceState:
         return BalanceState(measure, self.count + 1, _mixed(old, raw, decay))
 
     def fits(self, measure: BalanceMode, *, terms: int, features: int) -> bool:
-        """Whether the state is of this measure and of so many losses, or of none yet."""
+        """Whether the state has this measure and these numbers of losses, or is empty."""
         return self.decayed is None or (
             self.measure == measure
             and len(self.decayed.terms) == terms
@@ -176,7 +174,7 @@ class BalanceState:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for a checkpoint; nothing before the first step."""
+        """Plain values, for a checkpoint; empty before the first step."""
         return asdict(self) if self.decayed is not None else {}
 
     @classmethod
@@ -184,7 +182,7 @@ class BalanceState:
         """The state that `as_dict` wrote, also through JSON.
 
         Raises:
-            KeyError, TypeError: the values are others.
+            KeyError, TypeError: a value is missing or of another type.
         """
         if not saved:
             return cls()
@@ -209,15 +207,15 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class ValueSchedule:
-    """A value that goes from ``start`` to ``end``.
+    """A schedule of a value from ``start`` to ``end``.
 
-    It is ``start`` until ``start_step`` optimizer steps are done and ``end`` from ``start_step +
-    steps`` on. Between, ``linear`` is a straight line and ``cosine`` half a period of a cosine, as
-    learning rates have it. ``constant`` is constant on both sides of ``start_step``, where it
-    jumps.
+    It is ``start`` until ``start_step`` optimizer steps are done and ``end`` from
+    ``start_step + steps`` on. In between, ``linear`` is a straight line and ``cosine`` half a
+    period of a cosine, as in learning-rate schedules. ``constant`` jumps from ``start`` to ``end``
+    at ``start_step``.
 
     Raises:
-        ValueError: the number of steps does not go with the kind.
+        ValueError: the number of steps does not fit the kind.
     """
 
     start: float
@@ -232,11 +230,11 @@ class ValueSchedule:
 
     @classmethod
     def unchanging(cls, value: float) -> ValueSchedule:
-        """The value itself, always."""
+        """The same value at every step."""
         return cls(value, value)
 
     def at(self, steps_done: int) -> float:
-        """The value of the step after so many optimizer steps; both ends are exact."""
+        """The value after ``steps_done`` optimizer steps; exact at both ends."""
         done = steps_done - self.start_step
         if done >= self.steps:
             return self.end if done >= 0 else self.start

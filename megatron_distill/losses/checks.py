@@ -1,4 +1,4 @@
-"""Checks that tensors, vocabulary shard and process group describe one and the same layout."""
+"""Checks that tensors, vocabulary shard and process group describe the same layout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_columns", "check_per_token", "check_rows", "resolve_shard"]
 def resolve_shard(
     width: int, shard: VocabShard | None, group: dist.ProcessGroup | None
 ) -> tuple[VocabShard, dist.ProcessGroup | None]:
-    """The shard (all columns if none is given) and the group, None where it has one rank.
+    """The shard (all columns if None) and the group (None if it has one rank).
 
     Raises:
-        ValueError: the width is not the shard's, or a rank alone does not hold all columns.
+        ValueError: the width is not the shard's, or a single rank does not hold all columns.
     """
     if shard is None:
         shard = VocabShard(width, 0, width)
@@ -38,7 +38,7 @@ def resolve_shard(
 
 
 def check_columns(width: int, shard: VocabShard, group: dist.ProcessGroup | None) -> None:
-    """Refuse teacher columns that cannot be those of the student's shard.
+    """Refuse teacher columns that do not match the student's shard.
 
     A rank that holds the whole vocabulary may have any padding. Shards of several ranks must be
     equally wide, or else they start at different ids.
@@ -58,10 +58,10 @@ def check_columns(width: int, shard: VocabShard, group: dist.ProcessGroup | None
 
 
 def check_rows(count: int, **held: Tensor | Signal) -> None:
-    """Refuse per-token tensors and signals of another number of tokens.
+    """Refuse per-token tensors and signals whose number of tokens is not ``count``.
 
     Raises:
-        ValueError: naming the first that does not fit.
+        ValueError: naming the first mismatch.
     """
     for name, one in held.items():
         rows = one.shape[0] if isinstance(one, Tensor) else one.tokens
@@ -70,10 +70,10 @@ def check_rows(count: int, **held: Tensor | Signal) -> None:
 
 
 def check_per_token(count: int, **tensors: Tensor) -> None:
-    """Refuse what is not one number per token: a second dimension would be broadcast in silence.
+    """Refuse tensors that are not ``[count]``: a second dimension would silently broadcast.
 
     Raises:
-        ValueError: naming the first that does not fit.
+        ValueError: naming the first mismatch.
     """
     for name, tensor in tensors.items():
         if tensor.dim() != 1:

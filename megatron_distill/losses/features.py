@@ -1,8 +1,8 @@
-"""Losses between hidden states of the two models, and how a layer in the middle gets a gradient.
+"""Feature losses between hidden states, and their gradients inside the pipeline.
 
-The loss of a layer is not a term of what the last pipeline stage returns. Its gradient is added to
-the one that comes back through the layer's output, which is the same sum: so every stage has its
-own losses, and the pipeline's schedules know nothing of them.
+A layer's loss is not part of the last pipeline stage's output. Its gradient is added to the
+gradient of the layer's output in backward, which gives the same sum. So every stage has its feature
+losses, and pipeline schedules need no change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.autograd.function import once_differentiable
 __all__ = ["ATTENTION", "FeatureLoss", "FeaturePair", "Projector", "add_gradients", "feature_loss"]
 
 
-# The loss between attention maps; all others are between hidden states.
+# The loss between attention maps; the remaining ones compare hidden states.
 ATTENTION = "attention"
 
-# What is computed at one time, in numbers of one hidden state: 64 MiB of fp64.
+# Elements of one hidden state in a block: 64 MiB of fp64.
 _BLOCK_NUMBERS = 2**23
 
 
 @dataclass(frozen=True)
 class FeaturePair:
-    """A student's layer and the teacher's layer that it is to resemble, both from 1."""
+    """A student layer and the teacher layer to match, both numbered from 1."""
 
     student: int
     teacher: int
@@ -38,7 +38,7 @@ class FeaturePair:
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether attention maps are compared, and not hidden states."""
+        """Whether attention maps are compared instead of hidden states."""
         return self.loss == ATTENTION
 
     @property
@@ -51,9 +51,9 @@ def feature_loss(student_NH: Tensor, teacher_NH: Tensor, weights_N: Tensor, *, l
     """``sum over tokens of weight * D(student, teacher)`` as an fp32 scalar.
 
     ``mse`` is the mean over the hidden size of the squared difference, ``cosine`` one minus the
-    cosine of the angle. Hidden states are ``[N, H]`` of any floating-point type, computed with in
-    fp32, cosines in fp64 (float64 stays what it is); weights ``[N]``. A token of weight zero is
-    left out, whatever it holds.
+    cosine of the angle. Hidden states are ``[N, H]`` of any floating-point dtype; ``mse`` computes
+    in fp32 (fp64 for fp64), cosines in fp64. Weights ``[N]``; a token of weight zero is left out,
+    even if it holds NaN.
     """
     student_NH, teacher_NH = (
         _counted(x, weights_N).to(torch.promote_types(x.dtype, torch.float32))
@@ -64,7 +64,7 @@ def feature_loss(student_NH: Tensor, teacher_NH: Tensor, weights_N: Tensor, *, l
 
 
 def _counted(state_NH: Tensor, weights_N: Tensor) -> Tensor:
-    """Zeros in place of tokens of weight zero, whose NaN would survive a product with zero."""
+    """The states, with zeros where the weight is zero: zero times NaN is NaN."""
     return torch.where((weights_N != 0).unsqueeze(1), state_NH, 0)
 
 
@@ -73,7 +73,7 @@ def _mse(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
 
 
 def _cosine(student_NH: Tensor, teacher_NH: Tensor) -> Tensor:
-    # In fp64, which costs little beside a layer: 1 - cos of a small angle has no digits in fp32.
+    # In fp64, a small cost beside a layer: fp32 cancels in 1 - cos of a small angle.
     student_NH, teacher_NH = student_NH.double(), teacher_NH.double()
     return 1.0 - (F.normalize(student_NH, dim=1) * F.normalize(teacher_NH, dim=1)).sum(1)
 
@@ -89,7 +89,8 @@ class FeatureLoss:
         loss: ``mse`` or ``cosine``.
         teacher: ``[N, H_t]``, in the order of the student's tokens.
         weights: ``[N]`` fp32, mask and normalisation.
-        projector: brings the student's hidden states to the teacher's size; None: they have it.
+        projector: maps the student's hidden states to the teacher's size; None where the sizes
+            agree.
     """
 
     loss: str
@@ -106,8 +107,8 @@ class FeatureLoss:
     def gradient(self, student_NH: Tensor, *, coefficient: float) -> Tensor:
         """The gradient of ``coefficient`` times the loss ``[N, H]``, in the student's dtype.
 
-        The projector's gradient is added to what its parameters' ``grad`` holds. Computed anew from
-        the hidden states, block by block: until now nothing of the size of a hidden state is kept.
+        The projector's gradient is added to its parameters' ``grad``. Both gradients are computed
+        from the hidden states block by block: `value` stores no tensor of their size.
         """
         parameters = [] if self.projector is None else list(self.projector.parameters())
         out_NH = torch.empty_like(student_NH)
@@ -136,9 +137,9 @@ class FeatureLoss:
 def add_gradients(
     tensors: tuple[Tensor, ...], gradients: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the tensors, whose gradients will be larger by ``gradients(*tensors)``.
+    """Return the tensors; backward adds ``gradients(*tensors)`` to their gradients.
 
-    The tensors are kept until then, and the gradients computed when the backward pass comes.
+    The tensors are saved, and the added gradients are computed in the backward pass.
     """
     return _AddGradients.apply(gradients, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -162,8 +163,8 @@ class _AddGradients(torch.autograd.Function):
 class Projector(torch.nn.Module):
     """Linear maps with biases through the given sizes, GELU between them.
 
-    Two sizes are a linear projector, three an MLP. Parameters are fp32; products are taken in the
-    type of what comes in, as the models' own are.
+    Two sizes are a linear projector, three an MLP. Parameters are fp32; products use the dtype of
+    the input, as in the models.
     """
 
     def __init__(self, sizes: Sequence[int], *, device: torch.device) -> None:
@@ -181,7 +182,7 @@ class Projector(torch.nn.Module):
     def initialise(self, name: str, *, seed: int) -> None:
         """Draw weights of standard deviation ``fan_in^-0.5``, a function of seed and name alone.
 
-        A state of unit variance stays one. Biases are zero.
+        This preserves unit variance. Biases are zero.
         """
         for index, weight in enumerate(self.weights):
             digest = hashlib.sha256(f"{seed}/projector/{name}/{index}".encode()).digest()

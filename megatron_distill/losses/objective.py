@@ -52,37 +52,36 @@ def fused_linear_objective(
 
     Shapes: student hidden ``[N, H]``, its head shard ``[V, H]`` and bias ``[V]``, all of one dtype
     (soft-cap, scale and bias are those of `HiddenState`); labels ``[N]`` int64 global ids (any
-    value where ``ce_weights`` is zero); both weights ``[N]`` carry mask and normalisation. CE is at
-    temperature one, each D at its term's temperature. Returns the total, an fp32 scalar
-    differentiable in hidden, weight and bias, and a report of detached fp32 scalars: ``ce`` and,
-    with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms' share of
-    the total), one entry per term under its name (without the term's weight),
+    value where ``ce_weights`` is zero); both weights ``[N]`` contain mask and normalisation. CE is
+    at temperature one, each D at its term's temperature. Returns the total, an fp32 scalar
+    differentiable in hidden, weight and bias. Also returns a report of detached fp32 scalars:
+    ``ce`` and, with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``), ``kd`` (the terms'
+    share of the total), one entry per term under its name (without the term's weight),
     ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
-    With a ``partition`` each entry is ``[1 + parts]``: the same of all tokens, then of each part.
+    With a ``partition`` each entry is ``[1 + parts]``: over all tokens, then per part.
 
     The gradient on the hidden states is this vocabulary shard's PARTIAL sum: the caller reduces it
-    over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). The hidden
-    states must be whole on every rank of the group.
+    over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). Every rank
+    of the group must have the same hidden states of all tokens.
 
-    ``weight_gradient_sum`` (``[V, H]``, fp32, or fp64 for an fp64 weight) is for weights whose
-    gradients are added up in a buffer of their own, as Megatron's ``main_grad``: the weight's
-    gradient is added to it in this call, chunk by chunk, and backward brings none. No other ``[V,
-    H]`` is in memory then. The total has to be back-propagated as it is, with a factor of one. The
-    sum is left alone where the weight needs no gradient.
+    ``weight_gradient_sum`` (``[V, H]``, fp32, or fp64 for an fp64 weight) is a gradient buffer such
+    as Megatron's ``main_grad``. This call adds the weight's gradient to it, chunk by chunk, and
+    backward returns none: no further ``[V, H]`` is in memory. The total must be back-propagated
+    with a factor of one. The buffer does not change if the weight needs no gradient.
 
-    Tokens with both weights zero are left out, whatever they hold. Where ``rows`` (``[n]`` int64,
-    the others' places in order) is not given, finding them waits for the device once. A label
-    outside the vocabulary on a token that counts makes the total infinite. Logits exist for
-    ``chunk_tokens`` tokens only; None lets them fill the same memory whatever the vocabulary is
-    (2^25 logits of each model on a CPU, 2^28 on a GPU).
+    Tokens with both weights zero are left out, even if they hold NaN. ``rows`` (``[n]`` int64) are
+    the ascending numbers of the remaining tokens; without it, one device synchronisation finds
+    them. A label outside the vocabulary on a token with ``ce_weights`` makes the total infinite.
+    Logits exist for ``chunk_tokens`` tokens at a time. None chooses chunks of the same memory for
+    every vocabulary (2^25 logits of each model on a CPU, 2^28 on a GPU).
 
     Collective: one all-gather over ``group`` per chunk of 80 bytes per token with one term at
     temperature one (24 more per further temperature), 32 without a teacher; none in backward.
 
     Raises:
         ValueError: shapes, dtypes, shard, group or terms do not fit together.
-        RuntimeError: in backward, where ``weight_gradient_sum`` was given and the total had a
-            factor.
+        RuntimeError: in backward, if ``weight_gradient_sum`` was given and the upstream gradient is
+            not one.
     """
     student = HiddenState(
         student_hidden, student_weight, student_softcap, student_scale, student_bias
@@ -141,7 +140,7 @@ def _check_sum(total: Tensor, weight: Tensor) -> None:
 def _split(
     signal: Signal | None, terms: Sequence[Term]
 ) -> tuple[list[Term], list[tuple[Term, IdTerm]]]:
-    """The terms between logits, and those on few ids with their targets, if these are known."""
+    """The terms between logits, and the terms on few ids with their targets, if known."""
     targets = None if signal is None else signal.targets(terms)
     if targets is not None:
         return [], [
@@ -156,7 +155,7 @@ def _split(
 
 
 def _merged(terms: Sequence[Term]) -> tuple[WeightedDivergence, ...]:
-    """The terms, each once: scheduled temperatures may meet on their way."""
+    """The terms without repeats: scheduled temperatures may coincide."""
     merged: dict[str, WeightedDivergence] = {}
     for own in (term.weighted for term in terms):
         met = merged.get(own.key)
@@ -205,7 +204,7 @@ def _report(
 def _token_statistics(
     signal: Signal, ce_weights: Tensor, kd_weights: Tensor, partition: Partition | None
 ) -> dict[str, Tensor]:
-    """The same reports as from a live teacher's logits."""
+    """Reports from a signal's token statistics, with the names of those from logits."""
     known, report = signal.token_statistics(), {}
     if "label_log_prob" in known:
         report["teacher_ce"] = _weighted_sum(ce_weights, -known["label_log_prob"], partition)
@@ -220,11 +219,11 @@ def _weighted_sum(weights: Tensor, values: Tensor, partition: Partition | None) 
 
 
 def token_weights(mask_N: Tensor, global_count: float) -> Tensor:
-    """``mask / global_count`` as fp32 ``[N]``; zeros where nothing counts anywhere.
+    """``mask / global_count`` as fp32 ``[N]``; zeros if the global count is zero.
 
-    The mask is of bools, or of weights where tokens count differently. ``global_count`` is its sum
-    over the whole global batch, known before any forward pass. That is what makes loss and gradient
-    independent of how the batch is split.
+    The mask is bool, or holds weights of tokens. ``global_count`` is its sum over the whole global
+    batch, known before any forward pass. This makes loss and gradient independent of the split into
+    micro-batches and ranks.
 
     Raises:
         ValueError: the count is negative.

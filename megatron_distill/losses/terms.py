@@ -18,12 +18,12 @@ class Term:
     """One divergence from the teacher, of both models at ``temperature``, with its weight.
 
     ``scale_by_temperature_squared`` multiplies loss and gradient by T^2 (Hinton et al., 2015,
-    section 2), so that gradients keep their size when the temperature changes. ``top_k`` keeps
-    that many ids of a teacher that speaks of all. ``support`` says what a divergence on kept ids
-    is between: the ids and their ``tail`` as one more class, both models ``renormalized`` over the
-    ids, or the ``raw`` sum over the ids. ``parameters`` are those of the divergence.
-    ``temperatures`` are the first and the last of a run that changes it, whose reports have one
-    name all through.
+    section 2), so that the temperature does not change the size of gradients. ``top_k`` is the
+    number of top-k ids to choose from logits; None uses all of them. ``support`` is the set of
+    classes of a divergence on few ids: the ids and their ``tail`` as one more class, both models
+    ``renormalized`` over the ids, or the ``raw`` sum over the ids. ``parameters`` are those of the
+    divergence. ``temperatures`` are the first and the last of a scheduled temperature; reports have
+    one name throughout the run.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.
@@ -65,7 +65,7 @@ class Term:
 
     @property
     def name(self) -> str:
-        """Name in reports: the divergence, with what is not the default."""
+        """Name in reports: the divergence, with settings that are not the default."""
         name = self.row.name
         if self.temperatures is not None:
             first, last = self.temperatures
@@ -80,20 +80,20 @@ class Term:
 
     @property
     def temperature_factor(self) -> float:
-        """T^2 if asked for, else 1: the one place where the convention enters."""
+        """T^2 if configured, else 1; the only place of this convention."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @property
     def weighted(self) -> WeightedDivergence:
-        """The term as the executors take it, weight and temperature factor in one coefficient."""
+        """The term for the executors, with weight and temperature factor in one coefficient."""
         return WeightedDivergence(self.row, self.temperature, self.weight * self.temperature_factor)
 
 
 def check_distinct(terms: Sequence[Term]) -> None:
-    """Refuse terms that are the same.
+    """Refuse repeated terms.
 
     Raises:
-        ValueError: two terms differ in nothing but their weight.
+        ValueError: two terms are equal except for their weight.
     """
     names = [term.name for term in terms]
     repeated = sorted({name for name in names if names.count(name) > 1})

@@ -33,17 +33,17 @@ def token_divergence(
     """Divergence of the student from the teacher for each token.
 
     Shapes: student logits ``[N, V]`` over this rank's columns; `DenseLogits` likewise, `TopK` and
-    `Sampled` whole on every rank -> ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable in
-    the student's logits. The dtypes may differ. ``shard=None`` takes all columns as the whole
-    vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the gradient take the
-    place of the student's logits, which nobody may read any more. The gradient is complete on every
-    rank: nothing is to be reduced. ``top_k`` (of `DenseLogits`), ``support`` and ``parameters`` are
-    those of `Term`. Samples give the cross-entropy ``-sum w log q``, of the gradient of forward KL
-    in expectation.
+    `Sampled` complete on every rank -> ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable
+    in the student's logits. The dtypes may differ. ``shard=None`` means that the columns are the
+    whole vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the gradient
+    overwrite the student's logits; their values are undefined afterwards. The gradient is complete
+    on every rank and needs no reduction. ``top_k`` (of `DenseLogits`), ``support`` and
+    ``parameters`` are those of `Term`. Samples give the cross-entropy ``-sum w log q``; its
+    expected gradient is that of forward KL.
 
     Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits;
-    for any but forward KL 48, and one more of 24 (for adaptive KL those of `head_share` too); on K
-    kept ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose.
+    for any but forward KL 48, and one more of 24 (for adaptive KL those of `head_share` too); on
+    top-k ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose.
 
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,
@@ -95,7 +95,7 @@ def _teacher(
 def _chosen(
     logits: Tensor, k: int, term: Term, shard: VocabShard, group: dist.ProcessGroup | None
 ) -> TopK:
-    """The teacher's most probable ids, its tail only where the support needs one."""
+    """The teacher's top-k, with a tail only if the support needs one."""
     (chosen,) = select(
         logits.detach()[:, : shard.real_width],
         LogitRule(),

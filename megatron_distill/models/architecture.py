@@ -18,7 +18,7 @@ from megatron_distill.runtime.groups import Layout
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """Experts of every feed-forward layer; the auxiliary loss is one per sequence."""
+    """Mixture of experts in every feed-forward layer; one auxiliary loss per sequence."""
 
     num_experts: int
     top_k: int
@@ -29,9 +29,9 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the positions of pretraining.
+    """Scaling of rotary frequencies beyond the positions of pretraining.
 
-    `linear` divides all of them by `factor`; `llama3` only the slow ones, with a smooth passage
+    `linear` divides all of them by `factor`; `llama3` only the low ones, with a smooth transition
     between the wavelengths `original_positions / low_frequency_factor` and `.../high_...`.
     """
 
@@ -44,7 +44,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that decides the parameters and the function of a GPT, and nothing else."""
+    """The fields that determine the parameters and the function of a GPT."""
 
     num_layers: int
     hidden_size: int
@@ -63,10 +63,10 @@ class Architecture:
     rotary_fraction: float = 1.0  # of each head, from its start
     sliding_window: int | None = None  # keys that a query sees, itself included
     sliding_layers: tuple[int, ...] | None = None  # None: all, where there is a window
-    sliding_rope_base: float | None = None  # unscaled, of the sliding layers; None: as the others
-    attention_scalar: float | None = None  # scores are divided by its root; None: head_size
+    sliding_rope_base: float | None = None  # unscaled, of the sliding layers; None: rope_base
+    attention_scalar: float | None = None  # scores are divided by its square root; None: head_size
     attention_softcap: float | None = None
-    post_norms: bool = False  # also behind attention and feed-forward, before they are added
+    post_norms: bool = False  # also after attention and feed-forward, before the residual sum
     embedding_scale: float = 1.0
     qkv_bias: bool = False
     linear_bias: bool = False
@@ -82,7 +82,7 @@ class Architecture:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward has a gate, and so three matrices instead of two."""
+        """Whether the feed-forward has a gate: three matrices instead of two."""
         return _ACTIVATIONS[self.activation].is_gated
 
     @property
@@ -121,7 +121,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed, as opposed to what it computes."""
+    """Settings of computation that do not change the model's function."""
 
     dtype: torch.dtype
     device: torch.device
@@ -154,7 +154,7 @@ _NORMS = {
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
-    """Leave a weight as it is: `initialise` fills it, by name and not by layout."""
+    """Leave a weight unchanged: `initialise` fills it, by name and not by layout."""
     return weight
 
 
@@ -164,9 +164,9 @@ def transformer_config(
     """Translate an architecture, a layout and an execution into Megatron-Core's configuration."""
     on_cuda = execution.device.type == "cuda"
     activation = _ACTIVATIONS[architecture.activation]
-    # Upstream frees what it has sent once the send is queued, which streams make safe and gloo not.
+    # Upstream frees a sent tensor once the send is queued: safe with CUDA streams, not with gloo.
     overlap_p2p = on_cuda and layout.virtual_pipeline is not None
-    # A dense teacher beside a student of experts knows nothing of expert ranks.
+    # A dense teacher beside a student with experts has no expert ranks.
     expert = layout.expert if architecture.moe else 1
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -206,10 +206,10 @@ def transformer_config(
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=overlap_p2p,
-        # In a batch, two messages between the same two stages are matched the wrong way round.
+        # Batched, two messages between the same two stages are matched in the wrong order.
         batch_p2p_comm=False,
-        # Fusions are compiled or CUDA kernels; on the host the plain functions are the definition.
-        # Upstream's fused GELUs are the tanh approximation, whatever the activation says.
+        # Fusions are compiled or CUDA kernels; on the host the unfused functions run. Upstream's
+        # fused GELUs are always the tanh approximation.
         bias_activation_fusion=on_cuda and architecture.activation == "swiglu",
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
@@ -240,11 +240,11 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
-        # Before the choice: the chosen ones' shares of all experts. After it: shares of the chosen.
+        # Softmax before top-k: probabilities over all experts. After it: over the chosen experts.
         "moe_router_pre_softmax": not moe.renormalize,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_aux_loss_coeff": moe.aux_loss_coefficient,
-        # Per sequence: the only form that micro-batches and data-parallel ranks cannot change.
+        # Per sequence: the only form independent of micro-batches and data-parallel ranks.
         "moe_router_load_balancing_type": ("seq_aux_loss" if moe.aux_loss_coefficient else "none"),
         # gloo has no all-to-all.
         "moe_token_dispatcher_type": "alltoall" if on_cuda else "allgather",
@@ -255,8 +255,8 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
 class StageLayers(PipelineParallelLayerLayout):
     """Upstream's table of stages, for models with and without virtual stages in one process.
 
-    Upstream's own counts ask the process whether there are virtual stages, which a teacher has none
-    of beside a student that does. Here no virtual stage is the first one.
+    Upstream reads the number of virtual stages from a process-wide setting, but a teacher without
+    them may run beside a student that has them. Here a virtual stage of None is the first one.
     """
 
     def get_num_layers_to_build(
@@ -265,7 +265,7 @@ class StageLayers(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers a stage holds."""
+        """Return the number of layers of a stage."""
         return int(self.layout[_rank(pp_rank)][vp_stage or 0].count(layer_type))
 
     def get_layer_offset(
@@ -274,7 +274,7 @@ class StageLayers(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers all stages before hold."""
+        """Return the number of layers in all earlier stages."""
         before = (vp_stage or 0) * self.pipeline_model_parallel_size + _rank(pp_rank)
         return sum(
             stages[virtual].count(layer_type)
@@ -285,15 +285,15 @@ class StageLayers(PipelineParallelLayerLayout):
 
 
 def _rank(pp_rank: int | None) -> int:
-    """Return the pipeline rank that is meant; upstream passes none where it means this one."""
+    """Return the pipeline rank; upstream passes None for this rank."""
     return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
 
 
 def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
-    """Return the table of stages, or None where all hold the same number, upstream's own rule.
+    """Return the table of stages, or None if all hold the same number, as upstream assumes.
 
-    The surplus goes to the first stages, virtual ones counted in the order in which a token passes
-    them: the last, which has the head as well, is among those with fewest.
+    The remainder goes to the first stages, virtual ones in the order of the forward pass. The last
+    stage, which also has the head, is among those with the fewest layers.
     """
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     fewest, surplus = divmod(num_layers, stages)
@@ -307,7 +307,7 @@ def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
 
 
 def ranks_of_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each layer, whether the stages divide them or not."""
+    """Return the pipeline rank of each layer, for any number of layers and stages."""
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     fewest, surplus = divmod(num_layers, stages)
     return tuple(
@@ -317,7 +317,7 @@ def ranks_of_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
     )
 
 
-# Padding, regularisation and what was drawn once: another run may choose them anew.
+# Padding, regularisation and initialisation: a further run may change them.
 _NOT_THE_MODEL = frozenset(
     {
         "vocab_divisible_by",
@@ -330,7 +330,7 @@ _NOT_THE_MODEL = frozenset(
 
 
 def architecture_differences(there: Architecture, here: Architecture) -> list[str]:
-    """Say in which dotted fields two architectures compute different things."""
+    """Return the differences between two architectures, by dotted field."""
     theirs, ours = model_fields(there), model_fields(here)
     return [
         f"{key} {theirs.get(key)!r} vs {ours.get(key)!r}"
@@ -340,11 +340,11 @@ def architecture_differences(there: Architecture, here: Architecture) -> list[st
 
 
 def model_fields(architecture: Architecture) -> dict[str, object]:
-    """Flatten an architecture to dotted names, less what leaves the model as it is."""
+    """Flatten an architecture to dotted names, without fields that do not change the model."""
     flat: dict[str, object] = {}
     fields = architecture.as_dict()
     if architecture.sliding_layers == tuple(range(architecture.num_layers)):
-        fields["sliding_layers"] = None  # two ways to say all of them
+        fields["sliding_layers"] = None  # two spellings of all layers
     for key, value in fields.items():
         if isinstance(value, Mapping):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})

@@ -1,15 +1,13 @@
-"""Core attention on torch's scaled_dot_product_attention: grouped queries, documents, context
-parallelism.
+"""Core attention on torch's SDPA: grouped queries, packed documents, context parallelism.
 
 Shapes: s local positions, S positions of the whole sequence, b sequences, n heads and g key-value
 heads of this tensor-parallel rank, d head size.
 
-Exact attention with soft-capped scores, in blocks of queries, for which torch has no kernel.
-
-Scores are z = c tanh(a q.k / c) with the softmax's scale a, then masked and normalised in fp32
-(Gemma 2, arXiv 2408.00118, section 2). A block of queries meets all of its keys at once, so that
-each softmax is a plain one; the backward pass computes the block's scores anew. No more than
-`BLOCK_BYTES` of scores exist at a time, whatever the sequence's length, in either direction.
+Also exact attention with soft-capped scores, in blocks of queries, for which torch has no kernel.
+Scores are z = c tanh(a q.k / c) with the softmax's scale a; masked and normalised in fp32 (Gemma 2,
+arXiv 2408.00118, section 2). A block of queries attends to all of its keys at once, so that no
+online softmax is needed. The backward pass recomputes the block's scores. At most `BLOCK_BYTES` of
+scores exist at a time, for any sequence length, in either direction.
 
 Shapes: b sequences, g key-value heads, r query heads for each of them, s queries, S keys, d head
 size; q queries of a block.
@@ -41,12 +39,12 @@ from megatron_distill.runtime.batch import Batch, zigzag_index
 def attention_mask(
     batch: Batch, *, context_size: int, windows: Sequence[int | None] = (None,)
 ) -> Tensor | None:
-    """Return who may attend to whom in a micro-batch, or None where plain causality says it all.
+    """Return the attention masks of a micro-batch, or None where all are causal.
 
     Returns bool [b, planes, s, S], true where the query may see the key: same document, not later,
-    and fewer than `window` positions back. There is a plane for each of `windows`; where causality
-    alone says what None sees, for each of the others (`LayerKinds.mask_of` reads both). Keys stand
-    in the order in which `TorchAttention` gathers them over the context-parallel ranks.
+    and fewer than `window` positions back. There is a plane for each of `windows`; the plane of
+    None is omitted where it is purely causal (`LayerKinds.mask_of` reads both forms). Keys are in
+    the order in which `TorchAttention` gathers them over the context-parallel ranks.
     """
     sequence_length = batch.document_ids_bS.shape[1]
     if context_size == 1 and not batch.isolate_documents:
@@ -75,19 +73,19 @@ def attention_mask(
 
 
 def attends_in_groups(device: str, dtype: torch.dtype, *, is_masked: bool) -> bool:
-    """Return whether torch takes grouped queries as they are without holding all their scores.
+    """Return whether torch supports grouped queries without storing all scores.
 
-    On CUDA only its flash kernel does, in half precision and without a mask; anything else would
-    fall to the kernel that writes out [b, n, s, S]. With a key per query there is always another.
+    On CUDA only its flash kernel does, in half precision and without a mask; else torch falls back
+    to the kernel that stores [b, n, s, S]. With one key head per query head further kernels apply.
     """
     return device == "cpu" or (dtype in (torch.bfloat16, torch.float16) and not is_masked)
 
 
 class TorchAttention(MegatronModule):
-    """Exact attention of local queries over all keys, in the place of Megatron's core attention.
+    """Exact attention of local queries over all keys; replaces Megatron's core attention.
 
-    `softcap` bounds the scores, which torch's attention cannot do; see `softcapped_attention`.
-    Queries and keys pass a tap, if there is one; see `AttentionTap`.
+    `softcap` bounds the scores, which torch's attention cannot do; see `softcapped_attention`. A
+    tap, if set, receives queries and keys; see `AttentionTap`.
 
     Collective: context-parallel group, one all-gather of keys and one of values in forward, a
     reduce-scatter of each in backward; 2 * g * d elements per token and direction.
@@ -130,8 +128,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Attend.
 
-        query [s, b, n, d], key and value [s, b, g, d]; attention_mask [b, 1, s, S] is a plane of
-        what `attention_mask` returns, attention_bias the number of `taps.numbered`. Returns
+        query [s, b, n, d], key and value [s, b, g, d]. attention_mask [b, 1, s, S] is a plane of
+        `attention_mask`'s result, attention_bias the number of `taps.numbered`. Returns
         [s, b, n * d].
         """
         assert packed_seq_params is None
@@ -170,7 +168,7 @@ class TorchAttention(MegatronModule):
         )
 
 
-# fp32 scores of one block; a handful of tensors of this size exist together.
+# fp32 scores of one block; a few tensors of this size exist together.
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -200,7 +198,7 @@ def softcapped_attention(
 
 
 class _Block:
-    """The softmax of one block of queries and what its gradient needs."""
+    """The softmax of one block of queries, with the state for its gradient."""
 
     def __init__(
         self, query: Tensor, key: Tensor, hidden: Tensor, *, scale: float, softcap: float
@@ -214,10 +212,10 @@ class _Block:
         self.scale = scale
 
     def score_gradient(self, chance_gradient: Tensor) -> Tensor:
-        """Return the gradient of q.k [b, g, r * q, S]; uses up the block and the argument."""
+        """Return the gradient on q.k [b, g, r * q, S]; overwrites the block and the argument."""
         mean = (self.chance * chance_gradient).sum(-1, keepdim=True)
         through_softmax = chance_gradient.sub_(mean).mul_(self.chance)
-        slope = self.bent.square_().neg_().add_(1.0)  # of the cap; hidden scores have chance zero
+        slope = self.bent.square_().neg_().add_(1.0)  # of the cap; hidden scores have probability 0
         return through_softmax.mul_(slope).mul_(self.scale)
 
 
@@ -276,16 +274,16 @@ class _SoftcappedAttention(torch.autograd.Function):
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return a tensor in the type in which scores are computed: fp32, or float64 if it is that."""
+    """Return a tensor in the dtype of scores: fp32, or float64 for float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _blocks(
     query: Tensor, mask: Tensor | None, block: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield a block's queries, the keys that it can see, and which of them each one must not.
+    """Yield a block's queries, the keys visible to it, and the mask of keys hidden from each query.
 
-    query is [b, g, r, s, d]; what is hidden is bool [b or 1, 1, q, keys].
+    query is [b, g, r, s, d]; the mask is bool [b or 1, 1, q, keys], true where hidden.
     """
     length = query.shape[3]
     for start in range(0, length, block):
@@ -293,6 +291,6 @@ def _blocks(
         if mask is not None:
             yield rows, slice(None), ~mask[:, :, rows]
             continue
-        seen = slice(0, rows.stop)  # what is later than the last query is so for all of them
+        seen = slice(0, rows.stop)  # keys after the last query are hidden from all
         index = torch.arange(rows.stop, device=query.device)
         yield rows, seen, (index > index[rows, None])[None, None]

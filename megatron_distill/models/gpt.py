@@ -32,9 +32,9 @@ from megatron_distill.runtime.groups import Groups
 class HiddenStateGPT(GPTModel):
     """A GPTModel whose last stage returns hidden states [s, b, h] instead of logits or a loss.
 
-    Rotary angles are read from `position_ids`, so that they restart with each document and follow
-    a context-parallel shard wherever its tokens stand. Upstream is told of no position embedding
-    in that case, because its own angles know neither.
+    Rotary angles are computed from `position_ids`, so that they restart with each document and fit
+    a context-parallel shard. Upstream's position embedding is turned off then, because its angles
+    do neither.
     """
 
     def __init__(self, *, architecture: Architecture, **arguments: Any) -> None:
@@ -53,7 +53,7 @@ class HiddenStateGPT(GPTModel):
         self.windows = kinds.windows
         self.rotations = kinds.rotations
         self.rotary_size = int(architecture.head_size * architecture.rotary_fraction)
-        # Rounded to the weights' type first, as the families that scale so were trained.
+        # Rounded to the weights' dtype first, as in the training of families with this scale.
         scale = torch.tensor(architecture.embedding_scale, dtype=self.config.params_dtype)
         self.embedding_scale = float(scale)
         release_routing(self)
@@ -81,7 +81,7 @@ class HiddenStateGPT(GPTModel):
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """Return this rank's rows of the output head [V, H], the embedding's where they are tied.
+        """Return this rank's rows of the output head [V, H]: the embedding's if tied.
 
         Exists on the last pipeline stage only.
         """
@@ -100,15 +100,15 @@ def build_gpt(
 ) -> list[HiddenStateGPT]:
     """Build this rank's model chunks: one, or one per virtual pipeline stage.
 
-    `interleaved` false ignores the layout's virtual stages (a model that only runs forward needs
-    none). With a seed the weights are random and a function of (seed, parameter name) alone;
-    without one they are left as allocated, for a checkpoint to fill.
+    `interleaved` false ignores the layout's virtual stages (a forward-only model needs none). With
+    a seed the weights are random, a function of (seed, parameter name) alone. Without one they are
+    uninitialised, for a checkpoint to fill.
     """
     layout = groups.layout
     if not interleaved:
         layout = layout.without_virtual_stages()
     config = transformer_config(architecture, layout, execution)
-    # Interleaved schedules hand one stage index to each chunk; a single chunk has none.
+    # Interleaved schedules number the chunks by virtual stage; a single chunk has None.
     stages: list[int | None] = list(range(layout.virtual_pipeline or 0)) or [None]
     chunks = []
     for stage in stages:
@@ -132,7 +132,7 @@ def build_gpt(
             parameter.data = parameter.data.to(device=execution.device, dtype=execution.dtype)
         chunks.append(chunk)
     if seed is None:
-        # Padding rows are in no checkpoint of another padding, and must not be what memory held.
+        # A checkpoint with different padding lacks padding rows; they must not stay uninitialised.
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.data.zero_()
@@ -161,8 +161,8 @@ def run_model(
 ) -> Tensor:
     """Run one model chunk (wrapped or not) on a micro-batch.
 
-    With the micro-batch's number in its step the taps of the chunk's layers are called. Returns the
-    chunk's output [s, b, h], the sequence split over tensor ranks under sequence parallelism.
+    With `micro_batch`, its number in the step, the taps of the chunk's layers are called. Returns
+    the chunk's output [s, b, h], the sequence split over tensor ranks under sequence parallelism.
     """
     windows = get_attr_wrapped_model(model, "windows")
     return model(
@@ -174,7 +174,7 @@ def run_model(
 
 
 def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
-    """Bring the last hidden state in front of the vocabulary-sharded head.
+    """Prepare the last hidden state for the vocabulary-sharded head.
 
     hidden [s, b, h] (the sequence split over tensor ranks under sequence parallelism) becomes
     [N, H], tokens in (b, s) order. Its gradient is the sum of the tensor ranks' partial gradients.
@@ -189,8 +189,8 @@ def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
     hidden_NH = hidden_sbh.transpose(0, 1).reshape(-1, hidden_sbh.shape[-1])
     if groups.layout.sequence:
         return hidden_NH
-    # After the reshape, because upstream adds up a contiguous copy of the gradient and throws the
-    # sum away where the gradient is a view: in front of it, with more than one sequence.
+    # After the reshape: upstream reduces a contiguous copy of the gradient and drops the result if
+    # the gradient is a view. Before the reshape, it is one with more than one sequence.
     return copy_to_tensor_model_parallel_region(hidden_NH, group=groups.tensor)
 
 
@@ -198,13 +198,13 @@ def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
 def align_head(
     weight_VH: Tensor, *, own: VocabShard, wanted: VocabShard, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return the rows of a vocabulary-sharded head that belong to another sharding of it.
+    """Return the rows of a vocabulary-sharded head for another sharding of it.
 
-    Models of one vocabulary may pad it differently, and then the same rank holds other rows. A
-    frozen head is cut anew once, at the start. `own` and `wanted` describe this rank's rows before
-    and after; rows past the real vocabulary are zero. Returns [wanted.stop - wanted.start, H].
+    Models of one vocabulary may pad it differently, and then a rank's rows differ. A frozen head is
+    resharded once, at the start. `own` and `wanted` are this rank's rows before and after; rows
+    past the real vocabulary are zero. Returns [wanted.stop - wanted.start, H].
 
-    Collective: `group`, one all-gather of the whole head, unless the shards agree already.
+    Collective: `group`, one all-gather of the whole head, unless the shards agree.
     """
     if own == wanted:
         return weight_VH

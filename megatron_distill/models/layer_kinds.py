@@ -1,9 +1,8 @@
-"""What a layer's attention sees and how it turns, where the layers of one model differ.
+"""The attention window and rotary embedding of each layer, where a model's layers differ.
 
-What depends on the micro-batch and on the kind of a layer, a mask or the rotary angles, is made
-once for each distinct kind and handed to all layers as planes of one tensor; each layer takes the
-plane of its own kind. Planes are ordinary tensors, so recomputation and pipelines know nothing of
-them.
+Masks and rotary angles depend on the micro-batch and on the kind of a layer. They are computed once
+for each distinct kind and passed to all layers as planes of one tensor; each layer selects the
+plane of its kind. Planes are ordinary tensors, so recomputation and pipelines need no change.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_distill.models.architecture import Architecture, RopeScaling
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer's heads turn with the position."""
+    """The rotary embedding of a layer."""
 
     base: float
     scaling: RopeScaling | None
@@ -29,7 +28,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What distinguishes one layer's attention from another's."""
+    """The properties in which attention differs between layers."""
 
     window: int | None  # keys that a query sees, itself included; None: all
     rotation: Rotation | None  # None: positions are learned
@@ -37,7 +36,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of a whole model's layers, whatever part of them a pipeline stage holds."""
+    """The kinds of all layers of a model, on every pipeline stage."""
 
     layers: tuple[LayerKind, ...]
 
@@ -48,20 +47,19 @@ class LayerKinds:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows, in the order in which the layers come to them."""
+        """The distinct windows, in the order of their first layers."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))
 
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
-        """The distinct rotations, in the order in which the layers come to them."""
+        """The distinct rotations, in the order of their first layers."""
         found = dict.fromkeys(kind.rotation for kind in self.layers)
         return tuple(rotation for rotation in found if rotation is not None)
 
     def mask_of(self, layer: int, masks_bpsS: Tensor | None) -> Tensor | None:
-        """Return the mask [b, 1, s, S] of a layer (from 0), or None where causality says it all.
+        """Return the mask [b, 1, s, S] of a layer (from 0), or None where it is causal.
 
-        masks has a plane for each window of `masked_windows`, which is all of them or those that
-        are no mere causality.
+        masks has a plane for each of `windows`, or for those that are not None (`limited`).
         """
         if masks_bpsS is None:
             return None
@@ -85,7 +83,7 @@ class LayerKinds:
 
 
 def limited(windows: Sequence[int | None]) -> tuple[int, ...]:
-    """Return the windows that hide something from a long sequence."""
+    """Return the windows that are not None."""
     return tuple(window for window in windows if window is not None)
 
 
@@ -107,8 +105,8 @@ def rotary_angles(
 ) -> Tensor:
     """Return the rotation angles of each position, fp32 [s, b, 1, rotary_size].
 
-    Source: RoFormer, arXiv 2104.09864, equation 15; the two halves of a head's first
-    `rotary_size` dimensions rotate together, and what is behind them does not turn.
+    Source: RoFormer, arXiv 2104.09864, equation 15; the two halves of a head's first `rotary_size`
+    dimensions rotate together; further dimensions do not rotate.
     """
     frequencies_r = rotary_frequencies(
         rotary_size, base=base, scaling=scaling, device=position_ids_bs.device
@@ -123,12 +121,12 @@ def rotary_frequencies(
     """Return the angle per position of each pair of dimensions, fp32 [rotary_size / 2].
 
     Source: `linear` is Position Interpolation, arXiv 2306.15595, equation 4. `llama3` is that of
-    Llama 3.1 (arXiv 2407.21783, section 3.2, and the model's own code): interpolation of the
-    wavelengths beyond the pretraining's sequence only, with a share between the two that runs
-    over the wavelengths in between.
+    Llama 3.1 (arXiv 2407.21783, section 3.2, and the model's code). It interpolates only the
+    wavelengths beyond the pretraining's sequence, with a linear transition over the wavelengths in
+    between.
     """
     exponents_r = torch.arange(0, rotary_size, 2, dtype=torch.float32, device=device) / rotary_size
-    # Written as a quotient, as the published models do: angles at late positions show each bit.
+    # A quotient, as in the published models: late positions amplify every rounding difference.
     frequencies_r = 1.0 / base**exponents_r
     if scaling is None:
         return frequencies_r

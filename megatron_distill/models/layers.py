@@ -1,13 +1,13 @@
-"""A layer's attention and feed-forward with what upstream's lack: kinds of layers, and post norms.
+"""Attention and feed-forward with layer kinds and post norms, which upstream's modules lack.
 
-A post norm normalises what attention or feed-forward adds to the residual stream, before it is
-added (Gemma 2, arXiv 2408.00118, section 2). It stands inside those modules and not in upstream's
-sum of bias and residual, which runs with gradients on even where a layer is recomputed.
+A post norm normalises the output of attention or feed-forward before the residual sum (Gemma 2,
+arXiv 2408.00118, section 2). It is inside those modules and not in upstream's sum of bias and
+residual, which runs with gradients enabled even where a layer is recomputed.
 
-Which modules make a layer: Transformer Engine's where it can run, torch's elsewhere.
+Layers use Transformer Engine's modules where it runs, torch's elsewhere.
 
-The core attention is ours in both: documents packed into one sequence need a mask per sequence,
-and context parallelism must work on every backend.
+The core attention is `TorchAttention` in both: documents packed into one sequence need a mask per
+sequence, and context parallelism must work on every backend.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Norm = Callable[..., torch.nn.Module]
 
 
 class KindAttention(SelfAttention):
-    """Self-attention that sees and turns as its layer's kind does, with a post norm or none.
+    """Self-attention with its layer's window and rotary angles, and an optional post norm.
 
     The planes of masks and angles are those of `LayerKinds`.
     """
@@ -76,8 +76,8 @@ class KindAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from [s, b, h]; returns what the layer adds and a bias to add to that, if any."""
-        layer = self.layer_number - 1  # of the whole model, which upstream counts from one
+        """Attend from [s, b, h]; returns the residual update and a bias to add to it, if any."""
+        layer = self.layer_number - 1  # of the whole model; upstream counts from one
         output, bias = super().forward(
             hidden_states,
             self.kinds.mask_of(layer, attention_mask),
@@ -88,7 +88,7 @@ class KindAttention(SelfAttention):
 
 
 class PostNormMLP(MLP):
-    """A feed-forward with a norm on what it adds to the residual stream."""
+    """A feed-forward with a norm on its output, before the residual sum."""
 
     def __init__(self, config: TransformerConfig, *, post_norm: Norm, **arguments: Any) -> None:
         super().__init__(config, **arguments)
@@ -97,7 +97,7 @@ class PostNormMLP(MLP):
     def forward(
         self, hidden_states: Tensor, per_token_scale: None = None, **arguments: Any
     ) -> tuple[Tensor, None]:
-        """Transform [s, b, h]; returns what the layer adds, and no bias."""
+        """Transform [s, b, h]; returns the residual update, and None as bias."""
         output, bias = super().forward(hidden_states, per_token_scale, **arguments)
         normed, _ = _normed(output, bias, self.post_norm)
         return normed, None
@@ -108,7 +108,7 @@ class PostNormMLP(MLP):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Describe the parameters; the norm apart, of which upstream wants a method of its own."""
+        """Describe the parameters; upstream requires a separate method for the norm's."""
         without_norm = copy.copy(self)
         without_norm._modules = {  # noqa: SLF001
             name: module for name, module in self._modules.items() if name != "post_norm"
@@ -127,7 +127,8 @@ def mlp_with_post_norm(
 ) -> type[MLP]:
     """Return a feed-forward that a layer builds from its configuration alone.
 
-    As a type, because a layer knows what to tell upstream's own MLP only, and warns of any other.
+    A class, because upstream's layer passes full arguments only to its own MLP class, and warns
+    about further ones.
     """
 
     class LayerMLP(PostNormMLP):
@@ -168,7 +169,7 @@ def layer_specs(
     vp_stage: int | None,
     groups: Groups,
 ) -> TransformerBlockSubmodules:
-    """Return the layers and the final norm that one pipeline stage builds."""
+    """Return the specifications of one pipeline stage's layers and final norm."""
     layer = (
         _transformer_engine_layer(architecture)
         if transformer_engine_runs(device)
@@ -226,7 +227,7 @@ def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
         qk_layernorm=architecture.qk_norm,
     )
     if architecture.moe:
-        # In front of experts the norm is a module of its own, with one name in all checkpoints.
+        # Before experts the norm is a separate module; this gives it one name in all checkpoints.
         layer.submodules.sharded_state_dict_keys_map = {
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
         }
@@ -234,12 +235,12 @@ def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
 
 
 def release_routing(model: nn.Module) -> None:
-    """Let each layer of experts forget, after its forward pass, the graph that it has computed.
+    """Detach the routing state of each layer of experts after its forward pass.
 
-    Upstream's dispatchers keep the probabilities of the last tokens, with all that they were
-    computed from. The graph holds the parameters' gradient hooks and these the model, a cycle in
-    part outside of Python, which no collector finds: models and process groups of one run after
-    another stay for as long as the process lives.
+    Upstream's dispatchers store the probabilities of the last tokens with their autograd graph. The
+    graph references the parameters' gradient hooks, and these the model. The garbage collector
+    cannot see this cycle, partly in C++: without the detach, models and process groups of earlier
+    runs stay in memory.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer):
@@ -256,10 +257,10 @@ def _detach_routing(layer: MoELayer, *_: object) -> None:
 class SequenceBalancedRouter(TopKRouter):
     """Megatron-Core's router, its auxiliary loss weighted by all positions of the micro-batch.
 
-    Upstream multiplies the mean auxiliary loss of a micro-batch by the positions of one sequence
-    on one rank, and the step divides by the positions of the global batch. What is meant is the
-    mean over sequences: the factor must count every sequence of the micro-batch and the positions
-    that the other tensor and context ranks hold.
+    Upstream multiplies the mean auxiliary loss of a micro-batch by the positions of one sequence on
+    one rank; the step divides by those of the global batch. The correct value is the mean over
+    sequences. So the factor must count every sequence of the micro-batch, with the positions of all
+    tensor and context ranks.
     """
 
     def attach_and_log_load_balancing_loss(
@@ -272,7 +273,7 @@ class SequenceBalancedRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Attach the loss to `activation` [positions of this rank, experts] and return that.
+        """Attach the loss to `activation` [positions of this rank, experts], and return that.
 
         `reduce_group` holds the ranks that share the micro-batch's sequences.
         """
@@ -290,8 +291,8 @@ class SequenceBalancedRouter(TopKRouter):
 class ZeroCenteredRMSNorm(torch.nn.Module):
     """y = x / rms(x) * (1 + w), computed in fp32 and then rounded to the type of x.
 
-    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4; the gain stored as
-    its distance from one is Gemma's.
+    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4; Gemma stores the
+    gain as its distance from one.
     """
 
     def __init__(
@@ -308,11 +309,11 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class TorchNorm:
-    """RMSNorm or LayerNorm of torch, as the configuration says, ready for sequence parallelism.
+    """RMSNorm or LayerNorm of torch, by configuration, ready for sequence parallelism.
 
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so a weight's
-    gradient is a partial sum; Megatron-Core adds those up for parameters marked
-    `sequence_parallel`. Constructing this returns the torch module itself.
+    Under sequence parallelism each tensor-parallel rank normalises its tokens, so a weight's
+    gradient is a partial sum. Megatron-Core reduces these for parameters marked
+    `sequence_parallel`. The constructor returns the torch module itself.
     """
 
     def __new__(  # type: ignore[misc]
@@ -334,7 +335,7 @@ class TorchNorm:
 
 
 class TappedLayer(TransformerLayer):
-    """A stock layer whose output passes its tap, if it has one."""
+    """A stock layer that passes its output to its tap, if set."""
 
     tap: LayerTap | None = None
 
@@ -343,7 +344,7 @@ class TappedLayer(TransformerLayer):
         micro_batch = micro_batch_of(named.get("attention_bias"))
         if self.tap is not None and micro_batch is not None:
             tapped_sbH = self.tap(hidden_sbH, micro_batch=micro_batch)
-            # Schedules free what they have sent, and refuse to free a view.
+            # Schedules free sent tensors, and refuse to free a view.
             hidden_sbH = make_viewless_tensor(
                 tapped_sbH, requires_grad=tapped_sbH.requires_grad, keep_graph=True
             )
@@ -355,7 +356,7 @@ def tap_layers(
     layers: Mapping[int, LayerTap],
     attentions: Mapping[int, AttentionTap],
 ) -> None:
-    """Give taps to those of the chunks' layers and attentions that are named, from 1."""
+    """Set taps on the named layers and attentions of the chunks, numbered from 1."""
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             layer.tap = layers.get(layer.layer_number)

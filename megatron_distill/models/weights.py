@@ -1,10 +1,9 @@
-"""Initial weights from somewhere else: every rank reads its own slices and nothing more.
+"""Initial weights, from a source or at random; every rank fills only its slices.
 
-Random weights that are a function of the seed and the parameter's name, whatever the layout.
-
-A sharded checkpoint describes every local tensor by its place in a global one. The same
-description decides here which slice of the global random tensor a rank takes, so a model built
-under any tensor, pipeline, virtual pipeline or expert layout starts from the same weights.
+Random weights are a function of the seed and the parameter's name, independent of the layout. A
+sharded checkpoint describes every local tensor by its position in a global one. The same
+description selects a rank's slice of the global random tensor. So a model under any tensor,
+pipeline, virtual pipeline or expert layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron_distill.runtime.groups import Groups
 
 
 class WeightSource(Protocol):
-    """Something that knows a model's global tensors by the names of sharded checkpoints."""
+    """A source of a model's global tensors by their names in sharded checkpoints."""
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
         """Copy a window of the tensor at `place` (layer, expert) into `destination`.
@@ -39,7 +38,7 @@ class WeightSource(Protocol):
     def read(
         self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return a window as it lies in one file, unread, or None where it does not.
+        """Return a window as a memory-mapped view of one file, or None if not contiguous there.
 
         The window has real rows only.
         """
@@ -47,9 +46,9 @@ class WeightSource(Protocol):
 
 
 class WindowReader:
-    """Windows of a source for one look each: as they lie, or put together in one kept buffer.
+    """Temporary windows of a source: views of a file, or assembled in one reused buffer.
 
-    The buffer is kept because memory that is new is slow at its first touch.
+    The buffer is reused because the first touch of new memory is slow.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -64,7 +63,7 @@ class WindowReader:
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return a window in `dtype`, valid until the next is read, not to be written to."""
+        """Return a read-only window in `dtype`, valid until the next read."""
         found = self._source.read(key, place, start, shape)
         if found is not None and found.dtype == dtype:
             return found
@@ -86,7 +85,7 @@ def fill(
 ) -> None:
     """Fill every parameter in place, in any layout.
 
-    `keep_layers` names, for each of our layers, the source's layer that it starts from.
+    `keep_layers`: for each of our layers, the source layer of its initial weights.
     """
     for part in sharded_tensors(chunks, groups):
         assert part.data is not None
@@ -102,17 +101,17 @@ Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A global tensor, whole: `shape` is that of one layer and one expert.
+    """A global tensor; `shape` is that of one layer and one expert.
 
-    key: as in a sharded checkpoint, whether Transformer Engine or torch computes the layer. Its
-    tensor there has an axis for the layers and one for the experts in front, where there are such.
+    key: name in a sharded checkpoint, the same for Transformer Engine and torch. Its tensor there
+    has leading axes for layers and experts, if any.
     """
 
     key: str
     shape: tuple[int, ...]
     per_layer: bool = False
     per_expert: bool = False
-    is_vocabulary: bool = False  # rows are tokens, without padding here
+    is_vocabulary: bool = False  # rows of the vocabulary, without padding here
 
     def leading_shape(self, architecture: Architecture) -> tuple[int, ...]:
         """Return the sizes of the axes of layers and experts."""
@@ -220,13 +219,13 @@ def _norm(
         yield Parameter(f"{prefix}bias", shape, per_layer=per_layer)
 
 
-# Projections that add to the residual stream start smaller (GPT-2, section 2.3).
+# Projections into the residual stream start smaller (GPT-2, section 2.3).
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
 
 
 def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
-    """Yield the description of every tensor of the model that this rank holds."""
+    """Yield the sharding description of every tensor of the model on this rank."""
     for chunk in chunks:
         state = cast(MegatronModule, chunk).sharded_state_dict(
             metadata={"dp_cp_group": groups.data_context}
@@ -244,7 +243,7 @@ def initialise(
 ) -> None:
     """Fill every parameter in place; padded vocabulary rows become zero.
 
-    The memory needed on top is one global tensor of one layer at a time.
+    Extra memory: one global tensor of one layer at a time.
     """
     for part in sharded_tensors(chunks, groups):
         assert part.data is not None
@@ -278,7 +277,7 @@ def _global_tensor(name: str, shape: list[int], architecture: Architecture, *, s
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if not key.endswith(_VOCABULARY_TENSORS):
         return torch.randn(shape, generator=generator) * std
-    # The padding depends on the tensor-parallel size, so only real rows are drawn.
+    # Padding depends on the tensor-parallel size, so only real rows are random.
     rows = torch.randn([architecture.vocab_size, *shape[1:]], generator=generator) * std
     padding = torch.zeros([shape[0] - architecture.vocab_size, *shape[1:]])
     return torch.cat((rows, padding))

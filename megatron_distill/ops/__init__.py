@@ -1,4 +1,4 @@
-"""Vocabulary-parallel mathematics on nothing but tensors and process groups."""
+"""Vocabulary-parallel mathematics on tensors and process groups."""
 
 from megatron_distill.ops.log_softmax import vocab_parallel_log_softmax
 from megatron_distill.ops.topk import vocab_parallel_gather, vocab_parallel_topk

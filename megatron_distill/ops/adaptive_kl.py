@@ -1,9 +1,8 @@
-"""Which ids are a distribution's head, exactly and for any split of the vocabulary.
+"""The head and tail of a distribution for adaptive KL, exact for any split of the vocabulary.
 
 The tail is the least probable ids whose masses, added up from the smallest, stay within a bound;
-equal ones go by the lowest id. The boundary is found as radix sort would find it: the logits' bits
-are taken eight at a time, and the masses of all ids in a bin are added up over the ranks. A rank
-that is alone on a CPU sorts.
+ties go by the lowest id. The boundary is found by a radix search: eight bits of the logits at a
+time, with the masses of each bin summed over the ranks. On one CPU rank the vocabulary is sorted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BINS = 1 << _BITS
 
 @dataclass(frozen=True)
 class TeacherBlock:
-    """Some tokens: the teacher's logits and both probabilities, ``[n, V]`` of this shard."""
+    """Teacher logits and both models' probabilities of some tokens, ``[n, V]`` of this shard."""
 
     rows: slice
     logits: Tensor
@@ -42,7 +41,7 @@ def head_share(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """The head's part ``[N, 1]`` of ``sum |p - q|``, fp64; one half where p and q are equal.
+    """The head's share ``[N, 1]`` of ``sum |p - q|``, fp64; one half where p and q are equal.
 
     Collective: six all-gathers over ``group``: four of 2 KiB per token, two of 8 and 16 bytes.
     """
@@ -69,7 +68,7 @@ def _split(gap: Tensor, is_tail: Tensor) -> Tensor:
 def _gaps_alone(block: TeacherBlock, head_mass: float) -> Tensor:
     """`_split` of the gaps on a CPU, by sorting the whole vocabulary.
 
-    That is done before their masses could be added up once.
+    The sort takes less time than one sum of masses by bin.
     """
     ids = places_by(keys_of(block.logits))
     is_tail = block.teacher.gather(1, ids).double().cumsum(1) <= head_mass
@@ -79,7 +78,7 @@ def _gaps_alone(block: TeacherBlock, head_mass: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """Keys below ``key [N]`` are tail, and of those equal to it the first ``ties [N]`` here."""
+    """Keys below ``key [N]`` are tail, and so are the first ``ties [N]`` keys equal to it here."""
 
     key: Tensor
     ties: Tensor

@@ -1,4 +1,4 @@
-"""One chunk of logits: measured, merged over ranks, and turned into its own gradient."""
+"""One chunk of logits: partial statistics, their merge over ranks, and the gradient."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["Chunk"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Raw outputs ``[N, V]`` of the models over this shard's real columns, and how to read them.
+    """Raw outputs ``[N, V]`` of the models over this shard's real columns, with their logit rules.
 
-    ``labels [N]`` are global ids, given if the sweep is a full one.
+    ``labels [N]`` are global ids, given if the sweep is full.
     """
 
     sweep: Sweep
@@ -51,13 +51,15 @@ class Chunk:
         group: dist.ProcessGroup | None,
         out: Tensor,
     ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
-        """Merged statistics and the values of all terms; with weights, also the gradient on the
-        student's raw outputs, in ``out``, which may be these outputs.
+        """Merged statistics and the values of all terms; with weights, also the gradient.
+
+        The gradient on the student's raw outputs is written to ``out``, which may alias these
+        outputs.
 
         Collective: those of `solve`.
         """
         if weights is not None and group is None and isinstance(self.rows, TorchRows):
-            # No rank to wait for between the sweeps: a block stays in the cache for all of them.
+            # Without a merge between the sweeps, a block stays in the cache for all of them.
             self._measure_labels(packet)
             values, blends = self.rows.all_sweeps(packet, weights, out)
             merged = packet.merge(None)
@@ -73,7 +75,7 @@ class Chunk:
     def solve(
         self, packet: Packet, group: dist.ProcessGroup | None
     ) -> tuple[MergedStatistics, Normalizers]:
-        """Fill the packet, and find the values of all terms and what their gradients need.
+        """Fill the packet; compute the values of all terms and the normalisers of their gradients.
 
         Collective: over ``group`` that of `Packet.merge`; one all-gather of 24 bytes per token and
         term with slopes, if there is one; those of `head_share` for each term that blends.
@@ -99,9 +101,9 @@ class Chunk:
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
-        """Write the gradient on the student's raw outputs to ``out``, which may be these outputs.
+        """Write the gradient on the student's raw outputs to ``out``, which may alias these.
 
-        Of the packet the statistics between both models are read, and the peaks.
+        Reads from the packet the peaks and the statistics that compare both models.
         """
         slopes, blends = normalizers.slopes, normalizers.blends
         known = [softmax.with_slopes(slopes).blended(blends) for softmax in weights]
@@ -114,7 +116,7 @@ class Chunk:
         normalizers: Normalizers,
         group: dist.ProcessGroup | None,
     ) -> dict[str, Tensor]:
-        """Add up values and slopes of the terms that have some; returns their values."""
+        """Values ``[N]`` of terms with slopes; stores reference and average in ``normalizers``."""
         terms = self.sweep.curved
         if not terms:
             return {}
@@ -124,7 +126,7 @@ class Chunk:
             value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
             values[term.key] = value.sum(0)
             chosen = merged.at_top(reference)
-            # Each rank summed relative to the slope at its own top token.
+            # Each rank's sum is relative to the slope at its shard's top token.
             shares = merged.shares(term.temperature)
             total = (average + shares * (reference - chosen)).sum(0)
             normalizers.slopes[term.key] = (

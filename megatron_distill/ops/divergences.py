@@ -1,16 +1,13 @@
 """The table of divergences between a teacher p and a student q over the same classes.
 
-A row says what a class adds to the value, ``l(p, q)``, and its slope ``dl/dq`` up to a constant.
-Gradients of every support follow from the slope alone (see `pushforward`). The classes are a
-vocabulary, a shard of it, or the kept ids of a top-k and what they leave.
+An entry gives the summand ``l(p, q)`` of each class, and its slope ``dl/dq`` up to a constant.
+Gradients of every support follow from the slope alone (see `softmax_gradient`). The classes are a
+vocabulary, a shard of it, or top-k ids with their tail.
 
-Rows are written so that ``p == q`` gives exactly zero in both. Those that compare with a mixture of
-both are in `mixture`.
-
-Rows of the table of divergences that compare models with a mixture of both.
-
-They start from ``p - q``, which is exact where the two are close, not from the logarithm of a ratio
-near one; and of both shares of a mixture they use the one that has its digits.
+Entries are written so that ``p == q`` gives exactly zero in both. Those that compare the models
+with a mixture of both start from ``p - q``, not from the logarithm of a ratio near one: the
+difference is exact where the two are close. Of both shares of a mixture they use the one without
+cancellation.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ __all__ = [
 
 
 class Scales(NamedTuple):
-    """Factors of a row that cost less where its results are used than in a pass of their own."""
+    """Factors of a divergence, applied where its results are used: cheaper than a separate pass."""
 
     value: float = 1.0
     slope: float = 1.0
@@ -52,22 +49,22 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """One row.
+    """One entry of the table.
 
     Attributes:
-        name: what configurations call it, with parameters that are not the defaults.
-        evaluate: classes -> summands of the value, and slopes ``dl/dq - constant``, both but for
-            their scales, finite even where a class has no probability. Of forward KL, which is
-            linear in p, the value alone.
-        constant: what the slope has in every class; it cancels where q sums to one.
-        scales: what summands and slopes are still to be multiplied with.
-        balance: what the value has of ``p - q``, whose sum is nothing where both sum to one: so it
-            does not feel how they were rounded as a whole.
-        of_top_ratio: what the value has of the top ratio (see `Classes`), which may be large and is
-            rounded where summands are formed.
-        head_mass: of the row that blends forward and reverse KL by the teacher's head and tail: the
-            most mass of the tail. ``evaluate`` and ``constant`` are those of reverse KL.
-        kernel: the same row in Triton. Without it the chunked executor runs on a GPU too.
+        name: name in configurations, with parameters that are not the defaults.
+        evaluate: classes -> summands of the value, and slopes ``dl/dq - constant``. Both lack their
+            scales and are finite even where a class has no probability. Forward KL, linear in p,
+            returns the value alone.
+        constant: part of the slope that is the same in every class; it cancels where q sums to one.
+        scales: factors still to be applied to summands and slopes.
+        balance: coefficient of ``p - q`` in the value. Its sum is zero where both sum to one, so
+            that a common rounding of p or q cancels.
+        of_top_ratio: coefficient of the top ratio (see `Classes`) in the value; the ratio may be
+            large and is rounded in the summands.
+        head_mass: most mass of the tail, if the divergence blends forward and reverse KL by the
+            teacher's head and tail. ``evaluate`` and ``constant`` are those of reverse KL then.
+        kernel: the Triton form. Without it the torch path runs on a GPU too.
     """
 
     name: str
@@ -100,7 +97,7 @@ class WeightedDivergence:
 
     @property
     def key(self) -> str:
-        """What tells this term from others of one objective."""
+        """Identifies the term within one objective."""
         return f"{self.divergence.name}@{self.temperature}"
 
 
@@ -155,8 +152,8 @@ def _reverse_named(name: str, head_mass: float | None = None) -> Divergence:
     )
 
 
-# At its ends JSD is zero; as in TRL and Liger they stand for the KLs that it goes to when divided
-# by beta or 1 - beta.
+# At beta 0 and 1 JSD is zero. As in TRL and Liger these stand for the KLs that are its limits when
+# divided by beta or 1 - beta.
 def _js_row(beta: float = 0.5) -> Divergence:
     _require("beta", beta, 0 <= beta <= 1, "between 0 and 1")
     name = _named("js_divergence", beta=(beta, 0.5))
@@ -191,8 +188,8 @@ def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
     return Divergence(name, row, rest, Scales(rest, rest), balance=rest, kernel=form)
 
 
-# A blend of forward and reverse KL by how far the models are apart on the teacher's head and tail.
-# Wu et al., arXiv 2404.02657, section 4.
+# A blend of forward and reverse KL, by the models' distance on the teacher's head and tail. Wu et
+# al., arXiv 2404.02657, section 4.
 def _adaptive_row(adaptive_alpha: float = 0.5) -> Divergence:
     _require("adaptive_alpha", adaptive_alpha, 0 < adaptive_alpha < 1, "between 0 and 1")
     name = _named("adaptive_kl", adaptive_alpha=(adaptive_alpha, 0.5))
@@ -210,7 +207,7 @@ def _squared_hellinger_row() -> Divergence:
     return Divergence("squared_hellinger", _squared_hellinger, 0.0, scales, kernel=form)
 
 
-# Each makes its row from the parameters it takes.
+# Each function takes the divergence's parameters and returns its entry.
 DIVERGENCES: Mapping[str, Callable[..., Divergence]] = MappingProxyType(
     {
         "forward_kl": _forward_row,
@@ -226,11 +223,11 @@ DIVERGENCES: Mapping[str, Callable[..., Divergence]] = MappingProxyType(
 
 
 def divergence_named(name: str, **parameters: float) -> Divergence:
-    """The row of that name with these parameters, the others at their defaults.
+    """The entry of that name with these parameters; further parameters keep their defaults.
 
     Raises:
-        ValueError: no such row, no such parameter, or a value out of range; the message says what
-            there is.
+        ValueError: unknown name, unknown parameter, or a value out of range; the message lists the
+            valid ones.
     """
     if name not in DIVERGENCES:
         known = ", ".join(sorted(DIVERGENCES))
@@ -255,12 +252,12 @@ def _named(name: str, **parameters: tuple[float, float]) -> str:
     return "_".join([name, *others])
 
 
-# 2/3 + 2/5 w + 2/7 w^2 + ..., the highest first: to 1e-7 of what it adds to, up to w = 1/9.
+# 2/3 + 2/5 w + 2/7 w^2 + ..., highest power first; relative error 1e-7 of the sum, up to w = 1/9.
 _ATANH = (0.2685149802278186, 0.28236619805320796, 0.4000756064491075, 0.6666664033669923)
 
 
 def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
-    """``share other + (1 - share) of``; the weight that fp32 rounds is the lesser of the two."""
+    """``share other + (1 - share) of``, so that rounding affects the smaller weight."""
     if share <= 0.5:
         return torch.lerp(of, other, share, out=out)
     return torch.lerp(other, of, 1 - share, out=out)
@@ -270,13 +267,13 @@ def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Te
     """``log(m/of)`` in ``m = share other + (1 - share) of``.
 
     It is ``log(1 + share gap/of)`` with ``gap = other - of``, and where the gap is negative also
-    ``-log(1 - share gap/m)``. The difference of neighbours is exact, so both have all their digits
-    where the two are close. ``out`` may be neither of the two.
+    ``-log(1 - share gap/m)``. The difference of neighbouring floats is exact, so both forms are
+    accurate where the two are close. ``out`` must not alias either.
     """
     gap = torch.sub(other, of, out=out)
     if share <= 0.5:
         return gap.div_(of).mul_(share).log1p_()
-    # A sum with something near minus one would have few digits.
+    # One plus a number near minus one would lose digits.
     least = _mixture(of, other, share, classes.spare("mixture"))
     torch.minimum(least, of, out=least)
     size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
@@ -284,7 +281,7 @@ def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Te
 
 
 def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tensor:
-    """``log(m/q)``, a constant apart; where p is small and the anchor false, to more digits."""
+    """``log(m/q)`` up to a constant; more accurate where p is small and the anchor false."""
     if classes.anchor is True:
         return surprise
     p, q = classes.teacher, classes.student
@@ -297,8 +294,8 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
             exact.mul_(odds)
         exact.log1p_()
     else:
-        # q/m is near its bound, and share p/m its distance from that: up to one half from that
-        # alone, beyond it the logarithm adds the rest.
+        # q/m is near its bound, at distance share p/m. Up to one half that distance gives the
+        # result; beyond it the logarithm adds the rest.
         excess = math.log1p(-teacher_share) - math.log(0.5)
         beyond = torch.sub(surprise, excess, out=classes.spare("beyond")).clamp_(min=0.0)
         mixture = _mixture(q, p, teacher_share, exact)
@@ -310,7 +307,7 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
 
 
 def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
-    """``p/m``, and one less where slopes are exact near ``p == q``; overwrites ``p - q``."""
+    """``p/m``, or ``p/m - 1`` where slopes are exact near ``p == q``; overwrites ``p - q``."""
     p, q = classes.teacher, classes.student
     mixture = _mixture(q, p, teacher_share, classes.spare("mixture"))
     if classes.anchor is False:
@@ -323,14 +320,14 @@ def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
 
 
 def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -> Tensor:
-    """``log(1 + x) - x/(1 + x)`` to all digits, given the logarithm and the share ``x/(1 + x)``.
+    """``log(1 + x) - x/(1 + x)`` without cancellation, from both of its terms.
 
-    Near zero that is ``x^2 / 2``, of which the difference leaves little. Of the share y it is
+    Near zero that is ``x^2 / 2``, which the difference would cancel. In terms of the share y it is
     ``-log(1 - y) - y``, which with ``s = y/(2 - y)`` is
 
         2 atanh(s) - 2 s/(1 + s) = s (y + 2 s^2 (1/3 + s^2/5 + s^4/7 + ...)).
 
-    Overwrites the logarithm. The series is for fp32; in fp64 the difference has more digits.
+    Overwrites the logarithm. The series is for fp32; in fp64 the difference is more accurate.
     """
     if share.dtype == torch.float64:
         return torch.sub(log1p, share, out=out)
@@ -349,7 +346,7 @@ def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -
 
 # sum beta p log(p/m) + (1 - beta) q log(q/m), m = beta p + (1 - beta) q: slope (1 - beta) log(q/m).
 def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
-    """Summands and slopes of the Jensen-Shannon divergence, but for their scales."""
+    """Summands and slopes of the Jensen-Shannon divergence, without their scales."""
     p, q = classes.teacher, classes.student
     rest = 1 - beta
     value = _surprise(p, q, rest, classes, classes.spare("value")).mul_(p)
@@ -360,7 +357,7 @@ def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
 def skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
-    """Summands and slopes of forward KL to a mixture, but for their scales."""
+    """Summands and slopes of forward KL to a mixture, without their scales."""
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
     gap = torch.sub(q, p, out=classes.spare("gap"))
@@ -368,10 +365,10 @@ def skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
 
 
-# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m. A constant apart, that is
+# sum q log(q/m), m = lam q + (1 - lam) p: slope log(q/m) + 1 - lam q/m. Up to a constant, that is
 # log(1 - y) + lam y with y = (1 - lam) (p - q)/m, and log(1 - y) + y with y = (1 - lam) p/m.
 def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, Tensor]:
-    """Summands and slopes of reverse KL from a mixture, but for their scales."""
+    """Summands and slopes of reverse KL from a mixture, without their scales."""
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
     gap = torch.sub(p, q, out=classes.spare("gap"))
@@ -396,19 +393,19 @@ Model = Literal["student", "teacher"]
 
 @dataclass(frozen=True)
 class Classes:
-    """Probabilities ``[N, C]`` of the same classes under both models; a row may overwrite neither.
+    """Probabilities ``[N, C]`` of the same classes under both models; read-only for divergences.
 
-    None is zero: what underflows counts as the smallest normal number.
+    No probability is zero: on underflow it is the smallest normal number.
 
     Attributes:
         teacher: p.
         student: q.
-        log_ratio: makes ``log p - log q - top_ratio`` for the caller to overwrite.
-        top_ratio: ``[N, 1]``, or one for all, ``log p - log q`` of the student's top token. Where
-            that is large, the rest has digits which the whole would not.
-        spare: names a buffer ``[N, C]`` of the caller's; the same name is the same buffer.
-        anchor: bool ``[N, 1]``, or one for all, false where slopes are wanted exact near
-            ``p == 0``; elsewhere they are exact near ``p == q``.
+        log_ratio: returns ``log p - log q - top_ratio`` in memory that the caller may overwrite.
+        top_ratio: ``[N, 1]``, or one for all tokens, ``log p - log q`` of the student's top token.
+            Separate, because a large ratio would round off the rest.
+        spare: returns the caller's buffer ``[N, C]`` of that name.
+        anchor: bool ``[N, 1]``, or one for all tokens. False: slopes are exact near ``p == 0``;
+            true: near ``p == q``.
     """
 
     teacher: Tensor
@@ -420,7 +417,7 @@ class Classes:
 
     @property
     def share_at_anchor(self) -> Tensor | float:
-        """p/m where slopes are exact: one at ``p == q``, nothing at ``p == 0``."""
+        """p/m where slopes are exact: one at ``p == q``, zero at ``p == 0``."""
         if isinstance(self.anchor, bool):
             return float(self.anchor)
         return self.anchor.to(self.teacher.dtype)

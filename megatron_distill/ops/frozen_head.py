@@ -1,8 +1,7 @@
-"""All outputs of a frozen head, chunk by chunk, and what is measured of a chunk's rows.
+"""Logits of a frozen head, chunk by chunk, and the statistics of a chunk's tokens.
 
-The rows that an objective counts come first, in the chunks that `fused_linear` cuts them into: a
-product in another shape has other roundings, and what is kept of it would not be what the objective
-of a live teacher sees.
+The tokens with a weight come first, in the chunks of `fused_linear`. A product of another shape
+rounds differently, and stored values would differ from those of a live teacher's objective.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ __all__ = ["OutputChunk", "RowStatistics", "output_chunks", "row_statistics"]
 
 
 class OutputChunk(NamedTuple):
-    """Raw outputs ``[n, V]`` over real columns of the rows ``[n]``; valid until the next chunk."""
+    """Raw outputs ``[n, V]`` over real columns of tokens ``[n]``; valid until the next chunk."""
 
     rows: Tensor
     raw: Tensor
 
 
 class RowStatistics(NamedTuple):
-    """What whole softmaxes say of N rows, the same on every rank.
+    """Statistics of N tokens over the whole vocabulary, the same on every rank.
 
     Attributes:
         log_sum_exp: ``[T, N]`` of the logits divided by each temperature, fp64.
@@ -54,16 +53,16 @@ class RowStatistics(NamedTuple):
 def output_chunks(
     state: HiddenState, counted: Tensor, *, chunk_tokens: int, columns: int
 ) -> Iterator[OutputChunk]:
-    """Raw outputs of every row over the leading columns: the counted rows, then all others.
+    """Raw outputs of every token over the leading columns: counted tokens first, then the rest.
 
-    Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` rows at once. A GPU
-    is waited for once, to find the other rows.
+    Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` tokens at once. One
+    device synchronisation finds the remaining tokens.
     """
     total, device = state.tokens, state.weight.device
     is_other = torch.ones(total, dtype=torch.bool, device=device)
     is_other[counted] = False
     others = is_other.nonzero().squeeze(1)
-    # As the objective takes them: where all rows count, without a copy.
+    # The same selection as in the objective: without a copy where all tokens count.
     both = ((Rows.of_indices(total, counted), counted), (Rows(total, others), others))
     for rows, indices in both:
         chunks = equal_chunks(indices.numel(), chunk_tokens)
@@ -91,7 +90,7 @@ def row_statistics(
 
     Collective: over ``group`` one all-gather of 32 bytes per token and 8 more per temperature.
     """
-    # The engine's one model without a teacher is the student; whose logits they are is all one.
+    # A sweep with one model names it the student; here it stands for the teacher.
     sweep = Sweep(("student",), (), full=True, student_temperatures=tuple(temperatures))
     dtype = accumulation_dtype(raw.dtype)
     packet = Packet.empty(sweep, raw.shape[0], dtype, raw.device)

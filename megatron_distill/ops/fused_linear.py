@@ -1,9 +1,9 @@
 """The chunked executor: head products, softmax statistics, losses and gradients, chunk by chunk.
 
 The student's and the teacher's logits exist for ``chunk_tokens`` tokens at a time, in two buffers
-that every chunk reuses. The gradient is formed in the forward pass, over the student's logits, and
-goes at once into the hidden gradient and the accumulated weight gradient: no recomputation, and
-backward only multiplies by the scalar that comes from above.
+that every chunk reuses. The forward pass writes the gradient over the student's logits. It goes at
+once into the hidden gradient and the accumulated weight gradient. Nothing is recomputed: backward
+only multiplies by the upstream scalar.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_distill.signals import HiddenState, LogitSource
 __all__ = ["FusedLinear", "Partition", "fused_linear", "sum_tokens", "weighted_rows"]
 
 
-# What a factor and its inverse, both rounded to fp32, leave of one.
+# Largest distance from one of a factor times its inverse, both rounded to fp32.
 _UPSTREAM_TOLERANCE = 1e-5
 
 
@@ -44,30 +44,30 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     """Total objective and weighted sums over all tokens.
 
     Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]``, weight ``[V, H]``
-    and bias ``[V]``; sums ``[K]`` follow ``work.sum_names``, detached and without coefficients;
-    with a partition they are ``[K, 1 + parts]``, of all tokens first. Both are fp32 (fp64 for fp64
+    and bias ``[V]``. Sums ``[K]`` follow ``work.sum_names``, detached and without coefficients;
+    with a partition they are ``[K, 1 + parts]``, all tokens first. Both are fp32 (fp64 for fp64
     inputs). The hidden gradient is this shard's PARTIAL sum: the caller reduces it over ``group``
     (the backward of copy-to or gather-to tensor-parallel regions does).
 
-    With ``work.weight_gradient_sum`` the gradient on the weight is in that sum when the forward
-    pass is done, and backward has none for the weight. What comes from above is one then.
+    With ``work.weight_gradient_sum`` the forward pass adds the gradient on the weight to that
+    tensor, and backward returns None for it. The upstream gradient must be one then.
 
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
-    ``chunk_tokens V`` logits of each model that has a head, in its dtype; the gradients ``N H`` in
-    the student's dtype and ``V H``, in fp32 if it is narrower and there are several chunks (then
-    also ``V H`` in that dtype in backward), none with a sum given; where what is added up is wider
-    than the dtype, up to 2^21 (2^26 on a GPU) for a product; and per row block (`ops.blocks`)
-    ``1 + 2 T`` fp32 buffers for T temperatures, one more for each model whose logits are narrower,
-    capped or scaled, and at most seven for each term with slopes.
+    ``chunk_tokens V`` logits of each model that has a head, in its dtype. Gradients take ``N H`` in
+    the student's dtype and, unless a sum is given, ``V H``. The latter is in fp32 if the dtype is
+    narrower and there are several chunks (then also ``V H`` in that dtype in backward). A product
+    accumulated in a wider dtype takes up to 2^21 (2^26 on a GPU). Per row block (`row_blocks`)
+    ``1 + 2 T`` fp32 buffers for T temperatures; one more for each model whose logits are narrower,
+    capped or scaled; at most seven for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the sweep and token
-    (10 names with a teacher and forward KL at temperature one), the others of `Chunk.solve`, and
-    those of `solve_id_terms`; none in backward. The number of chunks follows from the weights and
-    ``chunk_tokens`` alone, which are the same on all ranks.
+    (10 names with a teacher and forward KL at temperature one), the further ones of `Chunk.solve`,
+    and those of `solve_id_terms`; none in backward. The number of chunks follows from the weights
+    and ``chunk_tokens``, the same on all ranks.
 
     Raises:
-        RuntimeError: in backward, where a sum was given and what comes from above is not one (on a
-            GPU the device stops).
+        RuntimeError: in backward, if a sum was given and the upstream gradient is not one (on a GPU
+            a device-side assertion).
     """
     leaves = (student.hidden, student.weight, student.bias)
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
@@ -80,7 +80,7 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
 
 
 class _FusedLinearFunction(torch.autograd.Function):
-    """Keeps the gradients from the forward pass and scales them in backward."""
+    """Stores the gradients of the forward pass and scales them in backward."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ def _expect_one(upstream: Tensor) -> None:
         "itself; call backward on the total, with what multiplies it in the weights"
     )
     if is_one.device.type != "cpu":
-        # The device looks at it, so that the host need not wait.
+        # A device-side assertion avoids a host synchronisation.
         torch._assert_async(is_one, message)  # noqa: SLF001
     elif not bool(is_one):
         raise RuntimeError(f"{message} (the total's own gradient is {float(upstream):g}, not 1)")
@@ -126,7 +126,7 @@ def _expect_one(upstream: Tensor) -> None:
 
 def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in ``dtype``, without a copy in the wider one."""
-    # A GPU is not asked, since the answer would be waited for.
+    # CPU only: on a GPU the test would synchronise the host.
     if gradient.dtype == dtype and upstream.device.type == "cpu" and bool(upstream == 1):
         return gradient
     if gradient.dim() == 1:
@@ -175,8 +175,10 @@ class _Executor:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``: None if not wanted or in
-        a sum given, zero in rows left out and in padded columns."""
+        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``.
+
+        None if not wanted or added to a given sum; zero for tokens left out and in padded columns.
+        """
         return (
             None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows),
             None if self._weight is None else self._weight.finished(),
@@ -184,7 +186,7 @@ class _Executor:
         )
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Total and sums; afterwards the gradients that were asked for are there."""
+        """Total and sums; afterwards `gradients` holds the wanted gradients."""
         work = self._work
         size = self._chunks[0].stop if self._chunks else 1
         scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
@@ -217,7 +219,7 @@ class _Executor:
         buffers: Mapping[Model, Tensor],
         scratch: Scratch,
     ) -> None:
-        """Logits, statistics and gradients of the rows of one chunk."""
+        """Logits, statistics and gradients of the tokens of one chunk."""
         work = self._work
         raw = self._outputs(rows, sources, buffers)
         rules = {model: source.rule for model, source in sources.items()}
@@ -259,7 +261,7 @@ class _Executor:
         }
 
     def _accumulate(self, rows: slice, gradient: Tensor) -> None:
-        """Take a chunk's gradient on the raw outputs into those on the student's tensors."""
+        """Add a chunk's gradient on the raw outputs to the gradients on the student's tensors."""
         if self._columns == 0:
             return
         if self._hidden_rows is not None:
@@ -279,7 +281,7 @@ def _weighted_rows(
     ce_weights: Tensor,
     kd_weights: Tensor,
 ) -> list[Tensor]:
-    """What each token of a chunk adds to the sums, in the order of ``work.sum_names``."""
+    """Each token's share of the sums, in the order of ``work.sum_names``."""
     rows = {"ce": weighted_rows(ce_weights, merged.cross_entropy("student"))}
     counted: dict[str, Tensor] = {}
     if work.teacher is not None:
@@ -301,7 +303,7 @@ def _weighted_rows(
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """Everything about the objective but the student's two tensors.
+    """Arguments of the fused linear loss, except the student's tensors.
 
     Attributes:
         teacher: logits over the same columns, or a head that makes them; None without a teacher.
@@ -313,11 +315,11 @@ class FusedLinear:
         id_terms: the divergences on few ids.
         chunk_tokens: most tokens whose logits exist at once.
         shard: this rank's columns.
-        group: the ranks that hold the other columns; None if there are no others.
-        rows: ``[n]`` int64, the tokens with a weight in order; None to look for them, which waits
-            for the device.
-        partition: of the tokens, where each part is to have sums of its own.
-        weight_gradient_sum: ``[V, H]`` fp32 (fp64), what the gradient on the weight is added to.
+        group: the ranks that share the vocabulary; None if this rank holds all of it.
+        rows: ``[n]`` int64, ascending numbers of the tokens with a weight; None to find them, which
+            synchronises with the device.
+        partition: split of the tokens, for separate sums per part.
+        weight_gradient_sum: ``[V, H]`` fp32 (fp64), to which the gradient on the weight is added.
     """
 
     teacher: LogitSource | None
@@ -336,7 +338,7 @@ class FusedLinear:
 
     @property
     def counted_rows(self) -> Rows:
-        """The tokens that take part."""
+        """The tokens with a weight."""
         if self.rows is not None:
             return Rows.of_indices(self.labels.shape[0], self.rows)
         if self.teacher is None and not self.id_terms:
@@ -345,19 +347,19 @@ class FusedLinear:
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """Whose logits there are."""
+        """The models that have logits."""
         return ("student",) if self.teacher is None else ("student", "teacher")
 
     @property
     def sweep(self) -> Sweep:
-        """What is measured of each chunk."""
+        """The statistics to measure on each chunk."""
         may_be_infinite = self.teacher is not None and self.teacher.formed is not None
         temperatures = tuple(one.term.temperature for one in self.id_terms if one.needs_rest)
         return Sweep(self.models, self.terms, True, may_be_infinite, temperatures)
 
     @property
     def ranked(self) -> int | None:
-        """Number of the first term on few ids that knows the teacher's most probable one."""
+        """Number of the first term on few ids whose first id is the teacher's most probable one."""
         return next((i for i, term in enumerate(self.id_terms) if term.has_mass), None)
 
     @property
@@ -378,11 +380,11 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class Partition:
-    """A split of the tokens into parts, each of which gets sums of its own.
+    """A split of the tokens into parts, each with separate sums.
 
     Attributes:
         ids: int64 ``[N]``, the part of each token, from 0.
-        parts: how many there are, those without a token included.
+        parts: number of parts, empty ones included.
     """
 
     ids: Tensor
@@ -398,9 +400,9 @@ def weighted_rows(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def sum_tokens(rows: Sequence[Tensor], partition: Partition | None) -> Tensor:
-    """Add up each of K rows ``[N]``: ``[K, 1 + parts]``, of all tokens first, then of each part.
+    """Sum of each of K vectors ``[N]``: ``[K, 1 + parts]``, over all tokens first, then per part.
 
-    A part does not see what is not finite in another one. Nothing waits for the device.
+    A value that is not finite affects the sums of its part only. No device synchronisation.
     """
     sums = torch.stack([row.sum() for row in rows]).unsqueeze(1)
     if partition is None:

@@ -57,7 +57,7 @@ class _LogSoftmaxFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (log_probs,) = ctx.saved_tensors
-        # A padded column is the constant -inf: nothing flows back through it.
+        # A padded column is the constant -inf, without a gradient.
         upstream = upstream.masked_fill(log_probs == -math.inf, 0.0)
         total = upstream.sum(1)
         if ctx.group is not None:

@@ -25,14 +25,14 @@ __all__ = ["LogitDivergence", "logit_divergence"]
 
 @dataclass(frozen=True)
 class LogitDivergence:
-    """The term, the teacher's side of it, and where the columns stand in the vocabulary.
+    """Arguments of `logit_divergence`: term, teacher or target, and vocabulary shard.
 
     Attributes:
-        term: with its coefficient.
+        term: the divergence with its coefficient.
         teacher: logits ``[N, V]`` over the same columns; None for a term on few ids.
         id_term: the term on few ids, with its target; None for one between logits.
         shard: this rank's columns.
-        group: the ranks that hold the other columns.
+        group: the ranks that share the vocabulary; None if this rank holds all of it.
         overwrites: whether the gradient takes the place of the student's logits.
     """
 
@@ -65,12 +65,12 @@ class LogitDivergence:
 def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
     """Value of the term per token, ``[N]`` fp32, differentiable in the student's logits ``[N, V]``.
 
-    Neither logits are modified unless the work says so. Besides the gradient ``[N, V]``, none of
-    its own if it takes the logits' place, forward KL has alive at once on a CPU 92 bytes per token
-    and three row blocks (`ops.blocks`) in fp32, two more for narrower logits. Other divergences
-    have a few more of both, tokens near their teacher as many blocks again in fp64, kept ids some
-    numbers each; nothing else is of the logits' size. A
-    token whose upstream gradient is zero gets zeros, whatever its logits hold.
+    Logits are not modified unless ``work.overwrites``. Peak memory of forward KL on a CPU: the
+    gradient ``[N, V]`` (none if it overwrites the logits), 92 bytes per token, and three row blocks
+    (`row_blocks`) in fp32, two more for narrower logits. Further divergences need a few more of
+    both; tokens near their teacher as many blocks again in fp64; top-k ids a few numbers each.
+    Nothing else has the size of the logits. A token whose upstream gradient is zero gets zeros,
+    even if its logits are not finite.
 
     Collective: over ``group`` those of `Chunk.solve` between logits (one all-gather of 40 bytes per
     token for forward KL) or that of `solve_id_term`; none in backward.
@@ -84,10 +84,10 @@ def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
 class _LogitDivergenceFunction(torch.autograd.Function):
     """Forms the gradient in forward on a CPU, where a block is in the cache, else in backward.
 
-    That of narrow logits is formed in backward too: it is rounded once, after the upstream gradient
-    has scaled it, and the upstream gradient of a mean is not one.
+    That of narrow logits is formed in backward too: scaled in fp32 and rounded once. The upstream
+    gradient of a mean is not one, so that one formed in forward would be formed again.
 
-    The first backward pass gives that away, scaled in place; a further one forms it anew.
+    The first backward pass returns it, scaled in place; a further one recomputes it.
     """
 
     @staticmethod
@@ -126,17 +126,17 @@ class _LogitDivergenceFunction(torch.autograd.Function):
                 return gradient, None, None
             state.form_again(gradient)
         assert gradient is not None
-        # A GPU is not asked, since the answer would be waited for.
+        # CPU only: on a GPU the test would synchronise the host.
         if upstream.device.type != "cpu" or not bool((upstream == 1).all()):
             gradient.mul_(upstream.unsqueeze(1))
-            # A token that does not count gets nothing, whatever its logits hold.
+            # Zero for a token without weight, even if its logits are not finite.
             gradient.masked_fill_((upstream == 0).unsqueeze(1), 0.0)
         return gradient, None, None
 
 
 @dataclass
 class _State:
-    """One call, and what backward needs of it."""
+    """One call, with the state that backward needs."""
 
     work: LogitDivergence
     chunk: Chunk
@@ -153,16 +153,16 @@ class _State:
 
     @property
     def _only_points(self) -> bool:
-        """Whether no token but the ids has a gradient."""
+        """Whether only the ids have a gradient."""
         return self.work.id_term is not None and not self.work.id_term.needs_rest
 
     @property
     def _is_one_pass(self) -> bool:
-        """Whether there is no rank to wait for between the sweeps."""
+        """Whether the sweeps need no merge over ranks in between."""
         return self.work.group is None and self.work.teacher is not None
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
-        """New memory for the gradient ``[N, V]``; what it holds is undefined."""
+        """New memory for the gradient ``[N, V]``, uninitialised."""
         rows, columns = logits.shape
         return allocate(rows, columns, logits.dtype, logits.device)
 
@@ -191,7 +191,7 @@ class _State:
         return value
 
     def form_again(self, out: Tensor) -> None:
-        """The same gradient, to the bit, without asking the other ranks."""
+        """Recompute the gradient, bit for bit, without a collective."""
         if self._is_one_pass:
             self.value_and_gradient(out)
         else:
@@ -200,7 +200,7 @@ class _State:
     def push(self, upstream: Tensor, out: Tensor) -> None:
         """The gradient on the logits, padding included."""
         if self.normalizers is None:
-            self.value()  # nothing but the gradient was kept; one rank alone may ask again
+            self.value()  # not stored in one pass; on one rank this needs no collective
         assert self.normalizers is not None
         inside = self._without_padding(out)
         if self._only_points:
@@ -211,13 +211,13 @@ class _State:
         self.chunk.write_gradient(self.packet, self.normalizers, weights, inside)
 
     def _without_padding(self, out: Tensor) -> Tensor:
-        """The real columns; the others become zero."""
+        """The real columns, after setting the padding to zero."""
         real = self.work.shard.real_width
         out[:, real:].zero_()
         return out[:, :real]
 
     def _push_points(self, upstream: Tensor, out: Tensor) -> None:
-        """The gradient where no token but the ids has one."""
+        """The gradient where only the ids have one."""
         (found,) = self.id_terms
         coefficient = self.work.term.coefficient / self.work.term.temperature
         weight = (upstream * coefficient).unsqueeze(1)
@@ -225,7 +225,7 @@ class _State:
         added = torch.where(weight == 0, 0.0, weight * excess.to(weight.dtype))
         out.zero_()
         if out.shape[1]:
-            # Not scatter_add_, which brings all of a narrower matrix to fp32 and back.
+            # Not scatter_add_, which converts the whole of a narrower matrix to fp32 and back.
             rows = torch.arange(len(out), device=out.device).unsqueeze(1)
             out.index_put_((rows, columns), added.to(out.dtype), accumulate=True)
 

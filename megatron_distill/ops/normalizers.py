@@ -19,16 +19,17 @@ class Normalizers:
     """Statistics of each token of a chunk over the whole vocabulary, and the values of its terms.
 
     Attributes:
-        factors: ``[S, N]`` fp64 of the softmaxes in order: what makes this shard's exponentials,
-            relative to its peak, probabilities.
+        factors: ``[S, N]`` fp64 of the softmaxes in order: from this shard's exponentials, relative
+            to its peak, to probabilities.
         top: ``[N, 1]`` each model's logit of the student's top token.
         top_ratios: ``[N, 1]`` fp64 per temperature: ``log p - log q`` of that token.
-        shifts: ``[N, 1]`` fp64 per temperature of a term: what is to go from the teacher's logits
-            less the student's, to make them log ratios times the temperature.
+        shifts: ``[N, 1]`` fp64 per temperature of a term: difference of the log normalisers times
+            the temperature. Subtracted from ``z_t - z_s`` it leaves the log ratio times the
+            temperature.
         near: bool ``[N, 1]`` per temperature of a term: the tokens near their teacher.
         values: ``[N]`` fp64 per term.
         slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
-        blends: ``[N, 1]`` per term that blends: the part of forward KL.
+        blends: ``[N, 1]`` per term that blends: the share of forward KL.
     """
 
     factors: Tensor
@@ -42,7 +43,7 @@ class Normalizers:
 
     @classmethod
     def of(cls, packet: Packet, merged: MergedStatistics) -> Normalizers:
-        """What follows from the first sweep."""
+        """The normalisers after the first sweep; terms with slopes still lack their slopes."""
         sweep, dtype = packet.sweep, packet.dtype
         factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
         for factor, softmax in zip(factors, sweep.softmaxes, strict=True):
@@ -62,7 +63,7 @@ class Normalizers:
 
     @classmethod
     def alone(cls, packet: Packet) -> Normalizers:
-        """`of` for one rank alone, which a block of rows cannot afford to ask for in full."""
+        """A cheaper `of` for one rank alone, called per block of tokens."""
         sweep, rows = packet.sweep, packet.rows
         factors = packet.sums[: len(sweep.softmaxes)].reciprocal()
         if not sweep.curved:
@@ -81,7 +82,7 @@ class Normalizers:
         return cls(factors, top, top_ratios)
 
     def part(self, tokens: slice | Tensor, dtype: torch.dtype) -> Normalizers:
-        """What a block of some tokens is made with."""
+        """The normalisers of some tokens that a `Block` reads."""
         return Normalizers(
             self.factors[:, tokens],
             {model: logit[tokens].to(dtype) for model, logit in self.top.items()},
@@ -91,7 +92,7 @@ class Normalizers:
     def set_value(
         self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
     ) -> None:
-        """Keep the value of a term, given the part that its slopes' sweep found."""
+        """Store the value of a term, given the part from the sweep over slopes."""
         row = term.divergence
         value = of_slopes
         if row.has_forward_kl:

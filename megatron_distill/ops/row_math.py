@@ -1,9 +1,8 @@
-"""Exponentials of blocks of logits, and what they are relative to.
+"""Exponentials, row sums, maxima and stable sorts of blocks of logits.
 
-Rows in order on a CPU and elsewhere: by value, and equal values by their place.
-
-On a CPU numpy sorts integers twenty times as fast as torch sorts numbers and their places: the
-upper half of an integer is the value's key, the lower one its place.
+Sorts are by value, with ties in order of position. On a CPU numpy sorts integers twenty times as
+fast as torch sorts floats with indices. So value and position are packed into one integer: the key
+in the upper half, the position in the lower.
 """
 
 from __future__ import annotations
@@ -30,26 +29,27 @@ __all__ = [
 
 
 _LOG_2 = math.log(2)
-# To base two exponentials take a fifth of the time on a CPU, and any temperature costs the same.
+# exp2 takes a fifth of the time of exp on a CPU, and any temperature costs the same.
 _LOG2_E = math.log2(math.e)
-# Two to the power of less is nothing in fp32.
+# Below this exponent a power of two is zero in fp32.
 _UNDERFLOW = 150
-# A row's largest exponential may be a power of two so far from this one: sums with weights stay far
-# from the ends of fp32, and what is nothing beside them would be nothing beside one.
+# Exponent of a row's largest exponential: middle and reach. Weighted sums stay far from the limits
+# of fp32, and an exponential that underflows is negligible in them.
 _MIDDLE, _REACH = 22, 42
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The logits whose exponentials are one, for S softmaxes of n rows.
+    """The shift of the exponentials, for S softmaxes of n tokens.
 
-    Relative to a row's peak, its top token is exact and all fit in fp32. But a logit far below is
-    rounded when the peak is subtracted, by 1e-6 of a probability of e^-16, and where models agree
-    on no more than such tokens these make the gradient. Relative to zero all are as exact.
+    Relative to a token's peak, its top logit is exact and all exponentials fit in fp32. But
+    subtracting the peak rounds a logit far below it, by 1e-6 of a probability of e^-16. Where the
+    models agree on no more probable id, such ids make the gradient. Relative to zero all are
+    equally exact.
 
     Attributes:
-        points: ``[S, n]`` in the dtype of the logits.
-        lifts: ``[S, n]`` fp64, how much larger exponentials are than relative to the peak; None if
+        points: ``[S, n]`` the logits whose exponentials are one, in the dtype of the logits.
+        lifts: ``[S, n]`` fp64, ratio of these exponentials to those relative to the peak; None if
             all are relative to it.
     """
 
@@ -58,8 +58,11 @@ class Origins:
 
     @classmethod
     def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> Origins:
-        """For exact exponentials of rows with these ``peaks [S, n]``: zero where the models
-        ``differ``, bool ``[n]``, about the top token, and fp32 holds what comes of it."""
+        """Shifts for tokens with ``peaks [S, n]``: zero if safe and useful, else the peak.
+
+        Zero where the models ``differ``, bool ``[n]``, in their top token and fp32 holds the
+        exponentials.
+        """
         on_cpu = peaks.device.type == "cpu" and peaks.dtype == torch.float32
         if not (on_cpu and _differences_are_fused()):
             return cls(peaks)
@@ -71,16 +74,17 @@ class Origins:
         return cls(points, (peaks - points).double().mul_(scale).exp_())
 
     def relative_to_peaks_(self, sums: Tensor, softmaxes: tuple[int, ...]) -> Tensor:
-        """Sums ``[K, n]`` fp64 of exponentials of these softmaxes, as they would be if relative to
-        the peak, in place."""
+        """Rescale sums ``[K, n]`` fp64 of exponentials to be relative to the peak, in place."""
         if self.lifts is None:
             return sums
         in_order = softmaxes == tuple(range(self.lifts.shape[0]))
         return sums.div_(self.lifts if in_order else self.lifts[list(softmaxes)])
 
     def normalisers(self, factors: Tensor) -> Tensor:
-        """Of ``factors [S, n]`` fp64 on exponentials relative to the peak those on these, in their
-        dtype."""
+        """Convert ``factors [S, n]`` fp64, for exponentials relative to the peak, to these shifts.
+
+        The result is in the dtype of the logits.
+        """
         return (factors if self.lifts is None else factors / self.lifts).to(self.points.dtype)
 
 
@@ -93,10 +97,10 @@ def exponentiate(
     spare: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``, and its sums
-    ``[n]`` in fp64 if they are wanted.
+    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
 
-    Without a ``spare`` to overwrite, shaped like ``out``, to half an ulp of the exponent only.
+    Row sums go to ``sums [n]`` fp64 if given. Without a ``spare`` buffer shaped like ``out``, the
+    accuracy is half an ulp of the exponent.
     """
     slope = _LOG2_E / temperature
     exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
@@ -109,7 +113,8 @@ def exponentiate(
     else:
         gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
         product = torch.mul(gap, slope, out=spare)
-        # A fused multiply-add, which the difference is, finds what rounding added to the product.
+        # torch.sub with alpha is a fused multiply-add here: it gives the rounding error of the
+        # product.
         added = torch.sub(product, gap, alpha=slope, out=gap)
         product.exp2_()
         torch.addcmul(product, product, added, value=-_LOG_2, out=out)
@@ -120,7 +125,7 @@ def exponentiate(
 
 @cache
 def _differences_are_fused() -> bool:
-    """Whether this CPU's difference with a product rounds once, in vectors and in what is left."""
+    """Whether torch.sub with alpha is a fused multiply-add here, in vector body and scalar tail."""
     factor = 1 + 2.0**-12
     numbers = torch.full((67,), factor)
     # The product is 1 + 2^-11 + 2^-24, whose last bit fp32 rounds off.
@@ -132,10 +137,10 @@ _LANES = 128
 
 
 def row_sums(values: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Sums of the rows ``[N, V]`` in fp64, ``[N]``, in hardly more time than in their own dtype.
+    """Row sums ``[N]`` fp64 of ``[N, V]``, in hardly more time than in the dtype of the values.
 
-    Columns that are a multiple of the lanes apart are added first: what rounding does to the lanes
-    averages out.
+    Columns a multiple of the lanes apart are added first, in the dtype of the values; the lanes are
+    then added in fp64, where their rounding errors average out.
     """
     rows, columns = values.shape
     lanes = min(columns, _LANES)
@@ -155,7 +160,7 @@ def row_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.device.type != "cpu" or segments == 0:
         values, columns = logits.max(1)
         return values, columns
-    # torch's max with index is not vectorised on a CPU: find the segment first.
+    # torch's max with index is not vectorised on a CPU: the segment is found first.
     parts = logits[:, : segments * _SEGMENT].unfold(1, _SEGMENT, _SEGMENT)
     value, segment = parts.amax(2).max(1)
     within = parts[torch.arange(logits.shape[0]), segment].argmax(1)
@@ -177,30 +182,30 @@ def keys_of(values: Tensor) -> Tensor:
 
 
 def packed(keys: Tensor, places: Tensor) -> Tensor:
-    """int64 numbers in the order of int32 keys, and equal ones in that of their places."""
+    """int64 numbers in the order of int32 keys, with ties in the order of positions."""
     return keys.long().bitwise_left_shift_(32).bitwise_or_(places)
 
 
 def places_of(both: Tensor) -> Tensor:
-    """The places of packed numbers, which are overwritten."""
+    """The positions in packed numbers; overwrites these."""
     return both.bitwise_and_(0xFFFFFFFF)
 
 
 def places_by(keys: Tensor) -> Tensor:
-    """On a CPU the places ``[N, C]`` of int32 keys from the least up, equal ones in their order."""
+    """CPU only: stable ascending argsort ``[N, C]`` of int32 keys."""
     both = packed(keys, torch.arange(keys.shape[1]))
     both.numpy().sort(axis=1)
     return places_of(both)
 
 
 def descending(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[N, C]`` from the largest value down, and the places; equal ones keep their order.
+    """Stable descending sort of rows ``[N, C]``: values and indices.
 
-    What is not a number comes first, as in torch.
+    NaN comes first, as in torch.
     """
     if values.device.type != "cpu" or values.dtype == torch.float64:
         return values.sort(dim=1, descending=True, stable=True)
-    # torch gives it a sign in narrowing to bf16, by which its key would be the least.
+    # Narrowing to bf16 may set the sign of a NaN, and its key would be the smallest.
     keys = keys_of(values).masked_fill_(values.isnan(), torch.iinfo(torch.int32).max)
     places = places_by(keys.bitwise_not_())
     return values.gather(1, places), places

@@ -1,4 +1,4 @@
-"""The work on rows of logits: which implementation does it, and what it has to do."""
+"""The interface of the passes over logits, and the choice between torch and Triton."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["RowExecutor", "choose_rows"]
 
 
 class RowExecutor(Protocol):
-    """Passes over the logits ``[N, V]`` of both models on this shard's real columns."""
+    """Passes over the logits ``[N, V]`` of both models, on this shard's real columns."""
 
     def measure(self, packet: Packet) -> None:
-        """Fill the statistics of the packet, all but the label logits."""
+        """Fill the statistics of the packet, except the label logits."""
         ...
 
     def blends(
         self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
-        """The part of forward KL ``[N, 1]`` of each term that blends two divergences.
+        """The share of forward KL ``[N, 1]`` in each term that blends two divergences.
 
         Collective: over ``group`` those of `head_share` for each such term.
         """
@@ -39,8 +39,8 @@ class RowExecutor(Protocol):
     def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
         """``[3 C, N]`` fp64, three for each of the C terms with slopes.
 
-        These are the value, ``sum q (s - reference)``, and the reference: the slope at this shard's
-        top token of the student.
+        These are the value, ``sum q (s - reference)``, and the reference: the slope at the
+        student's top token of this shard.
         """
         ...
 
@@ -51,22 +51,22 @@ class RowExecutor(Protocol):
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
-        """Write the gradient on the student's raw outputs to ``out``, which may be these."""
+        """Write the gradient on the student's raw outputs to ``out``, which may alias these."""
         ...
 
 
 def choose_rows(
     sweep: Sweep, raw: Mapping[Model, Tensor], rules: Mapping[Model, LogitRule], scratch: Scratch
 ) -> RowExecutor:
-    """The kernels where they run and know every divergence of the sweep, else torch operations."""
+    """The Triton kernels if they run here and cover every divergence of the sweep, else torch."""
     torch_rows = TorchRows(sweep, raw, rules, scratch)
     if raw["student"].numel() == 0 or any(one.divergence.kernel is None for one in sweep.curved):
         return torch_rows
     for outputs in raw.values():
-        # A kernel reads a row as it lies; columns apart from each other are for torch.
+        # Kernels need contiguous rows; strided columns take the torch path.
         if outputs.stride(1) != 1 or not kernels_run(outputs.device, outputs.dtype):
             return torch_rows
-    # Not before it is sure that Triton is there.
+    # Imported only where Triton is installed.
     from megatron_distill.ops.kernels.launch import TritonRows
 
     return TritonRows(raw, rules, torch_rows)

@@ -1,12 +1,12 @@
-"""The one gradient identity: from slopes on probabilities to gradients on logits.
+"""The softmax VJP of every loss: slopes on probabilities to gradients on logits.
 
 With ``q = softmax(z / T)`` and a loss ``sum_i l(p_i, q_i)`` of slope ``s = dl/dq``,
 
     dL/dz_j = (1/T) q_j (s_j - sum_i q_i s_i)
 
-A constant added to s cancels. So slopes are taken relative to that of the student's top token:
-where one token has nearly all of q, the difference in the bracket is small, and must not be one of
-two rounded numbers. Forward KL and cross-entropy give ``q`` less a distribution and need no slope.
+A constant added to s cancels, so slopes are taken relative to that of the student's top token.
+Where one token has nearly all of q the bracket is small, and must not be a difference of two
+rounded numbers. Forward KL and cross-entropy give ``q`` less a distribution and need no slope.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Curved:
     """A term with slopes.
 
     Attributes:
-        term: what it is.
-        weight: ``[N, 1]`` of the tokens, of a blend that of its reverse KL.
-        reference: ``[N, 1]`` the slope at the student's top token; None to look it up.
-        average: ``[N, 1]`` ``sum q (s - reference)`` over the vocabulary; None to sum it up.
+        term: the divergence with its coefficient.
+        weight: ``[N, 1]`` per token; for a blend, the weight of its reverse KL.
+        reference: ``[N, 1]`` the slope at the student's top token; None to read it from the block.
+        average: ``[N, 1]`` ``sum q (s - reference)`` over the vocabulary; None to sum it over the
+            block.
         is_one: whether the weight is known to be one everywhere.
     """
 
@@ -55,9 +56,9 @@ class Curved:
 
 @dataclass(frozen=True)
 class Others:
-    """A weight ``[N, 1]`` of the student's probabilities of all ids but the kept ones.
+    """A weight ``[N, 1]`` of the student's probabilities outside of the top-k ids.
 
-    These are ``columns [N, K]`` of this shard where ``cut``.
+    The top-k ids are ``columns [N, K]`` of this shard where ``cut``.
     """
 
     weight: Tensor
@@ -65,11 +66,11 @@ class Others:
     cut: Tensor
 
     def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Others:
-        """Those of some tokens."""
+        """The weight and columns of some tokens."""
         return Others(self.weight[rows].to(dtype), self.columns[rows], self.cut[rows])
 
     def at_kept(self, values: Tensor) -> Tensor:
-        """``[N, K]`` of values ``[N, V]`` those of the kept ids, zero in place of others."""
+        """``values [N, V]`` at the top-k ids, ``[N, K]``; zero where another rank owns the id."""
         return values.gather(1, self.columns).masked_fill_(~self.cut, 0.0)
 
 
@@ -80,11 +81,12 @@ class SoftmaxWeights:
     Attributes:
         temperature: of the student's softmax.
         student: ``[N, 1]`` weight of the student's probabilities.
-        teacher: ``[N, 1]`` weight of the teacher's, subtracted; None where no forward KL is.
-        curved: the other terms between logits.
-        points: columns ``[N, K]`` of this shard and what is added there: labels, kept ids.
+        teacher: ``[N, 1]`` weight of the teacher's probabilities, subtracted; None without forward
+            KL.
+        curved: the terms with slopes.
+        points: columns ``[N, K]`` of this shard and the gradients added there: labels, top-k ids.
         sparse: whether a weight may be zero.
-        others: further weights of the student's probabilities, but for kept ids.
+        others: tail weights, of the student's probabilities outside of top-k ids.
     """
 
     temperature: float
@@ -97,7 +99,7 @@ class SoftmaxWeights:
 
     @property
     def unused(self) -> Tensor:
-        """bool ``[N, 1]``, the tokens on which no term between logits and no label counts."""
+        """bool ``[N, 1]``, the tokens without weight in any term between logits or label loss."""
         unused = self.student == 0
         for curved in self.curved:
             unused = unused & (curved.weight == 0)
@@ -136,7 +138,7 @@ class SoftmaxWeights:
         return replace(self, curved=tuple(curved))
 
     def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
-        """The same, the weights of blends shared out: ``[N, 1]`` each, the part of forward KL."""
+        """The same, with weights of blends split by ``blends [N, 1]``, the share of forward KL."""
         if not blends:
             return self
         student, teacher, curved = self.student, self.teacher, []
@@ -163,7 +165,7 @@ def softmax_weights(
 ) -> tuple[SoftmaxWeights, ...]:
     """Weights for each temperature that has a gradient.
 
-    Shapes: all ``[N]``; labels are global ids, given if the label weights are.
+    Shapes: all ``[N]``. Labels are global ids, required with label weights.
     """
     temperatures = dict.fromkeys(
         (*sweep.temperatures, *(one.term.term.temperature for one in id_terms)),
@@ -219,7 +221,7 @@ def softmax_weights(
 
 
 def _unless_zero(weight: Tensor, values: Tensor) -> Tensor:
-    """The product; a token of weight zero counts as zero whatever its values are."""
+    """The product; zero for a token of weight zero, even if its values are not finite."""
     return torch.where(weight == 0, 0.0, weight * values.to(weight.dtype))
 
 
@@ -228,12 +230,12 @@ def scale_rows_(
 ) -> Tensor:
     """Multiply rows ``[N, V]`` by weights and factors ``[N, 1]``, in place.
 
-    If ``sparse``, a row of weight zero becomes zero whatever stands in it. The products are rounded
-    before they are subtracted from others, which a fused multiply-add would not do: equal rows with
-    equal weights leave exactly nothing.
+    If ``sparse``, a row of weight zero becomes zero even if it is not finite. The products are
+    rounded before a subtraction, unlike in a fused multiply-add: equal rows with equal weights
+    cancel exactly.
     """
     values.mul_(weight if factor is None else weight * factor)
-    # Zero times NaN is NaN.
+    # Multiplying is not enough: zero times NaN is NaN.
     return clear_rows_(values, weight == 0) if sparse else values
 
 
@@ -248,7 +250,7 @@ def difference_of_rows(
 
 
 def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:
-    """Set rows of ``[N, V]`` to zero where ``unused [N, 1]``, whatever stands there."""
+    """Set rows of ``[N, V]`` to zero where ``unused [N, 1]``, even if they are not finite."""
     if values.device.type != "cpu":
         return values.masked_fill_(unused, 0.0)
     return values.index_fill_(0, unused.squeeze(1).nonzero().squeeze(1), 0.0)
@@ -264,7 +266,7 @@ def scale_softmax_(
 ) -> Tensor:
     """Multiply the student's softmax ``[N, V]`` by all its weights, in place.
 
-    ``student`` stands in for that of the weights; ``spare`` makes a named buffer to overwrite.
+    ``student`` replaces ``weights.student``; ``spare`` returns a named buffer to overwrite.
     """
     base = weights.student if student is None else student
     sparse = weights.sparse
@@ -279,17 +281,18 @@ def scale_softmax_(
         added = part if added is None else added.add_(part)
     own = _unless_zero(base if factor is None else base * factor, first.at_kept(softmax))
     scale_rows_(softmax, base + first.weight, sparse=True, factor=factor)
-    # Taken from itself, nothing is left of what the weight of the others is too large for.
+    # Subtract each top-k entry from itself: exactly zero, so a large tail weight leaves no rounding
+    # residue.
     softmax.scatter_add_(1, first.columns, first.at_kept(softmax).neg_())
     softmax.scatter_add_(1, first.columns, own)
     return softmax if added is None else softmax.add_(added)
 
 
 def _is_one(weight: Tensor) -> bool:
-    """Whether all are one; a GPU is not asked, which would be waited for."""
+    """Whether all are one; False on a GPU, where the test would synchronise the host."""
     return weight.device.type == "cpu" and bool((weight == 1).all())
 
 
 def _may_be_zero(*weights: Tensor) -> bool:
-    """Whether a weight is zero; a GPU is not asked, since the answer would be waited for."""
+    """Whether a weight is zero; True on a GPU, where the test would synchronise the host."""
     return any(weight.device.type != "cpu" or bool((weight == 0).any()) for weight in weights)

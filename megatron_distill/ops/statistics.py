@@ -1,10 +1,10 @@
-"""Row statistics of a vocabulary shard, and their exact merge over tensor-parallel ranks.
+"""Partial softmax statistics of a vocabulary shard, and their exact merge over ranks.
 
-A rank describes each token by a few numbers about its own columns: the peak logit, the sum of
-``e^((z - peak)/T)`` and sums weighted by these exponentials. One all-gather of this packet, and
-every rank computes the same global values from the same numbers in the same order: identical bits.
-The expectation of the log ratio under the teacher is summed as ``e^(z_t - peak) (z_t - z_s)``, so
-that equal models have a divergence of exactly zero.
+A rank computes a few numbers per token over its columns: the peak logit, the sum of
+``e^((z - peak)/T)``, and sums weighted by these exponentials. One all-gather exchanges these
+packets. Every rank then computes the global values from the same numbers in the same order:
+identical bits. The expectation of the log ratio under the teacher is summed as
+``e^(z_t - peak) (z_t - z_s)``, so that equal models have a divergence of exactly zero.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ __all__ = [
 ]
 
 
-# How far below others a logit of -inf is in log ratios: the smallest normal probability times that
-# is nothing, and any that counts very much.
+# Replaces -inf in log ratios: negligible times the smallest normal probability, large times any
+# probability that counts.
 _FAR = 1e20
-# Forward KL in nats below which a token is near its teacher: of less, fp32 leaves few digits.
+# Forward KL in nats below which a token is near its teacher: below it fp32 has few digits.
 NEAR_KL = 2.0**-4
 
 
 @dataclass(frozen=True)
 class Packet:
-    """This rank's statistics: one row of ``values [K, N]`` fp64 per name of the sweep.
+    """This rank's partial statistics: one row of ``values [K, N]`` fp64 per name of the sweep.
 
-    Masses are sent as they were added up: where models are much alike, what fp32 would round off
-    is a part of how far they are apart.
+    Masses stay fp64: for similar models, fp32 rounding would be a part of their divergence.
 
     Attributes:
-        sweep: what was measured.
+        sweep: names and order of the statistics.
         values: the statistics.
         dtype: of the logits and their exponentials.
-        top: ``[N]`` the column of the student's largest logit here, where a term needs slopes. Not
-            sent.
+        top: ``[N]`` column of the student's largest logit in this shard, if a term needs slopes.
+            Local to the rank.
     """
 
     sweep: Sweep
@@ -62,7 +61,7 @@ class Packet:
 
     @classmethod
     def empty(cls, sweep: Sweep, rows: int, dtype: torch.dtype, device: torch.device) -> Packet:
-        """The packet of a shard without real columns: no mass, and no peak to speak of."""
+        """The packet of a shard without real columns: zero mass, and the lowest peak."""
         values = torch.zeros(len(sweep.names), rows, dtype=torch.float64, device=device)
         top = torch.zeros(rows, dtype=torch.int64, device=device) if sweep.curved else None
         packet = cls(sweep, values, dtype, top)
@@ -80,19 +79,19 @@ class Packet:
 
     @property
     def sums(self) -> Tensor:
-        """``[K, N]`` those that are sums, the masses of the softmaxes first, as views."""
+        """``[K, N]`` the statistics that are sums, the masses of the softmaxes first, as views."""
         first = len(self.sweep.extremes)
         return self.values[first : first + len(self.sweep.sums)]
 
-    # Every block asks for these: one softmax at a time, their many small operations would be felt.
+    # Cached for all softmaxes at once: every block reads these, and small operations add up.
     @cached_property
     def extremes(self) -> Tensor:
-        """``[E, N]`` the logits among them, in their own dtype; once they have been measured."""
+        """``[E, N]`` the statistics that are logits, in their dtype; valid once measured."""
         return self.values[: len(self.sweep.extremes)].to(self.dtype)
 
     @cached_property
     def origins(self) -> Origins:
-        """What the exponentials of each softmax are relative to, once peaks have been measured."""
+        """Shift of the exponentials of each softmax; valid once peaks have been measured."""
         models, softmaxes, logits = self.sweep.models, self.sweep.softmaxes, self.extremes
         temperatures = [temperature for _, temperature in softmaxes]
         peaks = logits[: len(models)]
@@ -106,9 +105,9 @@ class Packet:
     def made_whole(
         self, value: Tensor, term: WeightedDivergence, top_ratio: Tensor, factor: Tensor
     ) -> Tensor:
-        """``[N]`` a value whose summands had the top ratio, fp64 ``[N]``, rounded to the dtype.
+        """``value [N]`` plus the part lost when its summands rounded the top ratio, fp64 ``[N]``.
 
-        The factor ``[N]`` makes this shard's mass that of the student's probabilities on it.
+        The factor ``[N]`` turns this shard's mass into the student's probability of the shard.
         """
         if term.divergence.of_top_ratio == 0:
             return value
@@ -117,10 +116,10 @@ class Packet:
         return value + lost.mul_(mass).mul_(term.divergence.of_top_ratio)
 
     def near_tokens(self) -> Tensor | slice | None:
-        """Numbers of the tokens whose models are so alike on this shard, at one temperature of the
-        terms at least, that fp32 has too few digits; None where none is.
+        """Numbers of the tokens whose models are too similar on this shard for fp32, or None.
 
-        A GPU is not asked, which would be waited for: there it is all of them.
+        Too similar at one temperature of the terms is enough. On a GPU all tokens, without a test:
+        it would synchronise the host.
         """
         if self.dtype == torch.float64 or not self.sweep.ratio_temperatures:
             return None
@@ -132,7 +131,7 @@ class Packet:
             teacher, student = (
                 rows[f"{model}_mass@{temperature}"] for model in ("teacher", "student")
             )
-            # Between what both models make of the columns of this shard alone.
+            # The KL between both models' softmaxes over this shard's columns alone.
             gap = (rows[f"ratio@{temperature}"] / teacher).sub_(peaks).div_(temperature)
             near.append(gap.sub_((teacher / student).log_()) < NEAR_KL)
         any_near = near[0] if len(near) == 1 else torch.stack(near).any(0)
@@ -141,7 +140,7 @@ class Packet:
         return any_near.nonzero().squeeze(1) if bool(any_near.any()) else None
 
     def in_double(self, tokens: Tensor | slice) -> Packet:
-        """A copy for some tokens, whose logits and exponentials are to be fp64."""
+        """A copy for some tokens, with fp64 logits and exponentials."""
         top = None if self.top is None else self.top[tokens]
         return Packet(self.sweep, self.values[:, tokens].clone(), torch.float64, top)
 
@@ -166,13 +165,13 @@ class Packet:
 
 @dataclass(frozen=True)
 class MergedStatistics:
-    """Packets of all ranks, ``gathered [ranks, K, N]`` in fp64, and what follows from them."""
+    """Packets of all ranks, ``gathered [ranks, K, N]`` in fp64, and the global statistics."""
 
     sweep: Sweep
     gathered: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """The row of that name of every rank: ``[ranks, N]``."""
+        """The statistic of that name on every rank: ``[ranks, N]``."""
         return self.gathered[:, self.sweep.names.index(name)]
 
     def _shard_log_mass(self, model: Model, temperature: float) -> Tensor:
@@ -218,7 +217,7 @@ class MergedStatistics:
         return (log_mass - log_mass.logsumexp(0)).exp()
 
     def at_top(self, gathered: Tensor) -> Tensor:
-        """Of ``[ranks, N]`` the entries of the rank that holds the student's top token: ``[N]``."""
+        """The entries ``[N]`` of ``[ranks, N]`` from the rank that owns the student's top token."""
         owner = self["student_peak"].argmax(0, keepdim=True)
         return gathered.gather(0, owner).squeeze(0)
 
@@ -228,7 +227,7 @@ class MergedStatistics:
 
     def entropy(self, model: Model) -> Tensor:
         """``[N]`` entropy at temperature one, in nats."""
-        # log q = (z - peak) + (peak - L), and the packet has the average of the first bracket.
+        # log q = (z - peak) + (peak - L); the packet holds the sum of the first bracket.
         log_sum = self[f"{model}_log"] + self[f"{model}_mass@1.0"] * self[f"{model}_peak"]
         return self.log_normalizer(model, 1.0) - self._average(model, 1.0, log_sum)
 
@@ -242,16 +241,16 @@ class MergedStatistics:
         return (logit == self["student_peak"].amax(0)).double()
 
     def shard_factor(self, packet: Packet, model: Model, temperature: float) -> Tensor:
-        """``[N]`` what turns this rank's exponentials relative to the peak into probabilities."""
+        """``[N]`` factor from this rank's exponentials, relative to the peak, to probabilities."""
         peak = packet.rows[f"{model}_peak"]
         return (peak / temperature - self.log_normalizer(model, temperature)).exp_()
 
 
 def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
-    """Fill the packet of a row block, all but the label logits.
+    """Fill the packet of a row block, except the label logits.
 
-    ``logits [N, V]`` are those of this shard's real columns, V > 0, in the dtype of statistics.
-    Leaves every softmax's exponentials in the scratch buffers ``MODEL@T``.
+    ``logits [N, V]`` cover this shard's real columns, V > 0, in the dtype of statistics. Leaves
+    every softmax's exponentials in the scratch buffers ``MODEL@T``.
     """
     sweep, statistics = packet.sweep, packet.rows
     _measure_extremes(packet, logits)
@@ -274,7 +273,7 @@ def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scrat
     sums = packet.origins.relative_to_peaks_(packet.sums, sweep.summed_softmaxes)
     ratios = len(sweep.ratio_temperatures)
     if sweep.infinite and ratios:
-        # Where the student has no probability, a product may not have fitted.
+        # Products may overflow where the student has no probability.
         sums[-ratios:].clamp_(max=-_lowest(packet.dtype))
 
 
@@ -297,10 +296,10 @@ def gap_beyond_top(
     spare: Tensor,
     infinite: bool,
 ) -> Tensor:
-    """The teacher's logits ``[N, V]`` less the student's, less what is between them at ``top``.
+    """``(z_t - z_t[top]) - (z_s - z_s[top])`` of logits ``[N, V]``; ``top [N, 1]`` per model.
 
-    That ``[N, 1]`` goes from each model first: what is rounded then is no larger than the result,
-    or belongs to a token far below the student's top one.
+    Subtracting each model's logit at ``top`` first limits the rounding: it is no larger than the
+    result, or belongs to a token far below the student's top one.
     """
     buffers: dict[Model, Tensor] = {"teacher": out, "student": spare}
     for model, buffer in buffers.items():
@@ -328,7 +327,7 @@ def _measure_extremes(packet: Packet, logits: Mapping[Model, Tensor]) -> None:
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """What stands for -inf; differences of two are finite, at temperatures down to 1/2."""
+    """Replaces -inf; differences of two are finite, at temperatures down to 1/2."""
     return torch.finfo(dtype).min / 4
 
 
@@ -338,15 +337,16 @@ Softmax = tuple[Model, float]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one pass over the logits measures.
+    """The specification of one pass over the logits: which statistics it measures.
 
     Attributes:
-        models: whose logits there are.
+        models: the models that have logits.
         terms: the divergences between them.
-        student_temperatures: further ones of the student's softmax, for what is not between logits.
+        student_temperatures: further temperatures of the student's softmax, for terms on few ids
+            and for statistics.
         full: also softmaxes at temperature one, label logits, entropies and the top token.
-        infinite: whether logits may be -inf. Such an id has no probability, and where that is so on
-            both sides it counts for nothing.
+        infinite: whether logits may be -inf. Such an id has no probability; it adds zero where both
+            models exclude it.
     """
 
     models: tuple[Model, ...]
@@ -363,7 +363,7 @@ class Sweep:
 
     @cached_property
     def softmaxes(self) -> tuple[Softmax, ...]:
-        """Every model at every temperature, and the student at those of its own."""
+        """Every model at every temperature, then the student at ``student_temperatures``."""
         shared = [(model, value) for value in self.temperatures for model in self.models]
         own: list[Softmax] = [("student", value) for value in self.student_temperatures]
         return tuple(dict.fromkeys(shared + own))
@@ -380,7 +380,7 @@ class Sweep:
 
     @property
     def exact(self) -> bool:
-        """Whether exponentials are wanted to the last bit: slopes compare those of both models."""
+        """Whether exponentials must be exact to the last bit, as for slopes."""
         return bool(self.curved)
 
     @cached_property
@@ -392,8 +392,10 @@ class Sweep:
 
     @cached_property
     def sums(self) -> Mapping[str, Softmax]:
-        """Statistics that are sums, and whose exponentials each is a sum of: in the order of
-        softmaxes their masses, then those with weights."""
+        """Statistics that are sums, with the softmax whose exponentials each sums.
+
+        Masses come first, in the order of softmaxes, then weighted sums.
+        """
         sums = {"{}_mass@{}".format(*softmax): softmax for softmax in self.softmaxes}
         if self.full:
             sums |= {f"{model}_log": (model, 1.0) for model in self.models}
@@ -403,7 +405,7 @@ class Sweep:
 
     @cached_property
     def summed_softmaxes(self) -> tuple[int, ...]:
-        """Of each sum the number of its softmax."""
+        """The number of each sum's softmax."""
         return tuple(self.softmaxes.index(softmax) for softmax in self.sums.values())
 
     @cached_property

@@ -1,7 +1,8 @@
-"""The most probable ids of a vocabulary that is split over ranks, the same for every split.
+"""Top-k of a vocabulary that is split over ranks, with the same result for every split.
 
-Ids are ordered by (value, lowest id first). A rank sends its own best candidates and what its other
-columns sum up to; every rank then makes the same choice from the same numbers.
+Ids are ordered by (value, lowest id first). A rank contributes its k best candidates and the
+partial softmax sum of its remaining columns. Every rank makes the same choice from the same
+numbers.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def vocab_parallel_topk(
     """The ``k`` most probable ids of ``softmax(logits / temperature)`` over the whole vocabulary.
 
     Shapes: logits ``[N, V]`` over this rank's columns -> ids ``[N, k]`` int64, log-probs ``[N, k]``
-    and log tail ``[N]`` fp32 (fp64 for fp64 logits). Equal logits go by the lowest id, so that the
-    choice does not depend on the split. Nothing is differentiable; the input is not modified.
+    and log tail ``[N]`` fp32 (fp64 for fp64 logits). Ties go to the lowest id, so that the choice
+    does not depend on the split. Nothing is differentiable; the input is not modified.
 
     Collective: over ``group`` one all-gather of ``8 k + 8`` bytes per token, none where it is None.
 
@@ -96,8 +97,8 @@ def select(
 ) -> list[TopK]:
     """`vocab_parallel_topk` of raw outputs over the shard's real columns, at several temperatures.
 
-    The ids are the same at every temperature. If not ``normalised``, log-probs are so over the kept
-    ids alone and nothing is left for a tail: the other columns need not be summed up.
+    The ids are the same at every temperature. If not ``normalised``, log-probs are normalised over
+    the top-k ids alone, without a tail; the remaining columns are not summed.
 
     Collective: one all-gather over ``group`` of ``8 k`` bytes per token and 4 more, and 4 per
     temperature.
@@ -121,8 +122,7 @@ def select(
     gathered = gather_ranks(packet, group)
     candidates = gathered[:, :, :k].transpose(0, 1).flatten(1)
     ids = gathered[:, :, k : 2 * k].transpose(0, 1).flatten(1)
-    # Ranks stand in the order of their ids, and so do equal values within one: what keeps their
-    # order keeps the lowest id first.
+    # Candidates are ordered by rank, hence by id, and a stable sort puts the lowest id first.
     ordered, order = descending(candidates)
     ordered = ordered.double()
     chosen = ids.gather(1, order[:, :k]).long()
@@ -152,7 +152,7 @@ def gather_ranks(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -> Tensor:
-    """Logits ``[N, K]`` at the ids that this shard owns, -inf at the others."""
+    """Logits ``[N, K]`` at the ids that this shard owns, -inf elsewhere."""
     dtype = accumulation_dtype(raw.dtype)
     if raw.shape[1] == 0:
         return torch.full(ids.shape, -math.inf, dtype=dtype, device=raw.device)
@@ -162,10 +162,10 @@ def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -
 
 @dataclass(frozen=True)
 class Outside:
-    """What the columns sum up to that are not among given ones.
+    """Partial softmax statistics of the columns outside of given ones.
 
     Attributes:
-        peak: ``[N]`` their largest logit, or the lowest number there is.
+        peak: ``[N]`` their largest logit, or a quarter of the lowest finite number.
         masses: per temperature, ``[N]`` sum of ``e^((z - peak) / T)`` over them.
     """
 
@@ -211,7 +211,7 @@ class _Left:
     owned: Tensor | None
 
     def rows(self, rows: Tensor) -> _Left:
-        """Those of some rows."""
+        """The columns of some rows."""
         return _Left(self.columns[rows], None if self.owned is None else self.owned[rows])
 
     def without(self, logits: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class _Left:
         return logits.scatter_add(1, self.columns, away)
 
     def cut_(self, exponentials: Tensor) -> Tensor:
-        """Take the columns' exponentials away: exactly, since each is subtracted from itself."""
+        """Set the columns' exponentials to zero exactly: each is subtracted from itself."""
         own = exponentials.gather(1, self.columns)
         if self.owned is not None:
             own.masked_fill_(~self.owned, 0.0)
@@ -243,7 +243,8 @@ def _measure(
         buffer = scratch.take("exponentials", logits.shape[0])
         exponentiate(logits, peak, temperature, buffer)
         torch.sum(left.cut_(buffer), 1, out=mass)
-    # A student that is sure of the kept ids has others that underflow, and an infinite loss.
+    # Where the top-k ids have nearly all mass, the remaining exponentials underflow, and the loss
+    # would be infinite.
     small = torch.stack([mass < _UNDERFLOW for mass in masses]).any(0)
     rows = small.nonzero().squeeze(1)
     if rows.numel():
@@ -269,7 +270,7 @@ def _measure_closely(
         mass.copy_((others / temperature).exp_().sum(1))
 
 
-# Columns of which a maximum is taken first; the fewest segments, and most candidates, in k.
+# Columns per segment of the first maximum; fewest segments and most candidates, as multiples of k.
 _SEGMENT = 64
 _SEGMENTS_OF_K = 3
 _MOST_LEFT = 4
@@ -278,16 +279,16 @@ _MOST_LEFT = 4
 def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest values of each row of ``[N, V]`` and their columns, by (value, column).
 
-    torch.topk leaves open which of equal values it takes and in which order.
+    torch.topk does not specify the choice and order of equal values.
     """
     count, width = logits.shape
-    if k == 0:  # of a shard that is all padding
+    if k == 0:  # a shard that is all padding
         return logits.new_empty(count, 0), logits.new_empty(count, 0, dtype=torch.int64)
     has_keys = logits.device.type == "cpu" and logits.dtype != torch.float64
     if not has_keys or width < _SEGMENTS_OF_K * k * _SEGMENT:
         return _largest_of_all(logits, k)
     values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)
-    # Of the logits, this reads the segments that matter alone once more: blocks may be large.
+    # After the maxima only a few segments are read again, so blocks may be large.
     for block in row_blocks(count, _SEGMENT * k, logits.device):
         few = _largest_of_few(logits[block], k)
         values[block], columns[block] = few or _largest_of_all(logits[block], k)
@@ -295,15 +296,15 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th of each row ``[N, C]`` on a CPU: ``[N, 1]``. numpy finds it ten times as fast."""
+    """The k-th largest of each row ``[N, C]``: ``[N, 1]``. On a CPU numpy is ten times as fast."""
     place = values.shape[1] - k
     return torch.from_numpy(np.partition(values.numpy(), place, axis=1)[:, place : place + 1])
 
 
 def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
-    """`largest` among what reaches the k-th of the segments' maxima, which is hardly more.
+    """`largest` among the segments whose maximum is at least the k-th largest maximum.
 
-    None if a row leaves too many, as equal logits do, or has a NaN, which nothing reaches.
+    None if a row has too many candidates (equal logits), or a NaN, which no comparison finds.
     """
     count, width = logits.shape
     segments = width // _SEGMENT
@@ -340,8 +341,10 @@ def _largest_of_few(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _maxima(parts: Tensor) -> Tensor:
-    """Largest of each ``[N, S, W]`` in the dtype of statistics, to which blocks are first brought:
-    torch is slow at comparing narrower ones."""
+    """Maxima over the last dimension of ``[N, S, W]``, in the dtype of statistics.
+
+    Blocks are converted first: torch compares narrower dtypes slowly.
+    """
     dtype = accumulation_dtype(parts.dtype)
     if parts.dtype == dtype:
         return parts.amax(2)
@@ -358,7 +361,7 @@ def _maxima(parts: Tensor) -> Tensor:
 def _largest_of_ragged(
     row: Tensor, column: Tensor, value: Tensor, count: int, k: int
 ) -> Tensor | None:
-    """Columns ``[N, k]`` of `largest` among these ``[M]``, which stand in the order of their rows.
+    """Columns ``[N, k]`` of `largest` among candidates ``[M]``, which are ordered by row.
 
     None if a row has too many or not enough.
     """
@@ -373,7 +376,7 @@ def _largest_of_ragged(
 
 
 def _largest_of_all(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`largest` by torch.topk, and its ties by the lowest column."""
+    """`largest` by torch.topk, with ties moved to the lowest columns."""
     values, columns = logits.topk(k, 1)
     return _ordered(values, _lowest_columns(logits, values, columns))
 
@@ -386,7 +389,7 @@ def _ordered(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
-    """The columns, those of the least value exchanged for the lowest that hold it."""
+    """The columns, with those of the least value replaced by the lowest columns of that value."""
     least, width = values[:, -1:], logits.shape[1]
     # Columns are exact in fp32 up to 2^24.
     reversed_columns = torch.arange(width, 0, -1, dtype=torch.float32, device=logits.device)

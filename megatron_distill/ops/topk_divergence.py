@@ -1,8 +1,8 @@
 """Divergences on few ids of each token: a top-k, renormalised or with its tail, or drawn ids.
 
-The student's probabilities of the ids, and of all further ids together, are found with one packet
-per token; what follows is small ``[N, K]`` mathematics in fp64, the same on every rank. The
-gradient on the logits is the softmax times one number per token, except at the ids.
+One all-gather gives the student's probabilities of the ids, and of all further ids together. The
+rest is small ``[N, K]`` mathematics in fp64, the same on every rank. The gradient on the logits is
+the softmax times one number per token, except at the ids.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 
-# Log-probabilities are fp32, stored or of a live teacher, so that a store replays its loss: numbers
-# that differ by less than fp32 holds are the same.
+# Log-probabilities closer than this many units of rounding of their dtype are taken as equal. Those
+# of a live teacher are fp32, as in a store, so that both give the same loss.
 _RESOLUTION = 4.0
 _STEEPEST = 1e32
 
@@ -51,8 +51,8 @@ class IdTerm:
         term: the divergence with its coefficient.
         key: its name among the terms of one objective.
         support: the classes that the divergence is between.
-        target: of all tokens, or of a chunk's; None to choose a top-k from the teacher's logits.
-        top_k: how many ids to choose.
+        target: of all tokens, or of a chunk; None to choose a top-k from the teacher's logits.
+        top_k: number of ids to choose.
     """
 
     term: WeightedDivergence
@@ -63,7 +63,7 @@ class IdTerm:
 
     @property
     def needs_rest(self) -> bool:
-        """Whether the student's probability outside of the ids enters."""
+        """Whether the student's probability outside of the ids enters the term."""
         if self.target is None:
             return self.support != "renormalized"
         return self.target.needs_rest(self.support)
@@ -75,7 +75,7 @@ class IdTerm:
 
     @property
     def mass_key(self) -> str:
-        """Name of their sum in reports."""
+        """Name in reports of the teacher's probability of the ids."""
         return f"{self.key}/mass"
 
     def of_rows(self, rows: Rows, chunk: slice) -> IdTerm:
@@ -91,8 +91,8 @@ class IdTermGradient:
 
     Attributes:
         value: ``[N]`` fp64.
-        slope: ``[N]``, the gradient is ``slope * q_j`` outside of the ids. No larger than fp32
-            holds with weights: where the student leaves less than 1e-32 there, it gets too little.
+        slope: ``[N]``, the gradient is ``slope * q_j`` outside of the ids. Bounded so that fp32
+            holds it with weights: too small where the student's tail is below 1e-32.
         columns: ``[N, K]`` local columns of the ids, any column where another rank owns the id.
         excess: ``[N, K]``, the gradient on an id beyond ``slope * q_j``, or all of it; zero where
             another rank owns the id.
@@ -100,8 +100,8 @@ class IdTermGradient:
             outside of the ids enters.
         peak: ``[N]`` largest logit of the shard, in the dtype of statistics.
         first_logit: ``[N]`` fp64, the student's logit at the first id.
-        cut: bool ``[N, K]``, this rank's ids that the slope does not reach, so that ``excess`` is
-            their whole gradient; None where the slope reaches them too.
+        cut: bool ``[N, K]``, this rank's ids, excluded from the slope, so that ``excess`` is their
+            whole gradient; None where the slope includes them.
     """
 
     value: Tensor
@@ -153,11 +153,11 @@ def solve_id_term(
         log_q = scaled - log_normalizer.unsqueeze(1)
     else:
         total = scaled.logsumexp(1, keepdim=True)
-        # Without any probability there is nothing to share out: -inf, where the difference is NaN.
+        # Without any probability the difference would be NaN; it becomes -inf.
         log_q = scaled - total.masked_fill(total == -torch.inf, 0.0)
     found = target.gradient(log_q, log_tail, OnClasses(term.term.divergence, term.support))
-    # A tail's slope is as steep as the student's tail is small. In fp32 its part at the ids could
-    # not be taken away again: the ids are left out of it instead.
+    # The slope of a tail grows as the student's tail shrinks. In fp32 its part at the ids could not
+    # be subtracted again, so the ids are excluded from it.
     is_steep, slope = found.is_steep, found.slope
     excess = found.inside if is_steep else found.inside - slope.unsqueeze(1) * log_q.exp()
     return IdTermGradient(
@@ -173,7 +173,7 @@ def solve_id_term(
 
 
 def _is_repeated(ids: Tensor) -> Tensor:
-    """Whether an id stands in an earlier column too; ``[N, K]``."""
+    """Whether an id is in an earlier column too; bool ``[N, K]``."""
     ordered, order = ids.sort(dim=1, stable=True)
     again = torch.zeros_like(ids, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -235,7 +235,7 @@ def _pulls(
     """Summands of the value, ``q (dl/dq - constant)``, and the constant.
 
     Where both models' classes sum to one, the summands of both KLs are of second order in the log
-    ratio: the value of alike models is no difference of larger numbers.
+    ratio. So the value for similar models is no difference of larger numbers.
     """
     p, q = classes.teacher, classes.student
     value, slope = row.evaluate(classes)
@@ -254,7 +254,7 @@ def _pulls(
 
 
 def _same_where_close(log_q: Tensor, log_p: Tensor, stored: torch.dtype) -> Tensor:
-    """The student's log-probs, the teacher's own where both are the same in the stored dtype."""
+    """The student's log-probs, replaced by the teacher's where both agree in the stored dtype."""
     window = _RESOLUTION * torch.finfo(stored).eps * log_p.abs().clamp(min=1.0)
     is_close = ((log_q - log_p).abs() <= window) & (log_p > -torch.inf)
     return torch.where(is_close, log_p, log_q)
@@ -293,7 +293,7 @@ def solve_id_terms(
 ) -> list[SolvedIdTerm]:
     """Value and gradient of each term from raw outputs over the shard's real columns.
 
-    Collective: that of `solve_id_term` for each term, and that of `select` once if one is to choose
+    Collective: that of `solve_id_term` for each term, and that of `select` once if a term chooses
     its ids.
     """
     chosen = _choose([term for term in terms if term.target is None], raw, rules, shard, group)
@@ -314,7 +314,7 @@ def _choose(
     shard: VocabShard,
     group: dist.ProcessGroup | None,
 ) -> dict[float, TopK]:
-    """The largest top-k that any term asks for, at each of their temperatures."""
+    """The top-k of the largest k among the terms, at each of their temperatures."""
     if not terms:
         return {}
     k = max(term.top_k or 0 for term in terms)

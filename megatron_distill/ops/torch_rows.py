@@ -1,4 +1,4 @@
-"""Some rows of a chunk in fast memory: probabilities, slopes and the gradient on the logits."""
+"""The torch implementation of `RowExecutor`, on row blocks that fit in fast memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ __all__ = ["Block", "TorchRows"]
 
 @dataclass(frozen=True)
 class Block:
-    """Logits ``[n, V]`` of some tokens, with this rank's statistics and global normalisers of them.
+    """Logits ``[n, V]`` of some tokens, with this rank's statistics and the global normalisers.
 
-    The scratch buffers ``MODEL@T`` hold exponentials, which become probabilities where slopes are
-    asked for.
+    The scratch buffers ``MODEL@T`` hold exponentials, which `classes` turns into probabilities.
     """
 
     sweep: Sweep
@@ -51,7 +50,7 @@ class Block:
         return self.logits["student"].shape[0]
 
     def exponentiate(self, softmaxes: Sequence[Softmax]) -> None:
-        """Fill the buffers, as `measure_block` does."""
+        """Fill the buffers with exponentials, as `measure_block` does."""
         spare = self._buffer("spare") if self.sweep.exact else None
         points = dict(zip(self.sweep.softmaxes, self.packet.origins.points.unbind(), strict=True))
         for model, temperature in softmaxes:
@@ -60,7 +59,7 @@ class Block:
             exponentiate(self.logits[model], point, temperature, buffer, spare=spare)
 
     def classes(self, temperature: float, *, spares: str = "") -> Classes:
-        """Probabilities, where the exponentials were; ``spares`` tells sets of buffers apart."""
+        """Probabilities, in place of the exponentials; ``spares`` prefixes the names of buffers."""
         size = self._size
         teacher, student = (
             self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
@@ -88,12 +87,12 @@ class Block:
         return Classes(teacher, student, log_ratio, spare, anchor, top_ratio)
 
     def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
-        """What the head of the teacher is found from."""
+        """The input of `head_share` for these tokens."""
         classes = self.classes(temperature)
         return TeacherBlock(rows, self.logits["teacher"], classes.teacher, classes.student)
 
     def blend(self, term: WeightedDivergence) -> Tensor:
-        """The blend ``[n, 1]`` of a term, where this rank is alone with its vocabulary."""
+        """The blend ``[n, 1]`` of a term, where this rank holds the whole vocabulary."""
         assert term.divergence.head_mass is not None
         whole = self.for_head(slice(0, self._size), term.temperature)
         share = head_share(
@@ -106,8 +105,7 @@ class Block:
         return share.to(self.scratch.dtype)
 
     def sum_slopes(self, term: WeightedDivergence) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a term ``[n]`` each: value and ``sum q (s - reference)``, both fp64, and the slope at
-        the top."""
+        """Value and ``sum q (s - reference)`` of a term, ``[n]`` fp64, and top slope ``[n]``."""
         classes, scales = self.classes(term.temperature), term.divergence.scales
         summands, slope = term.divergence.evaluate(classes)
         assert slope is not None
@@ -117,7 +115,7 @@ class Block:
         return value, average, reference.squeeze(1)
 
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
-        """Write the gradient on the raw outputs to ``out``, which may be these outputs.
+        """Write the gradient on the raw outputs to ``out``, which may alias these outputs.
 
         Returns the values ``[n]`` fp64 of terms with slopes.
         """
@@ -142,7 +140,7 @@ class Block:
         return values
 
     def _value(self, term: WeightedDivergence, summands: Tensor) -> Tensor:
-        """``[n]`` fp64, what the summands of a term give over this shard."""
+        """``[n]`` fp64, the sum of a term's summands over this shard."""
         value = row_sums(summands).mul_(term.divergence.scales.value)
         top_ratio = self.normalizers.top_ratios[term.temperature].squeeze(1)
         number = self.sweep.softmaxes.index(("student", term.temperature))
@@ -150,15 +148,15 @@ class Block:
         return self.packet.made_whole(value, term, top_ratio, factor)
 
     def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
-        """What forward KL, labels and kept ids at one temperature add to the gradient.
+        """Gradient of forward KL, labels and top-k ids at one temperature.
 
-        ``out`` takes it if that is the difference of both models' probabilities.
+        It is written to ``out`` if it is the difference of both models' probabilities.
         """
         temperature = weights.temperature
         gradient = self.scratch.take(f"student@{temperature}", self._size)
         factor = self._factors.get(("student", temperature))
         if factor is None:
-            gradient.zero_()  # nothing at this temperature but points
+            gradient.zero_()  # only points at this temperature
         elif weights.teacher is None:
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
         else:
@@ -169,7 +167,7 @@ class Block:
         return gradient
 
     def _difference(self, weights: SoftmaxWeights, of_teacher: Tensor, out: Tensor) -> Tensor:
-        """What the teacher's softmax, weighted, leaves of the student's, into ``out``."""
+        """The student's softmax less the teacher's, each times its weight, into ``out``."""
         at = weights.temperature
         student, teacher = (self._buffer(f"{model}@{at}") for model in ("student", "teacher"))
         factors = self._factors["student", at], self._factors["teacher", at]
@@ -183,9 +181,10 @@ class Block:
     def _curved_gradient(
         self, weights: SoftmaxWeights, values: dict[str, Tensor], out: Tensor | None
     ) -> Tensor:
-        """What all terms at one temperature add, some of them with slopes.
+        """Gradient of all terms at one temperature, at least one of them with slopes.
 
-        It is ``q`` times slopes less their average; ``out`` takes it if that is all there is.
+        It is ``q`` times (slopes less their average); written to ``out`` if no further part is
+        added.
         """
         total: Tensor | None = None
         rest, sparse = weights.student, weights.sparse
@@ -232,7 +231,7 @@ class Block:
 
     @cached_property
     def _factors(self) -> dict[Softmax, Tensor]:
-        """What makes the exponentials of each buffer probabilities, ``[n, 1]``."""
+        """Factors from the exponentials of each buffer to probabilities, ``[n, 1]``."""
         factors = self.packet.origins.normalisers(self.normalizers.factors).unsqueeze(2)
         return dict(zip(self.sweep.softmaxes, factors.unbind(), strict=True))
 
@@ -244,9 +243,9 @@ class Block:
 
 @dataclass(frozen=True)
 class TorchRows:
-    """`RowExecutor` on torch operations, block by block, with buffers that all blocks share.
+    """`RowExecutor` on torch operations, block by block, with shared buffers.
 
-    Tokens near their teacher are measured once more in fp64, in blocks of their own.
+    Tokens near their teacher are measured a second time in fp64, in separate blocks.
     """
 
     sweep: Sweep
@@ -309,7 +308,7 @@ class TorchRows:
     def all_sweeps(
         self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Statistics, slopes and gradient of one block after another, as one rank alone can.
+        """Statistics, slopes and gradient of one block after another; for one rank alone.
 
         Returns the values ``[N]`` fp64 of terms with slopes, and the blends ``[N, 1]``.
         """
@@ -328,7 +327,7 @@ class TorchRows:
             near = own.near_tokens()
             if near is not None:
                 tokens = _at(rows, near)
-                # Before a gradient takes the place of these logits.
+                # Loaded before a gradient overwrites these logits.
                 near_logits = self._load(tokens, self._double)
                 part = self._measure_near(own, near, near_logits)
                 parts.append((part, near_logits, tokens, self._double))
@@ -355,13 +354,15 @@ class TorchRows:
     def _blocks(
         self, packet: Packet, normalizers: Normalizers
     ) -> Iterator[tuple[Block, slice | Tensor]]:
-        """Blocks, and where their tokens stand. Those near their teacher come in one of their own,
-        in fp64, after one that they may be in as well."""
+        """Blocks, with the positions of their tokens in the chunk.
+
+        Tokens near their teacher follow in an fp64 block, after a block that may contain them too.
+        """
         for rows in self._rows():
             near, apart = packet.part(rows).near_tokens(), None
             if near is not None:
                 tokens = _at(rows, near)
-                # Before a gradient takes the place of these logits.
+                # Loaded before a gradient overwrites these logits.
                 apart = self._block(packet, normalizers, tokens, self._double)
             if not isinstance(near, slice):
                 yield self._block(packet, normalizers, rows, self.scratch), rows
@@ -371,8 +372,10 @@ class TorchRows:
     def _measure_near(
         self, packet: Packet, near: slice | Tensor, logits: Mapping[Model, Tensor]
     ) -> Packet:
-        """Measure the tokens of a block that are near their teacher once more, in fp64: what is
-        between alike models is small beside what fp32 rounds off."""
+        """Measure the tokens near their teacher a second time, in fp64.
+
+        The difference between the models is too small for fp32 rounding.
+        """
         part = packet.in_double(near)
         measure_block(part, logits, self._double)
         packet.values[:, near] = part.values
@@ -386,7 +389,7 @@ class TorchRows:
         tokens: slice | Tensor,
         blends: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
-        """`Block.gradient` of the tokens that stand there in ``out [N, V]``."""
+        """`Block.gradient` written to the given tokens of ``out [N, V]``."""
         dtype = block.scratch.dtype
         given = [softmax.rows(tokens, dtype).blended(blends) for softmax in weights]
         if isinstance(tokens, slice):
@@ -429,24 +432,26 @@ class TorchRows:
 
 
 def _at(rows: slice, tokens: slice | Tensor) -> slice | Tensor:
-    """Where tokens of these rows stand in the chunk."""
+    """Positions in the chunk of tokens numbered within ``rows``."""
     return rows if isinstance(tokens, slice) else tokens + rows.start
 
 
 def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
-    """Exponentials ``[n, V]`` to probabilities, in place; none is less than a normal number."""
+    """Exponentials ``[n, V]`` to probabilities, in place, at least the smallest normal number."""
     exponentials.mul_(factor).clamp_(min=torch.finfo(exponentials.dtype).tiny)
 
 
 def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``, which may be
-    the slope; its sums ``[n]`` fp64. Overwrites the slope."""
+    """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``.
+
+    Overwrites the slope, which may be ``out``. Returns the sums ``[n]`` fp64.
+    """
     relative = torch.add(reference.neg(), slope, alpha=scale, out=slope)
     return row_sums(torch.mul(relative, weight, out=out))
 
 
 def _uniform(anchor: Tensor) -> Tensor | bool:
-    """One value where all rows have the same; a GPU is not asked, which would be waited for."""
+    """One bool if all tokens agree; CPU only: on a GPU the test would synchronise the host."""
     if anchor.device.type != "cpu":
         return anchor
     if bool(anchor.all()):

@@ -1,4 +1,4 @@
-"""Which columns of a vocabulary a tensor-parallel rank holds, and which of them are padding."""
+"""A tensor-parallel rank's columns of a vocabulary, real and padded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["VocabShard"]
 
-# Ids travel between ranks beside fp32 statistics, which count exactly up to here.
+# Ids are sent in fp32 packets, which are exact for integers up to here.
 _LARGEST_SIZE = 2**24
 
 

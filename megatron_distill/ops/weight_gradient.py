@@ -9,8 +9,8 @@ from megatron_distill.ops.workspace import accumulation_dtype, allocate
 
 __all__ = ["BiasGradient", "WeightGradient"]
 
-# Elements of a product that is added up in a wider dtype: enough for the product to run at speed,
-# few enough for the sum to find it in a CPU's cache, and to be little beside a GPU's chunk.
+# Elements of a product that is accumulated in a wider dtype. Enough for a fast product; few enough
+# to stay in a CPU's cache, and small beside a GPU's chunk.
 _CPU_ELEMENTS = 2**21
 _GPU_ELEMENTS = 2**26
 
@@ -18,8 +18,8 @@ _GPU_ELEMENTS = 2**26
 class WeightGradient:
     """``[V, H]``, the sum of ``gradient^T hidden`` over chunks; zero in the padded columns.
 
-    One chunk alone is its product, in the product's dtype. More are added up in fp32 (fp64). Where
-    ``into`` is given, of that dtype, all are added to what it holds, and its padded columns stay.
+    With one chunk it is the product, in the product's dtype; with more, accumulated in fp32 (fp64).
+    If ``into`` is given, products are added to it, and its padded columns do not change.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WeightGradient:
         self._product: Tensor | None = None
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the product of ``[n, columns]`` on the raw outputs and ``[n, H]``."""
+        """Add the product of ``gradient [n, columns]`` on raw outputs and ``hidden [n, H]``."""
         if self._columns == 0:
             return
         total = self._total[: self._columns]
@@ -58,7 +58,7 @@ class WeightGradient:
         self._is_empty = False
 
     def finished(self) -> Tensor | None:
-        """The sum, also where no chunk was added; None where it is somebody else's."""
+        """The sum, zero if no chunk was added; None if it is in the caller's ``into``."""
         if not self._is_own:
             return None
         if self._is_empty:
@@ -91,5 +91,5 @@ class BiasGradient:
         self._columns = columns
 
     def add(self, gradient: Tensor) -> None:
-        """Add that of ``[n, columns]``."""
+        """Add the token sum of the gradient ``[n, columns]``."""
         self.total[: self._columns] += gradient.sum(0, dtype=self.total.dtype)

@@ -1,4 +1,4 @@
-"""Row blocks: how much of a chunk the elementwise loops hold in fast memory at once."""
+"""Memory of the executors: chunks, row blocks, scratch buffers, and the selection of tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
     "row_blocks",
 ]
 
-# Elements per core that keep five fp32 blocks in the cache of current CPUs: 8 rows at V = 32,768.
-# All rows at once cost four times as much, because every pass then goes through memory.
+# Elements per core so that five fp32 blocks fit in the cache of current CPUs: 8 rows at V = 32,768.
+# All rows at once take four times as long, because every pass then goes through memory.
 _CPU_ELEMENTS = 2**18
-# On a GPU the pass is the unit: large enough that launches do not show, small enough that scratch
-# stays a fraction of a chunk at a vocabulary of 262,144.
+# On a GPU: large enough to hide launches, small enough that scratch stays a fraction of a chunk at
+# a vocabulary of 262,144.
 _GPU_ELEMENTS = 2**25
-# Logits of a chunk: as many tokens as keep the products at speed (256 and more of a CPU's, 1024 and
-# more of a GPU's at today's vocabularies), in the same memory whatever the vocabulary is.
+# Logits of a chunk, the same memory for every vocabulary. Enough tokens for fast products at common
+# vocabularies: 256 or more on a CPU, 1024 or more on a GPU.
 _CPU_CHUNK = 2**25
 _GPU_CHUNK = 2**28
-# Bytes: what torch gives its own tensors.
+# Bytes: torch's alignment of tensors.
 _ALIGNMENT = 64
 
 
@@ -45,7 +45,8 @@ def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]
 
 def _rows_per_block(columns: int, device: torch.device) -> int:
     if device.type == "cpu":
-        # As many for each core: the wait for one that has a row more is longer than for memory.
+        # The same number of rows per core: waiting for one with an extra row costs more than memory
+        # traffic.
         return torch.get_num_threads() * max(1, round(_CPU_ELEMENTS / max(columns, 1)))
     return max(1, _GPU_ELEMENTS // max(columns, 1))
 
@@ -57,8 +58,10 @@ def chunk_tokens_for(columns: int, device: torch.device) -> int:
 
 
 def equal_chunks(count: int, most: int) -> list[slice]:
-    """As few consecutive slices over ``count`` rows as hold ``most`` each, of one size but the
-    last: a short last one would waste its products."""
+    """The fewest consecutive slices over ``count`` rows of at most ``most``, equal but the last.
+
+    A much shorter last chunk would waste its products.
+    """
     if count == 0:
         return []
     size = -(-count // -(-count // most))
@@ -73,7 +76,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def allocate(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new matrix; on a CPU in numpy's memory.
 
-    For large arrays numpy asks the kernel for huge pages, torch does not. The page faults of a
+    For large arrays numpy requests huge pages from the kernel, torch does not. The page faults of a
     chunk's fresh logits would otherwise cost a quarter of their product.
     """
     if device.type != "cpu":
@@ -96,13 +99,13 @@ class Scratch:
         self._double: Scratch | None = None
 
     def in_double(self) -> Scratch:
-        """Other buffers of as many rows in fp64, always the same."""
+        """The fp64 counterpart with as many rows, created once."""
         if self._double is None:
             self._double = Scratch(self._rows, self._columns, torch.float64, self._device)
         return self._double
 
     def take(self, name: str, rows: int) -> Tensor:
-        """The first ``rows`` rows of the buffer called ``name``; contents are undefined."""
+        """The first ``rows`` rows of the buffer ``name``, uninitialised."""
         if name not in self._buffers:
             self._buffers[name] = allocate(self._rows, self._columns, self.dtype, self._device)
         buffer = self._buffers[name]
@@ -111,36 +114,36 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of ``[N, ...]`` tensors that count, in order; ``kept=None`` means all of them."""
+    """The tokens of ``[N, ...]`` tensors with a weight, in order; ``kept=None`` means all."""
 
     total: int
     kept: Tensor | None
 
     @classmethod
     def of_weights(cls, *weights: Tensor) -> Rows:
-        """Rows on which any weight ``[N]`` is not zero; waits for the device to count them."""
+        """Tokens on which any weight ``[N]`` is not zero; synchronises with the device."""
         used = torch.stack([weight != 0 for weight in weights]).any(0)
         kept = used.nonzero().squeeze(1)
         return cls(used.numel(), None if kept.numel() == used.numel() else kept)
 
     @classmethod
     def of_indices(cls, total: int, indices: Tensor) -> Rows:
-        """Rows that the caller has counted, ``[n]`` int64 in order; waits for nothing."""
+        """Tokens with the given ``indices [n]``, int64 ascending; no device synchronisation."""
         return cls(total, None if indices.numel() == total else indices)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of tokens with a weight."""
         return self.total if self.kept is None else self.kept.numel()
 
     def take(self, tensor: Tensor, chunk: slice) -> Tensor:
-        """Those rows of ``tensor`` that form the chunk: a view if all rows count, else a copy."""
+        """The chunk's tokens of ``tensor``: a view if all tokens count, else a copy."""
         if self.kept is None:
             return tensor[chunk]
         return tensor.index_select(0, self.kept[chunk])
 
     def scatter(self, values: Tensor) -> Tensor:
-        """The inverse of `take` over all chunks: ``[N, ...]`` with zeros in the rows left out."""
+        """The inverse of `take` over all chunks: ``[N, ...]``, zero for the tokens left out."""
         if self.kept is None:
             return values
         whole = values.new_zeros(self.total, *values.shape[1:])
@@ -150,7 +153,7 @@ class Rows:
 def load_logits(rule: LogitRule, raw: Tensor, scratch: Scratch, name: str) -> Tensor:
     """Logits of a row block in the dtype of statistics; ``raw`` itself where nothing changes.
 
-    ``raw`` is not modified; any other result lies in the scratch buffer ``name``.
+    ``raw`` is not modified; any other result is in the scratch buffer ``name``.
     """
     if rule.is_identity and raw.dtype == scratch.dtype:
         return raw

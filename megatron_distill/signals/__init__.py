@@ -1,4 +1,4 @@
-"""A teacher's signals about the tokens of a micro-batch, and how they become targets of a term."""
+"""A teacher's signals for the tokens of a micro-batch, and their conversion to targets."""
 
 from megatron_distill.signals.logits import DenseLogits, HiddenState, LogitRule, LogitSource
 from megatron_distill.signals.recorded import Recorded

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a signal is made of; each raises ValueError with the field's name."""
+"""Checks of a signal's tensors; each raises ValueError with the field's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["refuse_choice", "require_bias", "require_ids", "require_matrix", "re
 
 
 def require_matrix(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is no floating-point matrix."""
+    """Refuse a tensor that is not a floating-point matrix."""
     if tensor.dim() != 2 or not tensor.is_floating_point():
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
@@ -33,7 +33,7 @@ def require_bias(bias: Tensor, weight: Tensor) -> None:
 
 
 def require_ids(kind: str, ids: Tensor, values: Tensor, name: str) -> None:
-    """Refuse ids that are no integer matrix, or values of another shape."""
+    """Refuse ids that are not an integer matrix, or values of another shape."""
     if ids.dim() != 2 or ids.shape[1] < 1 or ids.is_floating_point() or ids.is_complex():
         raise ValueError(
             f"{kind}.ids is {ids.dtype} of shape {tuple(ids.shape)}; "
@@ -53,7 +53,7 @@ def require_positive(name: str, value: float) -> None:
 
 
 def refuse_choice(terms: Sequence[TermView], ids: Tensor) -> None:
-    """Refuse terms that ask for a top-k of a signal on few ids."""
+    """Refuse terms with a ``top_k`` on a signal of few ids."""
     for term in terms:
         if term.top_k is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Signals on the whole vocabulary: logits, and hidden states with the head that makes them."""
+"""Signals on the whole vocabulary: logits, and hidden states with an output head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LogitRule:
 
     @property
     def is_identity(self) -> bool:
-        """Whether logits are the raw outputs as they stand."""
+        """Whether logits equal the raw outputs."""
         return self.softcap is None and self.scale == 1.0
 
     def apply_(self, logits: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class LogitSource(Protocol):
     ) -> Tensor:
         """Raw outputs ``[n, columns]`` of the tokens that ``take`` selects from ``[N, ...]``.
 
-        ``out`` is memory ``[n, columns]`` for those that a head forms.
+        ``out`` is memory ``[n, columns]`` for the product of a head.
         """
         ...
 
@@ -136,17 +136,17 @@ class DenseLogits:
         return self
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:  # noqa: ARG002
-        """None: terms are taken between logits, or on ids chosen from them."""
+        """None: terms are between logits, or on ids chosen from them."""
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None: all follow from the logits."""
+        """Empty: all follow from the logits."""
         return {}
 
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``, which make logits.
+    """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``.
 
     The logits are ``cap(logit_scale * (hidden weight^T + bias))`` with ``cap(z) = c tanh(z / c)``
     for a ``logit_softcap`` of c and the identity without one; ``bias [V]`` is of the same shard.
@@ -219,9 +219,9 @@ class HiddenState:
         return self
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:  # noqa: ARG002
-        """None: terms are taken between logits, or on ids chosen from them."""
+        """None: terms are between logits, or on ids chosen from them."""
         return None
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None: all follow from the logits."""
+        """Empty: all follow from the logits."""
         return {}

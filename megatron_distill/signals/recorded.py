@@ -27,7 +27,7 @@ class Recorded:
         label_log_prob: ``[N]`` fp32, the teacher's log-probability of the label; None if unknown.
 
     Raises:
-        ValueError: there is nothing, or the numbers of tokens differ.
+        ValueError: no signal is given, or the numbers of tokens differ.
     """
 
     by_term: tuple[IdSignal, ...]
@@ -67,7 +67,7 @@ class Recorded:
         """The signal of each term as its target.
 
         Raises:
-            ValueError: the signals are not as many as the terms, or one is not for its term.
+            ValueError: the numbers of signals and terms differ, or a signal does not fit its term.
         """
         if len(self.by_term) != len(terms):
             raise ValueError(
@@ -77,7 +77,7 @@ class Recorded:
         return [signal.target(term) for signal, term in pairs]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
-        """The same of each tensor; a signal that terms share stays shared."""
+        """Apply ``function`` to each tensor; a signal shared by terms stays shared."""
         mapped: dict[int, IdSignal] = {}
         for signal in self.by_term:
             if id(signal) not in mapped:

@@ -46,14 +46,14 @@ class Sampled:
         return
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None are known of the whole distribution."""
+        """Empty: the whole distribution is unknown."""
         return {}
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[Sampled]:
         """The draws for each term, their counts divided by their sum.
 
         Raises:
-            ValueError: a term asks for a choice of ids, or is not linear in the teacher.
+            ValueError: a term has a ``top_k``, or is not linear in the teacher.
         """
         refuse_choice(terms, self.ids)
         return [self.target(term) for term in terms]

@@ -1,4 +1,4 @@
-"""How a signal on few ids becomes the target of a term of the objective."""
+"""The conversion of a signal on few ids to the target of a term."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 __all__ = ["ClassDivergence", "IdGradient", "IdTarget", "Support", "TermView"]
 
-# The classes of a divergence on few ids: the ids and all further ids as one class more, both models
-# renormalised over the ids, or the bare sum over the ids.
+# The classes of a divergence on few ids: the ids and all further ids as one more class, both models
+# renormalised over the ids, or the raw sum over the ids.
 Support = Literal["tail", "renormalized", "raw"]
 
 
@@ -34,7 +34,7 @@ class TermView(Protocol):
 
     @property
     def top_k(self) -> int | None:
-        """How many ids to choose from a signal on the whole vocabulary."""
+        """Number of ids to choose from a signal on the whole vocabulary."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class IdGradient(NamedTuple):
         value: ``[N]`` fp64.
         slope: ``[N]``, the gradient on a logit outside of the ids is ``slope * q_j``.
         inside: ``[N, K]``, the gradient on the logits of the ids.
-        is_steep: whether the slope may be so steep that the ids must be left out of it exactly.
+        is_steep: whether the slope may be so large that the ids must be excluded from it exactly.
     """
 
     value: Tensor
@@ -86,7 +86,7 @@ class ClassDivergence(Protocol):
 class IdTarget(Protocol):
     """The teacher's side of one term on K ids of each token.
 
-    ``has_mass`` says whether the teacher's probabilities of the ids are known.
+    ``has_mass``: whether the teacher's probabilities of the ids are known.
     """
 
     has_mass: ClassVar[bool]
@@ -97,11 +97,11 @@ class IdTarget(Protocol):
         ...
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same of each tensor ``[N, ...]``: some tokens of it, or in another memory."""
+        """Apply ``function`` to each tensor ``[N, ...]``: select tokens, or copy to a device."""
         ...
 
     def needs_rest(self, support: Support) -> bool:
-        """Whether the student's probability outside of the ids enters."""
+        """Whether the student's probability outside of the ids enters the term."""
         ...
 
     def valid(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A teacher, and the protocols of its signals."""
+"""The protocols of a teacher and its signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Signal(Protocol):
         ...
 
     def logit_source(self) -> LogitSource | None:
-        """The logits that terms are taken between, or choose their ids from; None without any."""
+        """The logits for terms between logits and for a choice of ids; None without any."""
         ...
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:
@@ -38,7 +38,7 @@ class Signal(Protocol):
         ...
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """Statistics ``[N]`` of the whole distribution that no logits are needed for.
+        """Statistics ``[N]`` of the whole distribution that are known without logits.
 
         Names: ``entropy`` in nats, ``label_log_prob``.
         """
@@ -46,10 +46,10 @@ class Signal(Protocol):
 
 
 class IdSignal(Signal, Protocol):
-    """A signal on few ids, of which a part of the tokens can be taken."""
+    """A signal on few ids, with a selection of tokens."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same of each tensor ``[N, ...]``: some tokens of it, or in another memory."""
+        """Apply ``function`` to each tensor ``[N, ...]``: select tokens, or copy to a device."""
         ...
 
     def target(self, term: TermView) -> IdTarget:
@@ -66,11 +66,11 @@ class WithFeatures:
     """A teacher's signal for a micro-batch, with outputs of some of its layers.
 
     Attributes:
-        signal: as without features: None on ranks whose pipeline stage needs none.
-        features: outputs of this rank's pipeline stage that the student's are compared with: by
-            kind and the number of the teacher's layer, from 1. ``output`` is ``[s, b, H]``,
-            ``query`` ``[s, b, n, d]`` and ``key`` ``[S, b, g, d]`` of this rank's heads; tokens as
-            the student's layers hold them.
+        signal: None on ranks whose pipeline stage needs none.
+        features: teacher outputs for the student layers of this rank's pipeline stage, by kind and
+            number of the teacher's layer, from 1. ``output`` is ``[s, b, H]``, ``query``
+            ``[s, b, n, d]`` and ``key`` ``[S, b, g, d]`` of this rank's heads; tokens in the layout
+            of the student's layers.
     """
 
     signal: Signal | None

@@ -23,9 +23,9 @@ class TopK:
         ids: ``[N, K]`` int64 global ids, each at most once per token.
         log_probs: ``[N, K]``, normalised over the whole vocabulary, not over the K ids. An entry of
             -inf is not in the top-k: its id belongs to the tail.
-        log_tail: ``[N]`` log of the mass of all further ids; -inf if nothing is left.
-        temperature: of the teacher's softmax that these are from. None: that of the term, which
-            the caller vouches for.
+        log_tail: ``[N]`` log of the mass of all further ids; -inf if it is zero.
+        temperature: of the teacher's softmax of these values. None: the caller guarantees the
+            term's temperature.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together.
@@ -56,7 +56,7 @@ class TopK:
         return self.ids.shape[0]
 
     def first(self, k: int) -> TopK:
-        """The first k of the ids; the mass of the rest is added to the tail."""
+        """The first k ids; the mass of the remaining ones is added to the tail."""
         if k >= self.ids.shape[1]:
             return self
         rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(1)], 1).logsumexp(1)
@@ -67,15 +67,14 @@ class TopK:
         return
 
     def token_statistics(self) -> Mapping[str, Tensor]:
-        """None are known of the whole distribution."""
+        """Empty: the whole distribution is unknown."""
         return {}
 
     def targets(self, terms: Sequence[TermView]) -> Sequence[TopK]:
         """The top-k at each term's temperature.
 
         Raises:
-            ValueError: a term asks for a choice of its own, or for a normaliser at another
-                temperature.
+            ValueError: a term has a ``top_k``, or needs a normaliser at another temperature.
         """
         refuse_choice(terms, self.ids)
         return [self.target(term) for term in terms]

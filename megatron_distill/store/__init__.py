@@ -1,4 +1,4 @@
-"""A teacher's words on disk: written once by any number of processes, read by sample id."""
+"""Stores: a teacher's outputs on disk, written by any number of processes, read by sample id."""
 
 from megatron_distill.store.binary import pack, unpack
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals

@@ -1,7 +1,7 @@
 """One record as bytes: a header of 128 bytes and a payload of sections on 8-byte boundaries.
 
-docs/store_format.md has the table. A record proves itself: its header and its payload by checksums,
-its tokens by a digest, its store by the uid of the plan.
+The layout is in docs/store_format.md. A record is verifiable alone: header and payload by
+checksums, tokens by a digest, its store by the uid of the plan.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ FLAG_BITS: Final = 2
 
 
 def pack(record: SampleRecord, settings: CaptureSettings, capture_uid: bytes) -> bytes:
-    """A record as bytes, the same for the same record.
+    """A record as bytes; equal records give equal bytes.
 
     Raises:
-        StoreError: what the record holds is not what the settings say, or cannot be stored.
+        StoreError: the record does not fit the settings, or cannot be stored.
     """
     codec = CODECS[settings.codec]
     starts = np.flatnonzero(np.diff(record.document_ids_S1, prepend=-2))
@@ -153,7 +153,7 @@ def _top_k_sections(
 
 
 def _scalar(values: Floats, codec: ValueCodec) -> Array:
-    """Logs of masses in the codec's precision; a mass too small for it stays above nothing."""
+    """Logs of masses in the codec's precision; positive masses below its range are clamped."""
     lowest = np.finfo(codec.scalar).min
     return np.where(np.isneginf(values), values, np.maximum(values, lowest)).astype(codec.scalar)
 
@@ -169,10 +169,10 @@ def _drawn_sections(
 
 
 def unpack(packed: bytes, k: int | None = None, *, is_checked: bool = False) -> SampleRecord:
-    """The record that `pack` made, with the first k ids of each position.
+    """The record of bytes from `pack`, with the first k ids of each position.
 
-    Needs nothing but the bytes, so that one rank can read and others decode. Bytes that a reader
-    has checked already need not be checked again.
+    Needs only the bytes, so that one rank can read and further ranks decode. `is_checked`: a reader
+    has verified the bytes.
 
     Raises:
         StoreError: the bytes are damaged.
@@ -181,9 +181,9 @@ def unpack(packed: bytes, k: int | None = None, *, is_checked: bool = False) -> 
 
 
 def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
-    """The record whose header was found intact, with the first k ids of each position.
+    """The record of an intact header, with the first k ids of each position.
 
-    A lossy codec's probabilities are made to sum to one with their tail, at every temperature.
+    Probabilities of a lossy codec are renormalised with their tail, at every temperature.
     """
     sections, positions = Sections(packed), header.positions
     tokens = _tokens(sections, header)
@@ -208,7 +208,7 @@ def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
 
 
 def decode_tokens(packed: bytes, header: Header) -> SampleTokens:
-    """The tokens alone of the record whose header was found intact."""
+    """The tokens of the record of an intact header."""
     return _tokens(Sections(packed), header)
 
 
@@ -305,12 +305,12 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, packed: bytes) -> Header:
-        """The header of bytes that are known to be intact."""
+        """The header of verified bytes."""
         return cls(*_FIELDS.unpack_from(packed))
 
     @property
     def value_codec(self) -> ValueCodec:
-        """How log-probabilities are stored."""
+        """The codec of log-probabilities."""
         return CODECS[CODEC_NAMES[self.codec]]
 
     @property
@@ -337,17 +337,17 @@ def require_record(
     sample_id: int | None = None,
     settings: CaptureSettings | None = None,
 ) -> Header:
-    """The header of an intact record, which is of that plan, sample and settings if given.
+    """The header of an intact record of the given plan, sample and settings, each if given.
 
     Raises:
-        StoreError: it is not.
+        StoreError: the record is damaged, or does not match.
     """
     if len(packed) < HEADER_BYTES:
         raise StoreError(f"cut off: {counted(len(packed), 'byte')} instead of a whole record")
     header = Header.of(packed)
     if header.magic != MAGIC:
         raise StoreError("damaged, or not a record of a teacher store: wrong magic number")
-    # Before anything else of the header is believed, and the version is of this layout's header.
+    # The checksum comes first: no further field is valid without it.
     if _CRC.unpack_from(packed, _CRC_OFFSET)[0] != zlib.crc32(packed[:_CRC_OFFSET]):
         raise StoreError("damaged: the header does not match its checksum")
     if header.version != RECORD_VERSION:
@@ -407,12 +407,12 @@ class Sections:
 
 
 _SHARD_BYTES: Final = 256_000_000
-# So that many replicas have work, and a capture that is killed does not lose all.
+# Many replicas can then work in parallel, and a killed capture loses only a part.
 _FEWEST_SHARDS: Final = 16
 
 
 def largest_record_bytes(settings: CaptureSettings) -> int:
-    """Bytes of a record whose rows are all full; `top_p` and draws make most records smaller."""
+    """Bytes of a record with K ids at every position: an upper bound for `top_p` and draws."""
     codec = CODECS[settings.codec]
     scalar = np.dtype(codec.scalar).itemsize
     count_bytes = 1 if settings.k < 1 << 8 else 2 if settings.k < 1 << 16 else 4
@@ -434,9 +434,9 @@ def largest_record_bytes(settings: CaptureSettings) -> int:
 
 
 def usual_samples_per_shard(settings: CaptureSettings, samples: int) -> int:
-    """Records of a shard of some 256 MB; fewer, where there would not be 16 shards.
+    """Records per shard: some 256 MB, or fewer for at least 16 shards.
 
-    Depends on nothing but what the store is to hold, so that any layout goes on with it.
+    Depends only on the store's contents, so that a capture can resume under any layout.
     """
     by_size = _SHARD_BYTES // largest_record_bytes(settings)
     return max(1, min(by_size, samples // _FEWEST_SHARDS))

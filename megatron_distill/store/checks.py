@@ -1,4 +1,4 @@
-"""What must hold of a record before it is stored, and of every record that is verified."""
+"""Checks of a record before it is stored, and in verification."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_distill.store.records import (
 __all__ = ["repeated_ids", "shape_problems", "value_problems"]
 
 _FLAGS = 3
-# fp32 sums of some hundred thousand probabilities are this close to one.
+# Distance from one of fp32 sums of some hundred thousand probabilities.
 _MASS_SLACK = 1e-3
 
 
 def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[str]:
-    """Arrays that are not of the shape and dtype that the settings ask for."""
+    """Arrays whose shape or dtype does not fit the settings."""
     positions, k = settings.sequence_length, settings.k
     expected: dict[str, tuple[object, tuple[int, ...], str]] = {
         "tokens_S1": (record.tokens_S1, (positions + 1,), "int32"),
@@ -63,7 +63,7 @@ def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
 
 
 def value_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[str]:
-    """Values that no teacher can have said; the shapes are right."""
+    """Values that no teacher can produce; the shapes must be right."""
     tokens, entries = record.tokens_S1, record.entries
     if tokens.min() < 0 or tokens.max() >= settings.vocab_size:
         yield f"a token is outside of the vocabulary of {settings.vocab_size}"
@@ -116,13 +116,13 @@ def _top_k_problems(entries: TopKEntries) -> Iterator[str]:
 
 
 def repeated_ids(record: SampleRecord) -> Iterator[str]:
-    """Ids that a position names twice."""
+    """Ids that occur twice at a position."""
     entries = record.entries
     if isinstance(entries, TopKEntries):
         ids, named = entries.ids_SK, np.isfinite(entries.log_probs_SK)
     else:
         ids, named = entries.ids_SM, entries.counts_SM > 0
-    # What is not kept stands apart, below every id.
+    # Unused entries get distinct numbers below every id.
     ordered = np.sort(np.where(named, ids, -1 - np.arange(ids.shape[1], dtype=np.int32)), axis=1)
     wrong = (ordered[:, 1:] == ordered[:, :-1]).any(1)
     if wrong.any():

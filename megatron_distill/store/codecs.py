@@ -1,7 +1,7 @@
-"""How log-probabilities and ids become bytes, and back, whole samples at a time.
+"""Codecs of log-probabilities and ids, for whole samples.
 
-Values are descending log-probabilities of one row after another; where rows are of unequal length
-they stand without gaps. All numbers are little-endian.
+Values are descending log-probabilities, one row after another; rows of unequal length are
+concatenated without padding. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ValueCodec(Protocol):
     """One way to store log-probabilities.
 
     Attributes:
-        number: in the record's header.
-        scalar: dtype of tails, entropies and label log-probabilities beside it.
-        is_exact: whether decoding gives back every bit.
+        number: code in the record's header.
+        scalar: dtype of tails, entropies and label log-probabilities.
+        is_exact: whether decoding is lossless.
     """
 
     number: int
@@ -50,7 +50,7 @@ class ValueCodec(Protocol):
     is_exact: bool
 
     def encode(self, log_probs_SK: Floats, mask: Mask | None) -> list[Array]:
-        """Arrays to be stored; entries outside of the mask are left out."""
+        """Arrays to store; entries outside of the mask are left out."""
         ...
 
     def decode(self, take: Take, shape: tuple[int, int], mask: Mask | None, count: int) -> Floats:
@@ -84,7 +84,7 @@ class _Float16:
 
 
 class _Gap8:
-    """fp16 top and range of each row; each value as its distance from the top in range / 255."""
+    """fp16 top and range of each row; a value is its distance from the top in range / 255."""
 
     number = 2
     scalar = "<f2"
@@ -94,7 +94,7 @@ class _Gap8:
         values = np.maximum(log_probs_SK, np.float32(_LOWEST_HALF))
         lowest = values[:, -1] if mask is None else np.where(mask, values, np.inf).min(1)
         top = values[:, 0].astype("<f2")
-        # What was rounded is what decoding starts from, so codes are taken against it.
+        # Codes are relative to the rounded top, as in decoding.
         start = top.astype(np.float32)
         span = np.maximum(start - lowest, np.float32(_LEAST_RANGE)).astype("<f2")
         step = span.astype(np.float32) / np.float32(_LEVELS)
@@ -119,7 +119,7 @@ def _close_up(values_SK: Array, mask: Mask | None) -> Array:
 
 
 def spread(values: Array, shape: tuple[int, int], mask: Mask | None) -> Array:
-    """Values without gaps as rows [S, K], 0 outside of the mask."""
+    """Concatenated values as rows [S, K], 0 outside of the mask."""
     if mask is None:
         return values.reshape(shape)
     rows = np.zeros(shape, values.dtype)
@@ -128,7 +128,7 @@ def spread(values: Array, shape: tuple[int, int], mask: Mask | None) -> Array:
 
 
 def normalise(log_probs_SK: Floats, log_tail_S: Floats | None) -> Floats:
-    """What to subtract from each row [S], so that its probabilities and its tail sum to one."""
+    """Log normaliser of each row [S], over its ids and its tail."""
     total: Floats = np.exp(log_probs_SK) @ np.ones(log_probs_SK.shape[1], np.float32)
     if log_tail_S is not None:
         total += np.exp(log_tail_S)
@@ -137,7 +137,7 @@ def normalise(log_probs_SK: Floats, log_tail_S: Floats | None) -> Floats:
 
 
 def id_planes(vocab_size: int) -> int:
-    """How many bits an id has beyond 16."""
+    """Number of bits of an id beyond 16."""
     return max(0, (vocab_size - 1).bit_length() - _LOW_BITS)
 
 
@@ -149,7 +149,7 @@ def encode_ids(ids: Integers, planes: int) -> list[Array]:
 
 
 def decode_ids(take: Take, count: int, planes: int) -> Integers:
-    """The `count` ids that `encode_ids` stored."""
+    """The `count` ids from `encode_ids`."""
     ids = take("<u2", count).astype(np.int32)
     for plane in range(planes):
         bits = np.unpackbits(take("u1", -(-count // 8)), count=count, bitorder="little")

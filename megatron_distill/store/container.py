@@ -16,7 +16,7 @@ _READ_OPTIONS: Final = "readahead_buffer_size:0"
 
 
 def _module() -> Any:
-    """The library, which has no build for every machine: asked for only when a file is opened."""
+    """The library; imported only to open a file, since it has no build for some machines."""
     try:
         from array_record.python import array_record_module
     except ModuleNotFoundError as error:
@@ -28,7 +28,7 @@ def _module() -> Any:
 
 
 class RecordFileWriter:
-    """Writes records to a file that nobody can read before `close`."""
+    """Writes records to a file, which is unreadable before `close`."""
 
     def __init__(self, path: Path, *, named: Path) -> None:
         self._named = named
@@ -41,14 +41,14 @@ class RecordFileWriter:
             self._writer.write(record)
 
     def close(self) -> None:
-        """Write what makes the file readable. Raises StoreError."""
-        # Afterwards ok() is false in any case; close() itself raises what it could not write.
+        """Finish the file and make it readable. Raises StoreError."""
+        # After close(), ok() is always false; close() raises write errors itself.
         self._require_ok()
         with self._said():
             self._writer.close()
 
     def abandon(self) -> None:
-        """Let go of a file that is of no use, whatever state it is in."""
+        """Close an unfinished file in any state, ignoring errors."""
         try:
             self._writer.close()
         except RuntimeError:
@@ -72,8 +72,8 @@ _WHAT_TO_DO: Final = "free disk space or name another folder"
 class RecordFile:
     """Random access to the records of a file.
 
-    Raises StoreError on opening: the file is missing, cut off or was never closed, none of which
-    the library itself reports, or it does not hold `count` records.
+    Raises StoreError on opening: the file is missing, cut off or was never closed (the library
+    reports none of these), or the number of records is not `count`.
     """
 
     def __init__(self, path: Path, *, count: int | None = None) -> None:
@@ -92,7 +92,7 @@ class RecordFile:
         try:
             records: list[bytes] = self._reader.read(list(positions))
         except (RuntimeError, IndexError, ValueError) as error:
-            # The library's own words are about its inner blocks; whoever debugs finds them chained.
+            # The library's message is about internal blocks; it stays in the exception chain.
             raise StoreError(
                 f"{self.path}: damaged: its bytes do not match their checksums"
             ) from error

@@ -1,4 +1,4 @@
-"""What proves a shard (its sidecar) and a whole store (its manifest)."""
+"""Sidecars and the manifest: sizes, checksums and totals of shards and of a whole store."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _READ_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class ShardProof:
-    """What a shard's sidecar says: which samples its file holds, and what the file is.
+    """A shard's sidecar: the samples of its file, with size and checksums.
 
     Attributes:
         shard: its number.
         first_sample: id of its first sample.
-        count: how many it holds.
+        count: number of its samples.
         file_bytes: size of the file.
         sha256: of the file.
         token_root: BLAKE2b-256 of its samples' token digests, one after another.
@@ -61,7 +61,7 @@ class ShardProof:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardProof:
-        """What `as_json` made plain."""
+        """The inverse of `as_json`."""
         return cls(**(value | {"totals": Totals.from_json(value["totals"])}))
 
     def content(self, plan: Plan) -> bytes:
@@ -71,7 +71,7 @@ class ShardProof:
 
     @classmethod
     def load(cls, folder: Path, plan: Plan, shard: int) -> ShardProof:
-        """A shard's sidecar. Raises StoreError: damaged, of another store or of another shard."""
+        """Read a shard's sidecar. Raises StoreError: damaged, of another store or another shard."""
         path = shard_folder(folder) / sidecar_name(shard)
         value = unsealed(path, advice=repair_advice(folder, file=True))
         require_version(path, value)
@@ -93,7 +93,7 @@ class ShardProof:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says: the store is complete, and what every shard of it is."""
+    """manifest.json: marks a store as complete, with the sidecar of every shard."""
 
     plan: Plan
     shards: Sequence[ShardProof]
@@ -110,7 +110,7 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        """Positions that are stored, trained or not."""
+        """Number of stored positions, trained or not."""
         return self.plan.samples * self.plan.settings.sequence_length
 
     @property
@@ -136,7 +136,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path, plan: Plan) -> Manifest:
-        """The manifest of a complete store. Raises StoreError: there is none, or it is damaged."""
+        """Read the manifest of a complete store. Raises StoreError: missing or damaged."""
         path = folder / MANIFEST
         if not path.is_file():
             there = sum(
@@ -164,12 +164,12 @@ class Manifest:
         return manifest
 
     def require_sidecars(self, folder: Path) -> None:
-        """Raise StoreError unless every shard's sidecar is there and is what the manifest says."""
+        """Raise StoreError unless every shard's sidecar exists and agrees with the manifest."""
         for shard, proof in enumerate(self.shards):
             path = shard_folder(folder) / sidecar_name(shard)
             advice = repair_advice(folder, file=True)
             if read_bytes(path, advice=advice) != proof.content(self.plan):
-                ShardProof.load(folder, self.plan, shard)  # says what is wrong with it by itself
+                ShardProof.load(folder, self.plan, shard)  # raises if the sidecar itself is damaged
                 raise StoreError(f"{path}: does not agree with {MANIFEST}; {advice}")
 
 
@@ -198,9 +198,9 @@ class Totals:
     """Sums over positions whose label is trained; means are sums over `positions`.
 
     Attributes:
-        positions: how many there are.
-        kept: ids per position (different ids, where they were drawn).
-        kept_mass: probability of the kept ids.
+        positions: their number.
+        kept: number of stored ids (distinct ids, for draws).
+        kept_mass: probability of the stored ids.
         entropy: of the teacher, nat.
         label_log_prob: of the teacher, nat; its mean is minus the teacher's cross-entropy.
         kept_histogram: entry i counts positions with 2^i to 2^(i + 1) - 1 ids.
@@ -241,7 +241,7 @@ class Totals:
 
     @classmethod
     def of_all(cls, parts: Iterable[Totals]) -> Totals:
-        """The sum of sums."""
+        """The totals of several parts."""
         total = cls()
         for part in parts:
             width = max(len(total.kept_histogram), len(part.kept_histogram))
@@ -265,7 +265,7 @@ class Totals:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Totals:
-        """What `as_json` made plain."""
+        """The inverse of `as_json`."""
         return cls(**(value | {"kept_histogram": tuple(value["kept_histogram"])}))
 
 

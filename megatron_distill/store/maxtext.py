@@ -1,12 +1,11 @@
-"""Takes over teacher logits that MaxText saved: one `tf.train.Example` per sequence.
+"""Conversion of teacher logits saved by MaxText: one `tf.train.Example` per sequence.
 
-Such a file holds k raw logits per position and not what they are part of: neither log-sum-exp nor
-tail, entropy or label log-probability, nor who the teacher was. The store says so.
+Such a file contains k raw logits per position: no log-sum-exp, tail, entropy or label
+log-probability, and no identity of the teacher. The store records this.
 
-Reads a `tf.train.Example` from its wire format: named lists of integers, floats or bytes.
-
-An Example is message 1 {map 1: name 1 -> Feature 2}; a Feature is one of bytes list 1, float list
-2, int64 list 3, each of which repeats field 1, packed or one by one.
+An Example is read from its wire format: named lists of integers, floats or bytes. It is message 1
+{map 1: name 1 -> Feature 2}; a Feature is one of bytes list 1, float list 2, int64 list 3, each of
+which repeats field 1, packed or one by one.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ def convert_maxtext(
     samples_per_shard: int = 1024,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
-    """Write a store from MaxText's files, in their order; go on with one that was interrupted.
+    """Write a store from MaxText's files, in their order; resumes an interrupted conversion.
 
-    A sequence of L inputs becomes L - 1 positions: the file does not say what follows the last.
+    A sequence of L inputs becomes L - 1 positions: the file lacks the target of the last.
 
     Args:
-        vocab_size: of the teacher, which the files do not name.
-        progress: called with how many samples are done, of how many.
+        vocab_size: of the teacher; the files do not contain it.
+        progress: called with the number of samples done and their total.
 
     Raises:
-        StoreError: a file is missing, damaged, of another era or not of MaxText, or the store
+        StoreError: a file is missing, damaged, of another version or not of MaxText, or the store
             cannot be written.
     """
     sources = _Sources(files)
@@ -143,7 +142,7 @@ class _Sources:
 
 
 def _is_safetensors(content: bytes) -> bool:
-    """Whether it begins with the length of a JSON object, in 8 bytes, and with that object."""
+    """Whether the content begins with a JSON object after its length in 8 bytes."""
     return int.from_bytes(content[:8], "little") < len(content) and content[8:9] == b"{"
 
 
@@ -164,7 +163,7 @@ def _record(features: Features, sample_id: int, k: int) -> SampleRecord:
     ids = features["top_k_indices"].reshape(-1, k)[:positions]
     order = np.lexsort((ids, -logits), axis=1)
     logits = np.take_along_axis(logits, order, axis=1)
-    with np.errstate(invalid="ignore"):  # what is not a number is refused by the writer
+    with np.errstate(invalid="ignore"):  # the writer refuses NaN
         log_probs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return SampleRecord(
         sample_id=sample_id,
@@ -181,7 +180,7 @@ def _record(features: Features, sample_id: int, k: int) -> SampleRecord:
 
 
 def _narrow(ids: NDArray[np.int64]) -> Integers:
-    """As int32; what does not fit stays outside of every vocabulary."""
+    """As int32; ids that do not fit are clipped to the limits, outside of every vocabulary."""
     return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
 
 
@@ -193,7 +192,7 @@ def _optional(features: Features, *names: str) -> Iterator[NDArray[Any]]:
 
 
 def _documents(features: Features) -> Integers:
-    """Documents from 0, -1 on padding: by segment, else by positions that start anew, else one."""
+    """Documents from 0, -1 on padding: by segment, else by restarts of positions, else one."""
     for segments in _optional(features, "inputs_segmentation"):
         begins = np.diff(segments, prepend=0) != 0
         real = segments != 0
@@ -208,7 +207,7 @@ def _documents(features: Features) -> Integers:
 
 
 def _flags(features: Features) -> NDArray[np.uint8]:
-    """Which tokens are trained as labels: the target of position i is token i + 1."""
+    """Flags of the tokens trained as labels: the target of position i is token i + 1."""
     flags = np.full(len(features["inputs"]), _TRAINED, np.uint8)
     for targets in _optional(features, "targets_segmentation"):
         flags[1:] = np.where(targets[:-1] != 0, _TRAINED, 0)
@@ -231,7 +230,7 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 class WireError(Exception):
-    """The bytes are no such message; the message says where it breaks off."""
+    """The bytes are not a valid message; the error text has the position."""
 
 
 def read_example(content: bytes) -> Features:
@@ -270,7 +269,7 @@ def _entry(entry: memoryview) -> tuple[str, NDArray[Any] | None]:
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and bytes of each field; a number by itself as the bytes that it is written in."""
+    """Number and bytes of each field; a varint as its encoded bytes."""
     offset = 0
     while offset < len(view):
         key, offset = _varint(view, offset)

@@ -1,4 +1,4 @@
-"""What a store is to hold: capture settings, identity, and which shard holds which samples."""
+"""The plan of a store: capture settings, identity, and the samples of each shard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VERSION: Final = 1
 PLAN: Final = "plan.json"
 MANIFEST: Final = "manifest.json"
 UID_BYTES: Final = 8
-UNKNOWN: Final = "unknown"  # a digest that a store's source did not tell
+UNKNOWN: Final = "unknown"  # a digest missing in a store's source
 
 Mode = Literal["top_k", "sampled"]
 Normalisation = Literal["vocabulary", "kept"]
@@ -45,7 +45,7 @@ Normalisation = Literal["vocabulary", "kept"]
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """What is stored of a teacher's distributions.
+    """The settings of a capture: which part of a teacher's distributions is stored.
 
     Attributes:
         k: ids per position, or draws where `mode` is sampled.
@@ -54,13 +54,13 @@ class CaptureSettings:
         mode: the most probable ids, or ids drawn with replacement.
         codec: f32 (every bit), f16 or u8.
         top_p: mass after which a position's ids were cut, or None.
-        temperatures: further ones at which the normaliser and the tail are known exactly.
+        temperatures: further temperatures, with an exact normaliser and tail.
         sampling_seed: of the draws.
-        normalised_over: "kept" where the source knew nothing but k logits: the records then have no
-            tail and no scalars.
+        normalised_over: "kept" if the source has only k logits per position: the records then have
+            no tail and no scalars.
 
     Raises:
-        StoreError: a value is out of range, or two do not go together.
+        StoreError: a value is out of range, or two are incompatible.
     """
 
     k: int
@@ -109,14 +109,14 @@ class CaptureSettings:
 
     @property
     def supports(self) -> tuple[Support, ...]:
-        """Supports of a top-k that records can serve; empty where ids are drawn."""
+        """Supports of a top-k that records can serve; empty for draws."""
         if self.mode == "sampled":
             return ()
         return ("renormalized",) if self.normalised_over == "kept" else get_args(Support)
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What the records do not know of their teacher."""
+        """The fields missing in the records."""
         if self.normalised_over == "vocabulary":
             return ()
         return ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
@@ -124,13 +124,13 @@ class CaptureSettings:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose words a store holds, about which tokens.
+    """The teacher and the data of a store.
 
     Attributes:
         teacher: digest of the weights.
         tokenizer: digest of its files.
         dataset: digest of corpus, packing and order.
-        settings: anything else in plain JSON values, such as names.
+        settings: further plain JSON values, such as names.
     """
 
     teacher: str
@@ -144,7 +144,7 @@ class Plan:
     """`samples` records in shards of `samples_per_shard`, the last one shorter.
 
     Raises:
-        StoreError: there is nothing to hold.
+        StoreError: no samples, or no samples per shard.
     """
 
     settings: CaptureSettings
@@ -171,7 +171,7 @@ class Plan:
         return min(self.samples_per_shard, self.samples - self.first(shard))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: what plan.json holds."""
+        """Plain values: the content of plan.json."""
         identity = asdict(self.identity) | {"settings": dict(self.identity.settings)}
         capture = asdict(self.settings) | {"temperatures": list(self.settings.temperatures)}
         return {
@@ -188,14 +188,14 @@ class Plan:
         """The bytes of plan.json."""
         return sealed(self.as_json())
 
-    @cached_property  # asked for with every record
+    @cached_property  # read for every record
     def uid(self) -> bytes:
         """Eight bytes that tie records to this plan: the head of SHA-256 of plan.json."""
         return hashlib.sha256(self.content).digest()[:UID_BYTES]
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """The plan of a store. Raises StoreError: no store, another version, or damaged."""
+        """Read the plan of a store. Raises StoreError: no store, another version, or damaged."""
         path = folder / PLAN
         if not path.is_file():
             raise StoreError(f"{folder}: not a teacher store (no {PLAN}); correct the path")
@@ -219,9 +219,10 @@ class Plan:
     def require_same(
         self, found: Plan, path: Path, *, named: Callable[[str], str] | None = None
     ) -> None:
-        """Raise StoreError naming what differs, unless the plans are equal.
+        """Raise StoreError naming the differences, unless the plans are equal.
 
-        `named` has words for what differs, such as `capture.k`; None: the last of these.
+        `named` maps a dotted name such as `capture.k` to its name in the message; None: its last
+        part.
         """
         differences = plan_differences(found.as_json(), self.as_json(), named or _own_name)
         if differences:
@@ -248,7 +249,7 @@ def plan_differences(
     named: Callable[[str], str],
     prefix: str = "",
 ) -> list[str]:
-    """Say of two plans, or of parts of them below `prefix`, each value that differs."""
+    """Return the differences between two plans, or between parts of them below `prefix`."""
     found = []
     for key in sorted(there.keys() | wanted.keys()):
         one, other = there.get(key), wanted.get(key)
@@ -264,12 +265,12 @@ def _own_name(name: str) -> str:
 
 
 def shard_folder(folder: Path) -> Path:
-    """Where a store's shards are."""
+    """The folder of a store's shards."""
     return folder / "shards"
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where a store keeps the tokenizer of its tokens; no reader of records needs it."""
+    """The folder of the tokenizer of a store's tokens; readers of records do not need it."""
     return folder / "tokenizer"
 
 
@@ -279,5 +280,5 @@ def data_name(shard: int) -> str:
 
 
 def sidecar_name(shard: int) -> str:
-    """File name of what proves a shard."""
+    """File name of a shard's sidecar."""
     return f"logits-{shard:06d}.json"

@@ -1,4 +1,4 @@
-"""Reads samples of a store by their id, and believes nothing that it has not checked."""
+"""Readers of stores by sample id; every record is verified before use."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _OPEN_FILES: Final = 32
 
 
 class StoreReader:
-    """A complete store. One process and thread may use it; a forked child opens files anew.
+    """A complete store, for one process and thread; a forked child reopens its files.
 
     Attributes:
-        folder: where it is.
-        plan: what it holds.
-        manifest: what proves its shards.
+        folder: path of the store.
+        plan: capture settings, identity and shards.
+        manifest: checksums of its shards.
     """
 
     def __init__(self, folder: Path, plan: Plan, manifest: Manifest) -> None:
@@ -62,7 +62,7 @@ class StoreReader:
         vocab_size: int | None = None,
         sequence_length: int | None = None,
     ) -> StoreReader:
-        """Open a store whose identity is as given, as far as it is given.
+        """Open a store and compare its identity with the given parts.
 
         Raises:
             StoreError: incomplete, of another version, damaged, or not of that identity.
@@ -91,12 +91,12 @@ class StoreReader:
 
     @property
     def settings(self) -> CaptureSettings:
-        """What is stored of a teacher's distributions."""
+        """The capture settings."""
         return self.plan.settings
 
     @property
     def identity(self) -> Identity:
-        """Whose words it holds."""
+        """The teacher and the data of the store."""
         return self.plan.identity
 
     @property
@@ -111,7 +111,7 @@ class StoreReader:
         k: int | None = None,
         temperatures: Collection[float] = (),
     ) -> None:
-        """Raise StoreError unless records can serve this support, k, and these temperatures."""
+        """Raise StoreError unless the records support this support, k, and these temperatures."""
         settings = self.settings
         if support is not None and support not in settings.supports:
             can = ", ".join(settings.supports) or "terms on sampled ids"
@@ -128,7 +128,7 @@ class StoreReader:
                 f"{'sampled' if settings.mode == 'sampled' else 'top-k'} ids per position, not a "
                 f"top-{k}; use a smaller top_k, or capture a store with a larger k"
             )
-        # Ratios of probabilities are known at every temperature, but not what they are of.
+        # Ratios of probabilities are known at every temperature, but normalisers only at some.
         if support != "renormalized":
             for temperature in temperatures:
                 if temperature not in (1.0, *settings.temperatures):
@@ -149,11 +149,11 @@ class StoreReader:
         return content, decode_tokens(content, header)
 
     def read(self, sample_ids: Sequence[int], k: int | None = None) -> list[SampleRecord]:
-        """Records of samples in the order asked for, each with the first k ids.
+        """Records of samples in the order of `sample_ids`, each with the first k ids.
 
         Raises:
-            StoreError: a shard or a record is missing, damaged or not of this store, or k is
-                larger than the store's.
+            StoreError: a shard or a record is missing, damaged or not of this store, or k is larger
+                than the store's.
         """
         if k is not None:
             self.require(k=k)
@@ -185,7 +185,7 @@ class StoreReader:
             if len(sample_ids) == 1:
                 text = "damaged: its bytes do not match their checksums"
                 raise self._damaged(self.place(sample_ids[0]), text) from error
-        # Together they could not be read: one by one the damaged sample is found.
+        # The joint read failed: reading one by one finds the damaged sample.
         return [content for one in sample_ids for content in self._from_shard(shard, [one])]
 
     def _header(self, content: bytes, sample_id: int) -> Header:
@@ -200,11 +200,11 @@ class StoreReader:
             raise self._damaged(self.place(sample_id), str(error)) from error
 
     def _damaged(self, where: str | Path, text: str) -> StoreError:
-        """The error that says where what is wrong, and what to do."""
+        """The error with place, cause and advice."""
         return StoreError(f"{where}: {text}; {repair_advice(self.folder)}")
 
     def place(self, sample_id: int) -> str:
-        """Where a sample is, for messages: its shard's file and its id."""
+        """A sample's location for messages: its shard's file and its id."""
         return f"{self._path(sample_id // self.plan.samples_per_shard)}: sample {sample_id}"
 
     def _path(self, shard: int) -> Path:
@@ -248,7 +248,7 @@ class StoreReader:
 
 
 def find_stores(patterns: Sequence[str]) -> list[Path]:
-    """The folders that paths and globs name, by name. Raises StoreError: one names no store."""
+    """Store folders of paths and globs, sorted by name. Raises StoreError: one matches none."""
     found: set[str] = set()
     for pattern in patterns:
         path = str(Path(pattern).expanduser())
@@ -265,7 +265,7 @@ def find_stores(patterns: Sequence[str]) -> list[Path]:
 class StoreSet:
     """Samples of all stores under one numbering: the first store's, then the second's, and so on.
 
-    Raises StoreError: the stores are not of one teacher, tokenizer and capture settings.
+    Raises StoreError: the stores differ in teacher, tokenizer or capture settings.
     """
 
     def __init__(self, stores: Sequence[StoreReader]) -> None:
@@ -295,7 +295,7 @@ class StoreSet:
         vocab_size: int | None = None,
         sequence_length: int | None = None,
     ) -> StoreSet:
-        """Open the stores that paths and globs name. Raises StoreError as `StoreReader.open`."""
+        """Open the stores of paths and globs. Raises StoreError as `StoreReader.open`."""
         return cls(
             [
                 StoreReader.open(
@@ -323,7 +323,7 @@ class StoreSet:
         return store, number - (self._ends[store - 1] if store else 0)
 
     def packed(self, number: int) -> bytes:
-        """A sample's record as bytes for `unpack`; its sample id is that within its store."""
+        """A sample's record as bytes for `unpack`; its sample id is the number within its store."""
         store, sample_id = self._locate(number)
         return self.stores[store].packed(sample_id)
 
@@ -333,12 +333,12 @@ class StoreSet:
         return self.stores[store].packed_with_tokens(sample_id)
 
     def place(self, number: int) -> str:
-        """Where a sample is, for messages: its shard's file and its id there."""
+        """A sample's location for messages: its shard's file and its id there."""
         store, sample_id = self._locate(number)
         return self.stores[store].place(sample_id)
 
     def read(self, numbers: Sequence[int], k: int | None = None) -> list[SampleRecord]:
-        """Records in the order asked for, their sample ids being numbers of the set."""
+        """Records in the order of `numbers`; their sample ids are numbers of the set."""
         by_store: dict[int, list[tuple[int, int]]] = {}
         for place, number in enumerate(numbers):
             store, sample_id = self._locate(number)

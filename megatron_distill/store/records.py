@@ -1,4 +1,4 @@
-"""What a store holds of one training sample: its tokens, and what the teacher says after each."""
+"""The record of one training sample: its tokens, and the teacher's distribution after each."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Integers: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class TopKEntries:
-    """The most probable ids of S positions, most probable first, equal ones by the lowest id.
+    """Top-k ids of S positions, most probable first, ties by the lowest id.
 
     Attributes:
         ids_SK: int32; 0 beyond `n_kept_S`.
         log_probs_SK: fp32, normalised over the whole vocabulary (over the K ids where there is no
             tail), descending; -inf beyond `n_kept_S`.
-        log_tail_S: fp32 log of the mass of all other ids, -inf if nothing is left; None if unknown.
+        log_tail_S: fp32 log of the mass of all further ids, -inf if it is zero; None if unknown.
         n_kept_S: int32 in 1..K where rows are of unequal length, else None.
         temperatures: T further temperatures.
         log_sum_exp_TS: fp32 log-sum-exp of the logits divided by each temperature.
-        log_tail_TS: fp32 log of the others' mass at each temperature.
+        log_tail_TS: fp32 log of the mass of all further ids at each temperature.
     """
 
     ids_SK: Integers
@@ -55,11 +55,11 @@ class TopKEntries:
 
 @dataclass(frozen=True, eq=False)
 class DrawnEntries:
-    """Ids drawn from the teacher with replacement, ascending, and how often each was drawn.
+    """Ids drawn from the teacher with replacement, ascending, with their counts.
 
     Attributes:
-        ids_SM: int32; 0 where nothing was drawn any more.
-        counts_SM: int32, each row's sum is the number of draws M; 0 where nothing was drawn.
+        ids_SM: int32; 0 after the last distinct id.
+        counts_SM: int32, each row's sum is the number of draws M; 0 after the last distinct id.
     """
 
     ids_SM: Integers
@@ -86,7 +86,7 @@ class PositionScalars:
 
 @dataclass(frozen=True, eq=False)
 class SampleTokens:
-    """The tokens of a record without what the teacher says; see `SampleRecord`."""
+    """The tokens of a record, without the teacher's values; see `SampleRecord`."""
 
     tokens_S1: Integers
     document_ids_S1: Integers
@@ -95,9 +95,9 @@ class SampleTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampleRecord:
-    """S + 1 tokens with their documents and flags, as the corpus gave them, and S positions.
+    """S + 1 tokens with documents and flags from the corpus, and S positions of the teacher.
 
-    Entry i of everything per position is about token i + 1 given the tokens up to i.
+    Entry i of a per-position array is about token i + 1 given the tokens up to i.
 
     Attributes:
         sample_id: number of the sample, from 0.
@@ -106,7 +106,7 @@ class SampleRecord:
         flags_S1: uint8, whether a token is trained as a label: bit 0 by cross-entropy, bit 1 by
             distillation.
         entries: ids and their probabilities or counts.
-        scalars: None where the source of the store did not know them.
+        scalars: None if the source of the store lacks them.
     """
 
     sample_id: int
@@ -138,16 +138,16 @@ def trained_positions(record: SampleRecord) -> NDArray[np.bool_]:
 
 
 def kept_mask(n_kept_S: Integers, k: int) -> NDArray[np.bool_]:
-    """Which of K columns are kept: bool [S, K]."""
+    """Mask of the stored ids among K columns: bool [S, K]."""
     mask: NDArray[np.bool_] = np.arange(k) < n_kept_S[:, None]
     return mask
 
 
 def cut_to_k(record: SampleRecord, k: int) -> SampleRecord:
-    """The record with the first k ids of each position; what is dropped goes to the tail.
+    """The record with the first k ids of each position; the mass of dropped ids goes to the tail.
 
-    Exact at every temperature of the record. A record without a tail is normalised over its ids,
-    and then over the first k.
+    Exact at every temperature of the record. A record without a tail is normalised over its ids;
+    the result, over the first k.
     """
     entries = record.top_k
     width = entries.ids_SK.shape[1]
@@ -172,13 +172,13 @@ def cut_to_k(record: SampleRecord, k: int) -> SampleRecord:
 def cut_to_mass(record: SampleRecord, mass: float) -> SampleRecord:
     """The record with the shortest head of each position whose mass is at least `mass` (or all).
 
-    At least one id stays; what is dropped goes to the tail, at every temperature of the record.
+    At least one id stays; the mass of dropped ids goes to the tail, at every temperature.
     """
     assert 0 < mass < 1, "a mass is between 0 and 1"
     entries = record.top_k
     assert entries.log_tail_S is not None, "without a tail a mass is not known"
     before = np.cumsum(np.exp(entries.log_probs_SK, dtype=np.float64), axis=1)
-    # An id stays if what stands before it does not reach the mass.
+    # An id stays if the ids before it do not reach the mass.
     stays = np.ones(before.shape, np.bool_)
     stays[:, 1:] = before[:, :-1] < mass
     if entries.n_kept_S is not None:
@@ -198,7 +198,7 @@ def cut_to_mass(record: SampleRecord, mass: float) -> SampleRecord:
 def _with_tails(
     record: SampleRecord, dropped: Callable[[NDArray[Any]], NDArray[Any]]
 ) -> TopKEntries:
-    """The entries with `dropped(log_probs)` [S, *] added to the tails."""
+    """The entries, with the masses of `dropped(log_probs)` [S, *] added to the tails."""
     entries = record.top_k
     if entries.log_tail_S is None:
         return entries
@@ -220,9 +220,9 @@ def _with_tails(
 
 
 def _joined(log_tail_S: Floats, dropped: NDArray[Any]) -> Floats:
-    """log(e^tail + sum e^dropped), rows at once; -inf where there is nothing.
+    """log(e^tail + sum e^dropped) of each row; -inf where the mass is zero.
 
-    In the very operations of a live teacher's top-k that is cut, so that the bits are the same.
+    The same operations as for a live teacher's top-k in `TopK.first`, for equal bits.
     """
     parts = np.concatenate([dropped.astype(np.float32, copy=False), log_tail_S[:, None]], axis=1)
     joined: Floats = torch.from_numpy(parts).logsumexp(1).numpy()

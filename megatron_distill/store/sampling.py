@@ -1,8 +1,8 @@
 """Ids drawn from a teacher with replacement, the same on every run and for every split.
 
 The uniform numbers of a position are a function of (seed, sample id, position) alone: Philox in
-counter mode, whose raw output is fixed by its definition. Cumulated probabilities are integers, so
-that no order of summation changes them, whether over columns or over ranks.
+counter mode, whose raw output is fixed by its definition. Cumulative probabilities are integers:
+the order of summation, over columns or ranks, does not change them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def draw_ids(
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw ids of N consecutive positions from `first`, each from its own distribution.
+    """Draw ids of N consecutive positions from `first`, each from the position's distribution.
 
     Shapes: log-probs ``[N, V]`` over this rank's real columns (without a shard: the whole
     vocabulary) -> ids ``[N, M]`` int32, ascending, each once, and counts ``[N, M]`` int32, which
     sum up to M; both 0 after the last id. The counts' mean is M times the distribution (an id of a
-    probability below 2^-48 is not drawn). Every rank gets the same, whatever the split.
+    probability below 2^-48 is not drawn). Every rank gets the same result, for any split.
 
     Collective: that of `draw_at`.
 
@@ -86,7 +86,7 @@ def draw_at(
     ids = torch.zeros(count, fractions.shape[1], dtype=torch.int32)
     counts = torch.zeros_like(ids)
     on_host = log_probs.device.type == "cpu"
-    # Of the whole vocabulary, so that all ranks come to the same blocks.
+    # By the whole vocabulary's size, so that all ranks have the same blocks.
     rows = max(1, (_CACHED_NUMBERS if on_host else _BLOCK_NUMBERS) // shard.size)
     for start in range(0, count, rows):
         place = slice(start, min(start + rows, count))
@@ -99,8 +99,8 @@ def draw_at(
 def _draw(
     log_probs: Tensor, fractions: Tensor, shard: VocabShard, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Ids ``[n, M]`` int64, one for each number."""
-    # A power of two is exact in fp32, and so is the integer that it makes of a number.
+    """Ids ``[n, M]`` int64, one for each uniform number."""
+    # Scaling by a power of two is exact in fp32, and so is the resulting integer.
     edges = log_probs.float().exp().mul_(2.0**_MASS_BITS).long().cumsum(1)
     own = edges[:, -1] if edges.shape[1] else edges.new_zeros(len(edges))
     totals = gather_ranks(own, group)
@@ -111,14 +111,15 @@ def _draw(
     aims = (fractions * whole.double().unsqueeze(1)).long() - totals[:rank].sum(0).unsqueeze(1)
     if edges.shape[1] == 0:
         return gather_ranks(torch.full_like(aims, -1), group).amax(0)
-    # The first edge beyond the aim; an id without mass has the edge of the one before it.
+    # The first edge beyond the aim. An id without mass has its predecessor's edge and is never
+    # chosen.
     found = torch.searchsorted(edges, aims, right=True) + shard.start
     is_own = (aims >= 0) & (aims < own.unsqueeze(1))
     return gather_ranks(torch.where(is_own, found, -1), group).amax(0)
 
 
 def _count(drawn: Tensor, ids: Tensor, counts: Tensor) -> None:
-    """Write the different ids of sorted rows, and how often each stands there."""
+    """Write the distinct ids of sorted rows, and their counts."""
     is_new = torch.ones_like(drawn, dtype=torch.bool)
     is_new[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
     column = is_new.cumsum(1) - 1

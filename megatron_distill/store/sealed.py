@@ -1,4 +1,4 @@
-"""JSON files of a store that hold the SHA-256 of their own content."""
+"""JSON files of a store, sealed with the SHA-256 of their content."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def canonical(value: dict[str, Any]) -> bytes:
 
 
 def sealed(value: dict[str, Any]) -> bytes:
-    """Canonical JSON that holds the SHA-256 of itself without it, under `seal`."""
+    """Canonical JSON, with the SHA-256 of the remaining content under `seal`."""
     return canonical(value | {"seal": hashlib.sha256(canonical(value)).hexdigest()})
 
 
 def repair_advice(store: Path, *, file: bool = False) -> str:
-    """What a message about a damaged store ends with; `file`: about one that a copy can replace."""
+    """The advice at the end of a message about a damaged store; `file`: also to restore a copy."""
     first = "restore the file from a copy, or " if file else ""
     return f"{first}run `python tools/teacher_store.py repair {store}`, then the capture again"
 
 
 def unsealed(path: Path, *, advice: str) -> dict[str, Any]:
-    """What a sealed file holds. Raises StoreError: it cannot be read, or was changed."""
+    """The content of a sealed file. Raises StoreError: unreadable, or changed."""
     text = read_bytes(path, advice=advice)
     try:
         value = json.loads(text)
@@ -44,11 +44,11 @@ def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
     try:
         return sealed({name: part for name, part in value.items() if name != "seal"}) == text
     except ValueError:
-        return False  # NaN, which the reader of JSON takes and its writer does not
+        return False  # NaN: json.loads accepts it, the canonical writer does not
 
 
 def read_bytes(path: Path, *, advice: str = "") -> bytes:
-    """The content of a file. Raises StoreError naming it, and what to do."""
+    """The content of a file. Raises StoreError with its path and the advice."""
     try:
         return path.read_bytes()
     except OSError as error:

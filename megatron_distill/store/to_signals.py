@@ -1,4 +1,4 @@
-"""Records as the signals that losses take."""
+"""Conversion of records to signals for the losses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def top_k_signal(
     """The top-k of b samples at a temperature, one sample after another.
 
     Shapes: ids int64 and log-probs fp32 ``[b S, K]``, log tails fp32 ``[b S]``, on the CPU. For
-    support renormalized any temperature will do, and log-probs are normalised over the kept ids.
+    support renormalized any temperature is possible, and log-probs are normalised over the K ids.
 
     Raises:
-        StoreError: the records do not know enough for this support or this temperature.
+        StoreError: the records lack the values for this support or this temperature.
     """
     parts = [_at(record, temperature, support) for record in records]
     ids = np.concatenate([part[0] for part in parts]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Reads all of a store, says what is wrong with it, and takes bad shards out of it."""
+"""Verification of a whole store, repair by quarantine of bad shards, and codec errors."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ QUARANTINE: Final = "quarantine"
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One defect of a store.
 
     Attributes:
-        file: path inside of the store.
+        file: path within the store.
         shard: its number, or None for a file of the whole store.
-        sample_id: None where it is the file as a whole.
-        text: what is wrong.
+        sample_id: None if the defect is of the whole file.
+        text: description of the defect.
     """
 
     file: str
@@ -61,13 +61,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         plan: of the store.
         problems: all of them, by shard and sample.
-        missing: planned shards that are not there, which is no problem of the shards that are.
-        samples: how many were read and found good.
+        missing: planned shards without files; not a defect of the existing shards.
+        samples: number of verified samples without a defect.
     """
 
     plan: Plan
@@ -77,20 +77,20 @@ class VerificationReport:
 
     @property
     def bad_shards(self) -> tuple[int, ...]:
-        """Shards that hold a problem."""
+        """Shards with a defect."""
         return tuple(sorted({p.shard for p in self.problems if p.shard is not None}))
 
 
 def verify(
     folder: Path, *, progress: Callable[[int, int], None] | None = None
 ) -> VerificationReport:
-    """Read every byte of a store and check everything that can be checked without the teacher.
+    """Read every byte of a store and make every check that is possible without the teacher.
 
     Args:
-        progress: called after each shard with how many are done, of how many.
+        progress: called after each shard with the number of shards done and their total.
 
     Raises:
-        StoreError: there is no plan that could be believed.
+        StoreError: the plan is missing or damaged.
     """
     plan = Plan.load(folder)
     problems, missing, good = [], [], 0
@@ -170,7 +170,7 @@ def _record_problems(
 
 
 def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None, str | None]]:
-    """Position, content and damage of all records; one bad record does not hide its neighbours."""
+    """Position, content and error of all records; a bad record does not hide its neighbours."""
     for start in range(0, count, _READ_RECORDS):
         positions = range(start, min(start + _READ_RECORDS, count))
         try:
@@ -187,10 +187,10 @@ def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None,
 
 
 def repair(folder: Path, report: VerificationReport) -> list[Path]:
-    """Move bad shards to quarantine, so that they are holes of the writer, and say what was moved.
+    """Move bad shards to quarantine, as holes for the writer; returns the moved files' new paths.
 
-    A manifest that is damaged, or that counts shards moved, goes too: the writer makes it anew.
-    An interrupted repair leaves whole shards or holes, and is done by running it again.
+    The manifest is moved too if it is damaged or lists a moved shard; the writer writes a new one.
+    An interrupted repair leaves whole shards or holes; running it again completes it.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -200,7 +200,7 @@ def repair(folder: Path, report: VerificationReport) -> list[Path]:
     names = [Path(name) for shard in report.bad_shards for name in _names(shard)]
     wanted = [shards / name for name in names]
     if report.bad_shards or any(problem.file == MANIFEST for problem in report.problems):
-        # First what vouches for a file, then the file.
+        # Manifest and sidecars move before the files that they list.
         wanted.insert(0, folder / MANIFEST)
     with write_errors(folder / QUARANTINE):
         for path in wanted:
@@ -228,7 +228,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _plain(error: StoreError, path: Path, folder: Path) -> str:
-    """An error without the path and the advice, which a report has no need of."""
+    """An error's text without the path and the advice, which a report does not need."""
     text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.parent}: ")
     for is_file in (True, False):
         text = text.removesuffix(f"; {repair_advice(folder, file=is_file)}")
@@ -237,14 +237,14 @@ def _plain(error: StoreError, path: Path, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class CodecError:
-    """KL divergence of decoded from exact distributions over the kept ids and the tail, in nats.
+    """KL divergence of decoded from exact distributions over the top-k ids and the tail, in nats.
 
     Attributes:
-        codec: which one.
+        codec: its name.
         bytes_per_token: of a whole record, without the container.
         mean: over positions.
         p99: its 99th percentile.
-        largest_log_prob: largest error of a kept log-probability whose probability is above 1e-4.
+        largest_log_prob: largest error of a log-probability whose probability is above 1e-4.
     """
 
     codec: str
@@ -257,7 +257,7 @@ class CodecError:
 def measure_codec(
     codec: str, ids_SK: Integers, log_probs_SK: Floats, log_tail_S: Floats, *, vocab_size: int
 ) -> CodecError:
-    """Store and read back S positions with a codec, and compare.
+    """Encode and decode S positions with a codec, and measure the error.
 
     Shapes: ids and log-probs ``[S, K]``, descending, and log tails ``[S]`` that complete them.
     """

@@ -1,4 +1,4 @@
-"""Writes a store, shard by shard, from any number of processes."""
+"""Writers of a store, shard by shard, from any number of processes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["ShardWriter", "StoreWriter"]
 
 
 class StoreWriter:
-    """Begins a store, or goes on with one that was begun with the same plan.
+    """Begins a store, or resumes one with the same plan.
 
-    Every process that writes shards of the store opens a writer of its own; which process writes
-    which shard is theirs to divide. `named` has words for what differs between plans, see
-    `Plan.require_same`. Raises StoreError: the plan differs from the one that the store was begun
-    with (named is what differs), or the folder cannot be written.
+    Every process that writes shards of the store opens a writer; the caller divides the shards
+    among the processes. `named` maps dotted names of differing values to names in the message, see
+    `Plan.require_same`. Raises StoreError: the store was started with a different plan, or the
+    folder cannot be written.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StoreWriter:
             self.plan.require_same(Plan.load(folder), folder, named=named)
 
     def holes(self) -> list[int]:
-        """Planned shards that are not there. Removes temporary files that nobody writes any more.
+        """Planned shards without a sidecar. Removes stale temporary files.
 
         Raises:
             StoreError: the folder cannot be written.
@@ -85,16 +85,16 @@ class StoreWriter:
     def shard(self, shard: int) -> ShardWriter:
         """A context that adds a shard's records and commits it at its end.
 
-        An error inside leaves nothing behind. A shard that is there by then stays as it is.
+        An error inside leaves no file. A shard committed in the meantime does not change.
         """
         assert 0 <= shard < self.plan.shards, f"there are {self.plan.shards} shards"
         return ShardWriter(self.folder, self.plan, shard)
 
     def finish(self) -> Manifest:
-        """Write the manifest, after which the store can be read.
+        """Write the manifest, which makes the store readable.
 
         Raises:
-            StoreError: a shard is missing or was exchanged since.
+            StoreError: a shard is missing or has been replaced.
         """
         holes = self.holes()
         if holes:
@@ -118,7 +118,7 @@ class StoreWriter:
 
 
 class ShardWriter:
-    """Takes the records of one shard in the order of their ids; used as a context."""
+    """Writes the records of one shard in the order of their ids; a context manager."""
 
     def __init__(self, folder: Path, plan: Plan, shard: int) -> None:
         self._plan = plan
@@ -143,8 +143,8 @@ class ShardWriter:
         """Append the next sample's record.
 
         Raises:
-            StoreError: it is not the next one, does not fit the plan, holds values that no teacher
-                can have said, or cannot be written.
+            StoreError: it is not the next one, does not fit the plan, has values that no teacher
+                can produce, or cannot be written.
         """
         end = self._plan.first(self._shard) + self._plan.count(self._shard)
         where = f"{self._path}: sample {record.sample_id}"
@@ -160,7 +160,7 @@ class ShardWriter:
         self._totals.append(Totals.of_record(record))
 
     def abandon(self) -> None:
-        """Leave without a trace, in place of the context's end."""
+        """Remove the temporary file, instead of leaving the context."""
         try:
             self._file.abandon()
         finally:
@@ -181,7 +181,7 @@ class ShardWriter:
             self._claim.__exit__(None, None, None)
 
     def _commit(self) -> None:
-        """Make the shard appear; every step is on disk before the next begins."""
+        """Commit the shard; every step is flushed to disk before the next begins."""
         count = self._plan.count(self._shard)
         added = self._next - self._plan.first(self._shard)
         if added != count:
@@ -202,7 +202,7 @@ class ShardWriter:
             totals=Totals.of_all(self._totals),
         )
         if self._sidecar.exists():
-            return  # another process was faster; what is committed is not touched
+            return  # another process was faster; a committed shard does not change
         with write_errors(self._path):
             self._partial.replace(self._path)
             flush_folder(self._path.parent)

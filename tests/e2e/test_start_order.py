@@ -107,7 +107,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         r"parallel\.pipeline = 2",
     ),
     "layers": (
-        (STUDENT_HF % "sound", "student.num_layers=9"), "num_layers = 9: the source has only 3 layers",
+        (STUDENT_HF % "sound", "student.num_layers=9"),
+        "num_layers = 9: the source has only 3 layers",
     ),
     "top k": (
         ("objective.terms=[{{divergence: forward_kl, top_k: 500}}]",),

@@ -1,7 +1,6 @@
-"""What a Hugging Face folder holds besides weights: configuration, tokenizer, generation settings.
+"""Files of a Hugging Face folder besides weights: configuration, tokenizer, generation settings.
 
-A checkpoint made from such a folder keeps them in a folder of its own, so that the export finds
-them wherever the original has gone.
+A checkpoint made from such a folder contains copies, so that the export does not need the original.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 _GENERATION_FILE = "generation_config.json"
-# Said anew by the family, or true of the original's files alone.
+# Written by the family, or valid for the original's files only.
 _NOT_CARRIED = frozenset(
     {
         "_name_or_path",
@@ -53,7 +52,7 @@ _NOT_CARRIED = frozenset(
 
 
 def copy_assets(source: Path, destination: Path) -> None:
-    """Copy configuration, tokenizer and generation settings that a folder has; raises OSError."""
+    """Copy configuration, tokenizer and generation settings of a folder; raises OSError."""
     destination.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, _GENERATION_FILE):
         if (source / name).is_file():
@@ -62,7 +61,7 @@ def copy_assets(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the tokenizer files that a folder has; raises OSError."""
+    """Copy the tokenizer files of a folder; raises OSError."""
     destination.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -70,9 +69,9 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def carried_entries(assets: Path, family: Family) -> dict[str, Any]:
-    """Return entries of the original's config.json that are not said by the weights' shapes.
+    """Return entries of the original's config.json that the weights' shapes do not determine.
 
-    Of another family's original only the special tokens are meant alike.
+    From an original of another family, only the special tokens.
     """
     original = _original(assets)
     if original.get("model_type") != family.model_type:
@@ -95,9 +94,9 @@ def _original(assets: Path) -> dict[str, Any]:
 
 
 def choose_family(architecture: Architecture, assets: Path, *, wanted: str | None) -> Family:
-    """Return the family to export as: `wanted`, else the original's, else the first that can.
+    """Return the family for the export: `wanted`, else the original's, else the first possible.
 
-    Raises CheckpointError, with what each family lacks, where none can say the architecture.
+    Raises CheckpointError, with each family's reasons, if none can express the architecture.
     """
     known = families()
     if wanted is not None and wanted not in known:
@@ -135,7 +134,7 @@ def write_config(
 
 
 def _older_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Say rotary positions as `transformers` before release 5 did; later ones read both alike."""
+    """Rotary entries in the form of `transformers` before release 5; later releases read both."""
     if rope is None:
         return {}
     entries: dict[str, Any] = {}

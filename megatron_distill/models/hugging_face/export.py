@@ -25,12 +25,12 @@ from megatron_distill.models.hugging_face.safetensors_files import (
 from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
 from megatron_distill.runtime.collectives import together
 
-_BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time
+_BLOCK_BYTES = 2**28  # largest part of one tensor in a rank's memory
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One of our tensors and the Hugging Face tensors that it becomes."""
+    """One of our tensors and its Hugging Face tensors."""
 
     parameter: Parameter
     place: Place
@@ -45,7 +45,7 @@ class Unit:
 
 @dataclass
 class PlannedFile:
-    """One safetensors file and what goes into it, in order."""
+    """One safetensors file and its tensors, in order."""
 
     units: list[Unit] = field(default_factory=list)
     nbytes: int = 0
@@ -68,10 +68,10 @@ def plan_files(
     dtype_of: Callable[[str], torch.dtype],
     max_shard_bytes: int,
 ) -> list[PlannedFile]:
-    """Distribute all tensors over files of at most `max_shard_bytes`, or of one tensor.
+    """Distribute all tensors over files of at most `max_shard_bytes`; a larger tensor is one file.
 
-    `dtype_of` says in which dtype one of our tensors is written. Raises CheckpointError where the
-    family lacks a tensor that the architecture has.
+    `dtype_of` returns the dtype of one of our tensors in the files. Raises CheckpointError if the
+    family lacks a tensor of the architecture.
     """
     files = [PlannedFile()]
     for parameter, place in placed(architecture):
@@ -96,9 +96,9 @@ def write_files(
 ) -> None:
     """Write this rank's share of the files and, on the first rank, their index.
 
-    `done` is told the bytes of each tensor that has been written. Raises CheckpointError on all
-    ranks where one could not write or read. Memory: a block of one tensor, and none where it lies
-    in one file as it will in the other.
+    `done` is called with the bytes of each written tensor. Raises CheckpointError on all ranks if
+    one could not write or read. Memory: a block of one tensor; none where its rows can be copied
+    from file to file.
 
     Collective: world, one all-gather of a short object per rank.
     """
@@ -128,7 +128,7 @@ def _write_file(
 
 
 def _parts(windows: WindowReader, unit: Unit, piece: Piece) -> Iterator[Tensor]:
-    """Yield a Hugging Face tensor's rows in order, as much of it at once as lies together."""
+    """Yield a Hugging Face tensor's rows in order, in the largest contiguous parts."""
     key, shape = unit.parameter.key, unit.parameter.shape
     origin = (0,) * len(shape)
     runs = sorted(piece.runs, key=lambda run: run.theirs)

@@ -23,10 +23,9 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Family:
     """One `model_type` of `transformers`.
 
-    tensors: our tensors (`models.parameters`) to where their rows are. prefix: of all names but
-    the head's; checkpoints of the bare model lack it. buffers: patterns of stored tensors that
-    are no weights. older_entries: names that readers before `transformers` 5 know entries by, to
-    the present names.
+    tensors: our tensors (`models.parameters`) to the rules of their rows. prefix: of all names but
+    the head's; checkpoints of the bare model lack it. buffers: patterns of stored tensors that are
+    not weights. older_entries: entry names before `transformers` 5 to the present names.
     """
 
     model_type: str
@@ -52,12 +51,12 @@ class Family:
     def config(self, architecture: Architecture, carried: Mapping[str, Any]) -> Any:
         """Return the configuration of `transformers` that describes an architecture.
 
-        `carried` are further entries, of the model that this one comes from. Raises
-        CheckpointError where the family cannot say what the architecture is.
+        `carried` are further entries, from the original model. Raises CheckpointError if the family
+        cannot express the architecture.
         """
         from transformers import AutoConfig
 
-        # The families' own defaults are the tokens of their first models.
+        # None first: the defaults of `transformers` are the tokens of each family's first models.
         entries: dict[str, Any] = {**dict.fromkeys(SPECIAL_TOKENS), **carried}
         for setting in self.settings:
             entries |= setting.write(architecture)

@@ -1,4 +1,4 @@
-"""What Llama and the families after it have in common."""
+"""Rules and settings shared by Llama and similar families."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FEED_FORWARD: dict[str, Rule] = {
     ),
     f"{_MLP}linear_fc2.weight": Same(f"{LAYER}mlp.down_proj.weight"),
 }
-# Between two norms each, behind both (Gemma 2, Gemma 3).
+# Norms before and after both attention and feed-forward (Gemma 2, Gemma 3).
 SANDWICH_NORMS: dict[str, Rule] = {
     f"{_ATTENTION}post_norm.weight": Same(f"{LAYER}post_attention_layernorm.weight"),
     f"{_MLP}linear_fc1.layer_norm_weight": Same(f"{LAYER}pre_feedforward_layernorm.weight"),
@@ -78,7 +78,7 @@ SANDWICH_NORMS: dict[str, Rule] = {
 }
 DENSE_LAYERS: dict[str, Rule] = {**ENDS, **ATTENTION, **FEED_FORWARD_NORM, **FEED_FORWARD}
 
-# Old checkpoints keep the rotary frequencies, which follow from the configuration.
+# Old checkpoints contain the rotary frequencies, which follow from the configuration.
 ROTARY_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
@@ -96,7 +96,7 @@ def experts(block: str, router: str, gate: str, up: str, down: str) -> dict[str,
 
 @dataclass(frozen=True)
 class EmbeddingScale:
-    """Embeddings are multiplied by the root of their width."""
+    """Embeddings are multiplied by the square root of their width."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
@@ -109,7 +109,7 @@ class EmbeddingScale:
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """What the scores are divided by the root of."""
+    """The number whose square root divides the attention scores."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""

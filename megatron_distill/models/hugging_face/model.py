@@ -1,4 +1,4 @@
-"""A Hugging Face model on disk: what it is, and its tensors under our names."""
+"""A Hugging Face model on disk: its description, and its tensors under our names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_distill.models.weights import Parameter, Place, parameters, placed
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5
-_FEW_RUNS = 3  # more are heads of queries and keys, too small to be read one by one
+_FEW_RUNS = 3  # more are heads of queries and keys, too small for separate reads
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What the configuration of a Hugging Face folder says."""
+    """The configuration of a Hugging Face folder as an architecture."""
 
     family: Family
     architecture: Architecture
@@ -41,7 +41,7 @@ class ModelDescription:
 def describe(folder: Path) -> ModelDescription:
     """Read config.json.
 
-    Raises CheckpointError: no such file, an unknown family, or a value that is not computed here.
+    Raises CheckpointError: no such file, an unknown family, or an unsupported value.
     """
     path = folder / "config.json"
     entries = _entries(path)
@@ -87,7 +87,7 @@ class NamedPiece:
 def pieces_of(
     family: Family, architecture: Architecture, parameter: Parameter, place: Place
 ) -> list[NamedPiece]:
-    """Return the Hugging Face tensors that make one of ours, at a layer and expert.
+    """Return the Hugging Face tensors of one of ours, at a layer and expert.
 
     Raises CheckpointError where the family has no such tensor.
     """
@@ -115,11 +115,11 @@ class HuggingFaceWeights:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def pieces(self, key: str, place: Place) -> list[NamedPiece]:
-        """Return the Hugging Face tensors that make one of ours."""
+        """Return the Hugging Face tensors of one of ours."""
         return pieces_of(self.family, self.architecture, self._parameters[key], place)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of one of our tensors: the widest that makes it, in any layer."""
+        """Return the dtype of one of our tensors: the widest of its parts, over all layers."""
         if key not in self._dtypes:
             every = places(self._parameters[key], self.architecture)
             spelled = {self.dtype_at(key, place) for place in every}
@@ -127,15 +127,15 @@ class HuggingFaceWeights:
         return self._dtypes[key]
 
     def dtype_at(self, key: str, place: Place) -> torch.dtype:
-        """Return the dtype of one of our tensors at one place: the widest that makes it there."""
+        """Return the dtype of one of our tensors at one place: the widest of its parts there."""
         spelled = {self._files.dtype(self._stored(named.name)) for named in self.pieces(key, place)}
         return reduce(torch.promote_types, (_DTYPES[name] for name in spelled))
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
         """Copy a window of one of our tensors into `destination`, whose shape is the window's.
 
-        `place` is (), (layer,) or (layer, expert), `start` the window's first row and column.
-        Rows past the real vocabulary become zero. Nothing but the window is read.
+        `place` is (), (layer,) or (layer, expert), `start` the window's first row and column. Rows
+        past the real vocabulary become zero. Only the window is read.
         """
         rows = destination.shape[0]
         stored = self._parameters[key].shape[0]
@@ -156,7 +156,7 @@ class HuggingFaceWeights:
     def read(
         self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return a window as it lies in its file, or None where it must be put together."""
+        """Return a window as a view of its file, or None if it must be assembled."""
         blocks = [
             (named, block)
             for named in self.pieces(key, place)
@@ -169,7 +169,7 @@ class HuggingFaceWeights:
         return self._files.read(self._stored(named.name), span, *_columns(start, shape))
 
     def cuts(self, key: str, place: Place) -> list[int]:
-        """Return our rows from which on another tensor's rows follow, where these are few."""
+        """Return our rows at which the next Hugging Face tensor begins, if these are few."""
         starts = [run.ours for named in self.pieces(key, place) for run in named.piece.runs]
         return sorted(starts) if len(starts) <= _FEW_RUNS else [0]
 
@@ -187,10 +187,10 @@ class HuggingFaceWeights:
         }
 
     def check(self) -> None:
-        """Account for every tensor of the folder, from the headers of its files.
+        """Check every tensor of the folder, from the headers of its files.
 
-        Raises CheckpointError: a missing or surplus tensor, a shape that is not the
-        configuration's, a dtype that is not read, a file that its index does not describe.
+        Raises CheckpointError: a missing or surplus tensor, a shape that differs from the
+        configuration, an unsupported dtype, a file that differs from its index.
         """
         self._files.check_index()
         expected, found = self._expected(), self._files.names
@@ -233,7 +233,7 @@ class HuggingFaceWeights:
             )
 
     def _is_copy_of_embedding(self, name: str) -> bool:
-        """Return whether this is the head of a tied model, stored a second time."""
+        """Return whether this tensor is the head of a tied model, a copy of the embedding."""
         rules = self.family.tensors
         (head,) = rules[_HEAD].pieces((1, 1), self.architecture)
         (embedding,) = rules[_EMBEDDING].pieces((1, 1), self.architecture)
@@ -259,7 +259,7 @@ def _columns(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _blocks(runs: Sequence[Run], first: int, last: int) -> Iterator[list[Run]]:
-    """Cut runs to our rows [first, last) and group what stands together on their side."""
+    """Cut runs to our rows [first, last) and group runs that are contiguous on the other side."""
     block: list[Run] = []
     for run in runs:
         start, end = max(run.ours, first), min(run.ours + run.rows, last)

@@ -1,8 +1,8 @@
-"""How rows of one of our tensors are rows of Hugging Face tensors.
+"""Rules that map rows of our tensors to rows of Hugging Face tensors.
 
-Both sides store a linear layer as [out, in], so every family differs from us in nothing but names
-and the order of rows; GPT-2 alone stores [in, out]. A rule states that order once, and reading a
-slice, writing a tensor and checking shapes all follow from it.
+Both sides store a linear layer as [out, in], so a family differs only in names and the order of
+rows; GPT-2 alone stores [in, out]. A rule defines that order once. Reading a slice, writing a
+tensor and checking shapes follow from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_distill.models.architecture import Architecture
 
 
 class Run(NamedTuple):
-    """`rows` rows that follow each other on both sides, and where they start."""
+    """`rows` rows that are contiguous on both sides, with their starts."""
 
     ours: int
     theirs: int
@@ -24,10 +24,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows of one of our tensors that one Hugging Face tensor holds.
+    """The rows of one of our tensors in one Hugging Face tensor.
 
     name: a template with `{layer}` and `{expert}`. shape: of the Hugging Face tensor, as stored.
-    transposed: it is stored [in, out]; its rows are then its columns.
+    transposed: stored [in, out]; our rows are then its columns.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Piece:
 
 
 class Rule(Protocol):
-    """Says which Hugging Face tensors hold the rows of a tensor of this shape."""
+    """Maps the rows of a tensor to Hugging Face tensors."""
 
     def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
         """Return pieces whose runs cover every row exactly once."""
@@ -58,7 +58,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Several tensors of equal size, one under the other: gate, then up."""
+    """Several tensors of equal size, concatenated by rows: gate, then up."""
 
     names: tuple[str, ...]
 
@@ -73,7 +73,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class SplitQKV:
-    """Queries, keys and values in three tensors; ours stand by group: its queries, key, value."""
+    """Queries, keys and values in three tensors; ours are ordered by group: queries, key, value."""
 
     query: str
     key: str
@@ -91,7 +91,7 @@ class SplitQKV:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """All queries, all keys, all values in one tensor; ours stand by group."""
+    """All queries, all keys, all values in one tensor; ours are ordered by group."""
 
     name: str
     transposed: bool = False
@@ -106,7 +106,7 @@ class FusedQKV:
 
 
 def _grouped_runs(architecture: Architecture) -> tuple[list[Run], list[Run], list[Run]]:
-    """Return the runs of queries, keys and values, each counted from its own first row."""
+    """Return the runs of queries, keys and values, each counted from its first row."""
     head, groups = architecture.head_size, architecture.num_kv_heads
     queries = architecture.num_attention_heads // groups * head
     stride = queries + 2 * head

@@ -1,9 +1,8 @@
-"""A folder of safetensors files, one or many, read slice by slice.
+"""Reading a folder of safetensors files slice by slice, and writing one file tensor by tensor.
 
-A safetensors file written tensor by tensor, so that one tensor at a time is in memory.
-
-Layout: an 8-byte little-endian length, a JSON header of that length with dtype, shape and place
-of every tensor, then their bytes, row by row. Source: the format page of the safetensors project.
+The writer has one tensor at a time in memory. Layout: an 8-byte little-endian length, a JSON header
+of that length with dtype, shape and offset of every tensor, then their bytes, row by row. Source:
+the format page of the safetensors project.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder by name; files are mapped, and read where looked at.
+    """The tensors of a Hugging Face folder by name; files are memory-mapped.
 
-    Raises CheckpointError naming the file: missing, truncated, damaged, in no index, or pickled.
+    Raises CheckpointError naming the file: missing, truncated, damaged, not in the index, or
+    pickled.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,11 +52,11 @@ class SafetensorsFolder:
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Return a part of a tensor without touching the rest of its file."""
+        """Return a part of a tensor; the rest of its file is not read."""
         return self._slice(name)[window]
 
     def check_index(self) -> None:
-        """Raise CheckpointError where a file holds other tensors than the index says."""
+        """Raise CheckpointError if the tensors of a file differ from the index."""
         for file in sorted(set(self._place.values())):
             held = set(self._open(file).keys())
             indexed = {name for name, at in self._place.items() if at == file}
@@ -133,7 +133,7 @@ _ALIGNMENT = 8
 
 
 class TensorEntry(NamedTuple):
-    """What the header says of one tensor."""
+    """The header entry of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -171,7 +171,7 @@ class SafetensorsWriter:
             self._stream.close()
 
     def write(self, name: str, parts: Iterable[Tensor]) -> None:
-        """Write the next tensor, which the header names `name`, part after part."""
+        """Write the next tensor of the header, `name`, in parts."""
         expected, entry = self._waiting.pop()
         assert name == expected, (name, expected)
         left = entry.nbytes

@@ -1,7 +1,7 @@
-"""How entries of a Hugging Face configuration are fields of our architecture, both ways.
+"""Conversion between entries of a Hugging Face configuration and fields of our architecture.
 
-A setting reads the fields that it knows from a configuration of `transformers`, and writes the
-entries that say the same. What a family can say at all is then a tuple of settings.
+A setting reads its fields from a configuration of `transformers`, and writes the equivalent
+entries. A family is a tuple of settings.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class Setting(Protocol):
-    """Some fields of the architecture and the entries of config.json that say them."""
+    """Some fields of the architecture and their entries of config.json."""
 
     def read(self, theirs: Any) -> Fields:
-        """Return fields of `Architecture`; raises CheckpointError for what we cannot compute."""
+        """Return fields of `Architecture`; raises CheckpointError for unsupported values."""
         ...
 
     def write(self, architecture: Architecture) -> Entries:
@@ -33,7 +33,7 @@ class Setting(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """An entry that is a field."""
+    """An entry with the same values as a field."""
 
     field: str
     entry: str
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Always:
-    """A field that every model of the family has the same."""
+    """A field with the same value in every model of the family."""
 
     field: str
     value: Any
@@ -88,7 +88,7 @@ class Always:
 
 @dataclass(frozen=True)
 class Only:
-    """An entry of which this library computes one value."""
+    """An entry with one supported value."""
 
     entry: str
     value: Any
@@ -107,7 +107,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Off:
-    """An entry that switches on what this library does not compute."""
+    """An entry that must be off: it enables an unsupported feature."""
 
     entry: str
 
@@ -125,9 +125,9 @@ class Off:
 
 @dataclass(frozen=True)
 class HeadSize:
-    """The head size: hidden size / heads where no entry says another.
+    """The head size: hidden size / heads unless an entry sets it.
 
-    is_implied: the entry is written only where it says something else, as by the family itself.
+    is_implied: the entry is written only if it differs from that, as in the family's models.
     """
 
     is_implied: bool = False
@@ -146,9 +146,9 @@ class HeadSize:
 
 
 def read_rope(parameters: Mapping[str, Any], *, may_be_partial: bool = False) -> Fields:
-    """Return the rotary fields that standardised `rope_parameters` say; raises CheckpointError.
+    """Return the rotary fields of standardised `rope_parameters`; raises CheckpointError.
 
-    Most families turn whole heads, whatever `partial_rotary_factor` says.
+    Most families rotate whole heads and ignore `partial_rotary_factor`.
     """
     kind = parameters["rope_type"]
     fraction = float(parameters.get("partial_rotary_factor", 1.0))
@@ -196,7 +196,7 @@ def write_rope(architecture: Architecture, *, may_be_partial: bool = False) -> d
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions, the same in every layer; `may_be_partial`: of a part of each head."""
+    """Rotary positions, the same in every layer; `may_be_partial` allows a part of each head."""
 
     may_be_partial: bool = False
 
@@ -212,7 +212,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeByLayerType:
-    """Rotary positions of their own in sliding layers, never scaled there (Gemma 3)."""
+    """Separate rotary positions for sliding layers, never scaled there (Gemma 3)."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
@@ -237,7 +237,7 @@ class RopeByLayerType:
 
 @dataclass(frozen=True)
 class WindowEverywhere:
-    """One sliding window for all layers, or none; `switch` names an entry that turns it on."""
+    """One sliding window for all layers, or none; `switch` names the entry that enables it."""
 
     switch: str | None = None
 
@@ -336,7 +336,7 @@ _COUNTS = (
 
 
 def config_errors() -> tuple[type[Exception], ...]:
-    """Return what `transformers` raises for values that its configurations cannot have."""
+    """Return the exceptions of `transformers` for invalid configuration values."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (
@@ -351,12 +351,12 @@ def config_errors() -> tuple[type[Exception], ...]:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error of `transformers`, whose messages have several lines, as one."""
+    """Return the multi-line message of an error of `transformers` as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def check_values(architecture: Architecture) -> None:
-    """Raise CheckpointError for sizes that no model can have."""
+    """Raise CheckpointError for impossible sizes."""
     for name in _COUNTS:
         _check_count(name, getattr(architecture, name))
     heads, groups = architecture.num_attention_heads, architecture.num_kv_heads

@@ -1,6 +1,6 @@
 """Triton executors of the row sweeps: the same statistics and gradients in one pass each.
 
-Nothing here imports Triton before a kernel is wanted.
+Triton is imported only when a kernel is used.
 """
 
 from megatron_distill.ops.kernels.available import KernelForm, kernels_run

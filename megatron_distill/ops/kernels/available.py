@@ -1,4 +1,4 @@
-"""When the Triton executors take the place of the chunked ones."""
+"""The choice between the Triton kernels and the torch path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class KernelForm:
-    """Which Triton function evaluates a row of the table of divergences, and its parameter."""
+    """The Triton function of an entry of the table of divergences, and its parameter."""
 
     name: Literal[
         "reverse_kl",
@@ -31,14 +31,14 @@ class KernelForm:
 
     @property
     def parameters(self) -> tuple[float, float]:
-        """The parameter and one minus it, which fp32 could not say of the other."""
+        """The parameter and one minus it: subtracting in fp32 would lose digits."""
         return self.parameter, 1 - self.parameter
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tensors like these are for the kernels: on CUDA, or anywhere if Triton interprets.
+    """Whether the kernels support this device and dtype: CUDA, or any device if Triton interprets.
 
-    Triton's interpreter, which ``TRITON_INTERPRET=1`` asks for, is for tests: it is slow.
+    ``TRITON_INTERPRET=1`` enables Triton's interpreter, which is slow and for tests only.
     """
     if dtype not in _DTYPES or not _is_installed():
         return False

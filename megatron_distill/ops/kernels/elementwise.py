@@ -1,7 +1,7 @@
-"""What the row kernels do with one logit, as Triton functions.
+"""Elementwise Triton functions of the row kernels: loads, log ratios, slopes and values.
 
-Division and logarithm are rounded as IEEE asks, and no product is fused with a sum (see the launch
-options): equal models leave exactly nothing.
+Division and logarithm are rounded as IEEE requires, and no product is fused with a sum (see the
+launch options): equal models give exactly zero.
 """
 
 import triton
@@ -19,18 +19,18 @@ __all__ = [
     "through_cap",
 ]
 
-# What stands for -inf; differences of two are finite, at temperatures down to 1/2.
+# Replaces -inf; differences of two are finite, at temperatures down to 1/2.
 LOWEST: tl.constexpr = tl.constexpr(-8.507059e37)
 _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # See `gap_beyond_top`.
 _FAR: tl.constexpr = tl.constexpr(1e20)
 _LOG_HALF: tl.constexpr = tl.constexpr(-0.6931471805599453)
-# Log ratios up to which what is beyond their first order comes from a series, good to 1e-7.
+# Log ratios up to which the part beyond first order comes from a series, accurate to 1e-7.
 _NEAR: tl.constexpr = tl.constexpr(0.5)
-# Where tanh is a polynomial: there, 1 - e^-2x would have lost digits.
+# Below it tanh is a polynomial, since 1 - e^-2x would lose digits.
 _SMALL: tl.constexpr = tl.constexpr(0.25)
 
-# Numbers by which a kernel knows the rows of the table of divergences.
+# Numbers of the divergences in kernel arguments.
 FORMS = {
     "reverse_kl": 1,
     "js_divergence": 2,
@@ -43,7 +43,7 @@ FORMS = {
 
 @triton.jit
 def _log1p(x):
-    # Kahan: the error of log(1 + x) is that of rounding 1 + x, which x / (u - 1) takes back.
+    # Kahan: the error of log(1 + x) comes from rounding 1 + x; the factor x / (u - 1) corrects it.
     u = 1.0 + x
     exact = u == 1.0
     return tl.where(exact, x, tl.log(u) * tl.div_rn(x, tl.where(exact, 1.0, u - 1.0)))
@@ -68,24 +68,26 @@ def _tanh(x):
 
 @triton.jit
 def load_logits(pointer, mask, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Raw outputs as fp32 logits, a cap of zero being none; -inf and what is masked become the
-    lowest number."""
+    """Raw outputs as fp32 logits; a cap of zero means none.
+
+    -inf and masked entries become LOWEST.
+    """
     logits = tl.load(pointer, mask=mask, other=-float("inf")).to(tl.float32) * SCALE
     if CAP > 0:
         logits = CAP * _tanh(tl.div_rn(logits, tl.full([], CAP, tl.float32)))
-    # A maximum would swallow NaN, which has to be seen.
+    # Not tl.maximum, which would hide NaN.
     return tl.where(mask & (logits != -float("inf")), logits, LOWEST)
 
 
 @triton.jit
 def scaled(weight, values):
-    """The product; of weight zero it is zero whatever the values are."""
+    """The product; zero for weight zero, even if the values are not finite."""
     return tl.where(weight == 0.0, 0.0, weight * values)
 
 
 @triton.jit
 def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """The gradient on raw outputs from that on logits."""
+    """The gradient on raw outputs from the gradient on logits."""
     if CAP > 0:
         inside = tl.div_rn(logits, tl.full([], CAP, tl.float32))
         gradient = gradient - scaled(gradient, inside * inside)
@@ -94,14 +96,16 @@ def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _mixture(p, q, share, rest):
-    """share p + rest q, from the model with the larger share. Of share and rest, which sum to one,
-    each is given: one minus the other would have few digits where that is near one."""
+    """share p + rest q, computed from the model with the larger share.
+
+    Both share and rest = 1 - share are given, because the subtraction would lose digits near one.
+    """
     return tl.where(share <= 0.5, q + share * (p - q), p - rest * (p - q))
 
 
 @triton.jit
 def exp_excess(x):
-    """e^x - 1 - x, of an x no further from zero than the series is good for."""
+    """e^x - 1 - x, with x clamped to the range of the series."""
     x = tl.minimum(tl.maximum(x, -_NEAR), _NEAR)
     series = 0.0001984126984126984 + x * 2.48015873015873e-05
     series = 0.008333333333333333 + x * (0.001388888888888889 + x * series)
@@ -110,8 +114,10 @@ def exp_excess(x):
 
 @triton.jit
 def log_ratio(z_t, z_s, shift, rounded_off, inverse):
-    """(z_t - z_s - shift) / T to all digits: the difference with what rounding takes from it
-    (Knuth's two-sum), the shift with what fp32 rounds off."""
+    """(z_t - z_s - shift) / T without rounding loss.
+
+    The difference includes its rounding error (Knuth's two-sum), the shift its part below fp32.
+    """
     gap = z_t - z_s
     of_student = gap - z_t
     lost = (z_t - (gap - of_student)) - (z_s + of_student)
@@ -120,8 +126,10 @@ def log_ratio(z_t, z_s, shift, rounded_off, inverse):
 
 @triton.jit
 def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near):
-    """Log ratio d, e^d - 1 - d where the series is good, and p - q: of tokens near their teacher
-    from d, elsewhere as it is."""
+    """Log ratio d, e^d - 1 - d where the series is accurate, and p - q.
+
+    For tokens near their teacher p - q is computed from d, else by subtraction.
+    """
     d = log_ratio(z_t, z_s, shift, rounded_off, inverse)
     excess = exp_excess(d)
     exact = tl.where(is_near > 0.0, tl.abs(d), 1.0) <= _NEAR
@@ -179,16 +187,18 @@ def _share(p, gap, mixture, rest, anchor):
 def slope_and_value(
     p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest, FORM: tl.constexpr
 ):  # fmt: on
-    """Slope (a constant apart) and summand of the value, as in the table of divergences; ``rest``
-    is one minus the parameter, log ratios are those of `Classes`, the others those `compared`.
+    """Slope (up to a constant) and summand of the value, as in the table of divergences.
 
-    Tokens near their teacher have values of second order: what summands have of ``p - q``, which is
-    nothing in sum, is left out.
+    ``rest`` is one minus the parameter, ``log_ratio`` and ``top_ratio`` are as in `Classes`, and
+    the remaining arguments come from `compared`.
+
+    For tokens near their teacher, values are of second order: the part of a summand linear in
+    ``p - q``, whose sum is zero, is left out.
     """
     anchor = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
     near = is_near > 0.0
     has_series = tl.where(near, tl.abs(d), 1.0) <= _NEAR
-    # As above, not by a maximum.
+    # As in `load_logits`, not tl.maximum, which would hide NaN.
     p = tl.where(p < _TINY, _TINY, p)
     q = tl.where(q < _TINY, _TINY, q)
     if FORM == 1:
@@ -196,7 +206,8 @@ def slope_and_value(
         slope = -tl.where(bounded < -_FAR, -_FAR, bounded)
         value = (slope - top_ratio) * q
         value = tl.where(near, tl.where(has_series, excess * q, gap - d * q), value)
-        # Log ratios of these are exact, and so is their difference from a small one.
+        # Log ratios are exact for tokens near their teacher, and so is a difference from a small
+        # one.
         is_small = tl.where(near, tl.abs(top_ratio), 1.0) <= _NEAR
         slope = tl.where(is_small, top_ratio - d, slope)
     elif FORM == 2:

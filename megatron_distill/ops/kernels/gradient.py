@@ -13,7 +13,7 @@ from megatron_distill.ops.kernels.elementwise import (
 
 __all__ = ["KNOWN", "push_rows"]
 
-# Numbers per token and temperature: those of a `_TemperatureRow`, and three weights.
+# Numbers per token and temperature: the fields of `_TemperatureRow`, and three weights.
 KNOWN = 11
 _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 
@@ -25,7 +25,7 @@ def _gradient(
     TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_OTHERS: tl.constexpr,
     CURVED: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: on
-    """What the softmaxes of a row give logits ``z_s``, whose shape is any."""
+    """Gradient of all softmaxes of a token on logits ``z_s`` of any shape."""
     total = tl.zeros_like(z_s)
     for t in tl.static_range(TEMPERATURES):
         at = known + t * _KNOWN * rows + row
@@ -38,10 +38,10 @@ def _gradient(
             shift, rounded_off = tl.load(at + 5 * rows), tl.load(at + 6 * rows)
             is_near = tl.load(at + 7 * rows)
             d, excess, gap = compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near)
-            # Of equal models the gap is zero, whatever the weight is.
+            # For equal models the gap is exactly zero.
             total += scaled(rest_s, q) - scaled(weight_t, gap)
             for c in tl.static_range(CURVED):
-                # Of four bits each: the temperature of the term, and its form.
+                # Eight bits per term: four for its temperature, four for its form.
                 if (FORMS >> (8 * c + 4)) % 16 == t:
                     top_s, top_t = tl.load(at + 2 * rows), tl.load(at + 3 * rows)
                     log_ratio = ((z_t - top_t) - (z_s - top_s)) * inverse
@@ -74,10 +74,10 @@ def push_rows(
     CURVED: tl.constexpr, FORMS: tl.constexpr, HAS_POINTS: tl.constexpr,
     BLOCK: tl.constexpr, POINTS_BLOCK: tl.constexpr,
 ):  # fmt: on
-    """One program per row. ``out`` may be the student's raw outputs.
+    """One program per token. ``out`` may alias the student's raw outputs.
 
-    Points are added before the sum is rounded to the dtype of ``out``. So that they need no second
-    look at the row, their columns are computed first and written last.
+    Points are added before the sum is rounded to the dtype of ``out``. Their columns are computed
+    first and written last, without a second pass over the row.
     """
     row = tl.program_id(0)
     out_row = out + row.to(tl.int64) * out_stride
@@ -91,7 +91,7 @@ def push_rows(
         at_points = tl.load(point_columns + first_point + each, mask=is_point, other=0)
         added = tl.full([POINTS_BLOCK], 0.0, tl.float32)
         cut = tl.full([POINTS_BLOCK], 0, tl.int32)
-        # A column may be named more than once, a label among the kept ids: all its names add up.
+        # A column may occur more than once (a label among the top-k ids): its entries are added up.
         for number in range(0, points):
             same = at_points == tl.load(point_columns + first_point + number)
             added += tl.where(same, tl.load(point_values + first_point + number), 0.0)
@@ -121,6 +121,6 @@ def push_rows(
         total = through_cap(total, z_s, STUDENT_SCALE, STUDENT_CAP)
         tl.store(out_row + columns, total.to(out.dtype.element_ty), mask=mask)
     if HAS_POINTS:
-        # All of the row is written by now, by whichever thread.
+        # Wait until all threads have written the row.
         tl.debug_barrier()
         tl.store(out_row + at_points, of_points.to(out.dtype.element_ty), mask=is_point)

@@ -23,21 +23,21 @@ from megatron_distill.signals import LogitRule
 
 __all__ = ["TritonRows"]
 
-# Columns of a row at a time, and warps: a row's sweep waits for memory, so many rows should be
-# under way at once, which few registers each allow.
+# Columns per tile, and warps: a sweep is memory-bound, so few registers per row allow many rows in
+# flight.
 _BLOCK = 4096
 _GRADIENT_BLOCK = 2048
 _WARPS = 8
 _MOST_TEMPERATURES = 16
-# A product that is fused with a difference is not rounded, and equal models would differ.
+# Without fp fusion: a fused product is not rounded, and equal models would differ.
 _OPTIONS: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
 class TritonRows:
-    """`RowExecutor` on Triton kernels: raw outputs ``[N, V]`` with V > 0, one program per row.
+    """`RowExecutor` on Triton kernels: raw outputs ``[N, V]`` with V > 0, one program per token.
 
-    ``torch_rows`` finds blends, and writes gradients that no kernel was written for.
+    ``torch_rows`` computes blends, and gradients without a kernel.
     """
 
     raw: Mapping[Model, Tensor]
@@ -47,7 +47,7 @@ class TritonRows:
     def blends(
         self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
-        """See `RowExecutor`: by torch, since the head of the teacher has no kernel."""
+        """See `RowExecutor`. In torch: `head_share` has no kernel."""
         return self.torch_rows.blends(packet, normalizers, group)
 
     def measure(self, packet: Packet) -> None:
@@ -98,12 +98,12 @@ class TritonRows:
             value, average, reference = self._sums_of(packet, term, at).unbind()
             top_ratio = normalizers.top_ratios[term.temperature].squeeze(1)
             whole = packet.made_whole(value, term, top_ratio, at.student_factor)
-            # The sums of tokens near their teacher do not have it.
+            # The sums of tokens near their teacher do not contain the top ratio.
             found += [torch.where(at.is_near > 0, value, whole), average, reference]
         return torch.stack(found)
 
     def _sums_of(self, packet: Packet, term: WeightedDivergence, known: _TemperatureRow) -> Tensor:
-        """``[3, N]`` fp64 of a term, its value without the top token's log ratio."""
+        """``[3, N]`` fp64 of a term; the value lacks the rounding error of the top ratio."""
         form = term.divergence.kernel
         assert form is not None
         student, teacher, statistics = self._student, self._teacher, packet.rows
@@ -136,7 +136,7 @@ class TritonRows:
     ) -> None:
         """See `RowExecutor`."""
         few = len(weights) <= _MOST_TEMPERATURES
-        # Of tails of a top-k, one has a sweep of its own.
+        # The kernel handles one tail of a top-k.
         if not weights or not few or sum(len(softmax.others) for softmax in weights) > 1:
             self.torch_rows.write_gradient(packet, normalizers, weights, out)
             return
@@ -178,7 +178,7 @@ class TritonRows:
         )
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        """One program per row, on the device of the rows whichever the current one is."""
+        """One program per token, on the device of the logits, also if another device is current."""
         on_cuda = self._student.device.type == "cuda"
         with torch.cuda.device(self._student.device) if on_cuda else nullcontext():
             kernel[(len(self._student),)](*arguments, **self._rules, **constants, **_OPTIONS)
@@ -223,7 +223,7 @@ class _TemperatureRow(NamedTuple):
 
     @classmethod
     def of(cls, packet: Packet, normalizers: Normalizers, temperature: float) -> _TemperatureRow:
-        """Those of a temperature, in the dtype of the packet's logits."""
+        """The statistics at a temperature, in the dtype of the packet's logits."""
         nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
         models: tuple[Model, Model] = ("student", "teacher")
         factors = normalizers.factors.unsqueeze(2)
@@ -239,11 +239,13 @@ class _TemperatureRow(NamedTuple):
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N]`` each: of the student's probabilities beyond the next, of the student's less the
-    teacher's, of those of other ids."""
+    """Weights ``[N]`` of the student's probabilities, of ``q - p``, and of the top-k tails.
+
+    The first is without the second.
+    """
     student = softmax.student
     if softmax.teacher is not None:
-        # Before averages are taken away, which may be so small that they would be rounded.
+        # Before the averages are subtracted: they may be small enough to be rounded off.
         student = student - softmax.teacher
     for one in softmax.curved:
         assert one.average is not None
@@ -256,8 +258,10 @@ def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Slopes:
-    """The terms with slopes: weight and reference ``[N]`` of each in turn, what the kernel calls
-    them, eight bits each, and two parameters of each."""
+    """The terms with slopes: weight and reference ``[N]`` of each in turn.
+
+    ``forms`` has eight bits per term for temperature and form, ``parameters`` two numbers per term.
+    """
 
     rows: list[Tensor]
     forms: int
@@ -282,7 +286,7 @@ class _Slopes:
 
 @dataclass(frozen=True)
 class _Points:
-    """All points of all temperatures: columns, what is added, and whether others' weight ends."""
+    """Points of all temperatures: columns, added gradients, and exclusion from the tail weight."""
 
     columns: Tensor
     values: Tensor
@@ -307,7 +311,7 @@ class _Points:
 
 
 def _constants(values: Sequence[float], packet: Packet) -> Tensor:
-    """A vector of these numbers, made on the device: a copy from the host might be waited for."""
+    """A vector of these numbers, filled on the device: a copy from the host might synchronise."""
     return torch.cat([packet.values.new_full((1,), one, dtype=torch.float32) for one in values])
 
 

@@ -17,7 +17,7 @@ __all__ = ["measure_rows", "sum_slopes"]
 
 @triton.jit
 def _store(pointer, stride, AT: tl.constexpr, value):
-    """Into that row of the packet, if there is one."""
+    """Store into row AT of the packet; none where AT is negative."""
     if AT >= 0:
         tl.store(pointer + AT * stride, value)
 
@@ -35,8 +35,11 @@ def _add_tile(z, mask, peak, mass, log, inverse_temperature):
 
 @triton.jit
 def _near_tile(z_t, z_s, e, decay, shift, peak_t, gap, second, inverse_temperature):
-    """Sums of e' - e and of e (h + e'/e - 1) with one more tile: e are exponentials of the teacher,
-    h log ratios relative to the shift, and e' = e e^-h those of the student."""
+    """Sums of e' - e and of e (h + e'/e - 1) with one more tile.
+
+    Here e are exponentials of the teacher, h log ratios relative to the shift, and e' = e e^-h
+    exponentials of the student.
+    """
     h = log_ratio(z_t, z_s, shift, 0.0, inverse_temperature)
     has_series = tl.abs(h) <= 0.5
     excess = exp_excess(-h)
@@ -49,8 +52,11 @@ def _near_tile(z_t, z_s, e, decay, shift, peak_t, gap, second, inverse_temperatu
 def _settled(
     mass_s, mass_t, gaps, apart, shift, near_gap, second, inverse_temperature, NEAR_KL: tl.constexpr
 ):
-    """The student's mass and the sum of log ratios, of alike models from the teacher's mass and
-    sums of second order, whose digits are those of the value."""
+    """The student's mass and the sum of log ratios.
+
+    For similar models both come from the teacher's mass and sums of second order, which are as
+    accurate as the value.
+    """
     inverse = tl.full([], 1.0, tl.float64) * inverse_temperature
     apart = apart.to(tl.float64)
     is_near = (gaps / mass_t - apart) * inverse - tl.log(mass_t / mass_s) < NEAR_KL
@@ -71,7 +77,7 @@ def measure_rows(
     RATIO: tl.constexpr, AT_TOP: tl.constexpr, HAS_TOP: tl.constexpr, BLOCK: tl.constexpr,
     NEAR_KL: tl.constexpr,
 ):  # fmt: on
-    """One program per row. Constants name rows of the packet, -1 what it has not."""
+    """One program per token. Constants are row numbers of the packet, -1 for absent statistics."""
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride
     teacher_row = teacher + row.to(tl.int64) * teacher_stride
@@ -80,7 +86,7 @@ def measure_rows(
     best = tl.full([], -float("inf"), tl.float32)
     column = tl.full([], 0, tl.int32)
     shift = tl.full([], 0.0, tl.float32)
-    # One number of a row each: in fp64 a tile more is added as it is.
+    # Scalars per token, in fp64 so that adding a tile does not round.
     zero = tl.full([], 0.0, tl.float64)
     mass_s, mass_t, log_s, log_t = zero, zero, zero, zero
     gaps, near_gap, second = zero, zero, zero
@@ -102,7 +108,8 @@ def measure_rows(
             )
             if RATIO >= 0:
                 gaps = gaps * decay + tl.sum(e * (z_t - z_s), 0)
-                # About the log normalisers' difference, of the first tile: any would do.
+                # Estimate of the log normalisers' difference from the first tile; any value is
+                # correct.
                 odds = tl.log((mass_t / mass_s).to(tl.float32)) / inverse_temperature
                 shift = tl.where(first == 0, odds + (peak_t - peak_s), shift)
                 near_gap, second = _near_tile(z_t, z_s, e, decay, shift, peak_t, near_gap, second,
@@ -133,10 +140,10 @@ def sum_slopes(
     TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: on
-    """One program per row: into ``sums [3, N]`` a divergence's value, ``sum q (s - reference)``,
-    and the reference, which is the slope at this shard's top column.
+    """Value, slope average and reference of a divergence; one program per token.
 
-    ``known [8, N]`` is one `_TemperatureRow` of the launch.
+    Writes to ``sums [3, N]`` the value, ``sum q (s - reference)``, and the reference, the slope at
+    this shard's top column. ``known [8, N]`` is one `_TemperatureRow` of the launch.
     """
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride

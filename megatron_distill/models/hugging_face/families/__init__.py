@@ -1,4 +1,4 @@
-"""The known families, one file each: a module here with a `FAMILY` is all that one takes."""
+"""The known families: each is one module of this package with a `FAMILY`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def families() -> dict[str, Family]:
 
 
 def family_named(model_type: object, *, where: str) -> Family:
-    """Return a family; raises CheckpointError, which lists the known ones, for another."""
+    """Return a family by name; for an unknown one raises CheckpointError with the known ones."""
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Gemma 2: norms on both sides of each block, soft caps, every other layer with a window."""
+"""Gemma 2: norms on both sides of each block, soft caps, a sliding window in every second layer."""
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family

@@ -25,7 +25,7 @@ _MLP = "decoder.layers.mlp."
 
 @dataclass(frozen=True)
 class _Widths:
-    """One key and value per query, heads that share the width, a feed-forward of four widths."""
+    """One key and value per query, head size = width / heads, feed-forward of four widths."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""
@@ -42,7 +42,7 @@ class _Widths:
 
 @dataclass(frozen=True)
 class _HiddenDropout:
-    """One rate behind embeddings and sublayers; where there are two, the sublayers' is taken."""
+    """One dropout rate after embeddings and sublayers; if two differ, that of the sublayers."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""

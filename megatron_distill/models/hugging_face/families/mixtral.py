@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, the chosen ones' weights summing to one."""
+"""Mixtral: experts in every layer; the weights of the chosen experts sum to one."""
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family

@@ -1,4 +1,4 @@
-"""Qwen 3: norms on queries and keys, a head size of its own."""
+"""Qwen 3: norms on queries and keys, and an explicit head size."""
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family
