@@ -45,7 +45,7 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules of all weights and temperatures, in the order of the objective's terms."""
+    """Schedules of weights and temperatures by step, in the order of the objective's terms."""
 
     ce: ValueSchedule
     terms: tuple[ValueSchedule, ...]
@@ -210,7 +210,7 @@ class Balancing:
             state = state.updated(raw, measure=self.mode, decay=self.decay)
             raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
         if self.mode == "gradient_norm":
-            # Divergences and features have their weights already.
+            # The losses measured here already include these weights.
             weights = replace(weights, terms=(1.0,), features=(1.0,) * len(raw.features))
         return self.ratios.scales(raw, weights), state
 
@@ -270,11 +270,11 @@ def _mean(
     return dict(zip(names, means.tolist(), strict=True))
 
 
-# In a row, after which a warning comes.
+# Steps in a row at the clamp before a warning.
 CLAMPED_STEPS: Final = 20
 # Means over micro-batches are summed in fp32.
 _ROUNDING: Final = 1e-5
-# What a scale is of, what it is held against, and whose weights move it.
+# Of each scale: the losses it multiplies, the reference losses, and the key of its weights.
 _SCALES: Final = {
     "kd_scale": ("distillation", "the cross-entropy", "objective.terms"),
     "feature_scale": ("feature losses", "the divergences", "objective.features"),
@@ -284,8 +284,8 @@ _SCALES: Final = {
 class ClampWatch:
     """Counts applied steps whose scales are at the clamp, from the logged figures of a balance.
 
-    These are the same floats on every rank, and on the host already. A scale at either end counts;
-    one step of it elsewhere begins the count anew. Each start of a run counts for itself.
+    The figures are host floats, the same on every rank. A scale at either end of the clamp counts;
+    a step away from it resets the count. The count starts at zero in each start of a run.
     """
 
     def __init__(self, clamp: float | None) -> None:

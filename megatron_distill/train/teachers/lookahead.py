@@ -13,7 +13,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 
 __all__ = ["Lookahead", "StepSource"]
 
-# While a step runs, the records of the next step are decoded and those after it are read.
+# While a step runs, the next step's records are decoded and those of the step after it are read.
 _STEPS_AHEAD: Final = 2
 
 
