@@ -125,7 +125,7 @@ def step_flops_per_token(
 
 
 # Dense tensor-core peaks from the makers' data sheets, in TFLOP/s. A device matches the first row
-# whose words all occur in its name, so narrower rows come first.
+# if its name contains all words of the row, so narrower rows come first.
 _BF16_PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB300",), 2500.0),
     (("GB200",), 2500.0),
