@@ -117,7 +117,7 @@ def teacher_digest(origin: Origin, *, seed: int, group: dist.ProcessGroup) -> st
     """
     architecture = origin.architecture
     fields = model_fields(architecture)
-    # Rotary models have no length; learned positions are weights, whose shape is digested.
+    # A rotary model is the same for any length; learned positions are weights with a digested shape.
     fields.pop("max_position_embeddings")
     if origin.open_weights is None:
         drawn = {"seed": seed, "init_std": architecture.init_std}

@@ -141,7 +141,7 @@ def write_blocks(
 def _no_checksums() -> Iterator[None]:
     """Disable checksums in torch's archives; its reader never checks them.
 
-    Without them the system passes the bytes from file to file, and this process reads none.
+    A checksum would read bytes that otherwise only the system copies, from file to file.
     """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -54,7 +54,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Probe:
-    """Random probe tokens for two models; the same seed and shape give the same tokens."""
+    """Random probe tokens for two models; the same sizes give the same tokens."""
 
     sequences: int
     length: int

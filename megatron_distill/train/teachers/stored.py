@@ -136,7 +136,7 @@ class StoredTeacher:
                 packed = step.reading.result()
             except StoreError as error:
                 failure = error
-        # Failures are rare and their messages long: one number first tells if there is any.
+        # Failures are rare and their messages long: one number first shows if there is any.
         if any_rank(failure is not None, device=self._device):
             agree(failure)
         if not self._is_listener:
