@@ -117,7 +117,7 @@ def teacher_digest(origin: Origin, *, seed: int, group: dist.ProcessGroup) -> st
     """
     architecture = origin.architecture
     fields = model_fields(architecture)
-    # A rotary model is the same for any length; learned positions are weights with a digested shape.
+    # A rotary model is the same for any length; learned positions are weights and have a shape.
     fields.pop("max_position_embeddings")
     if origin.open_weights is None:
         drawn = {"seed": seed, "init_std": architecture.init_std}
