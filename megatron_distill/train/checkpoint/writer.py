@@ -1,8 +1,8 @@
 """Megatron-Core's sharded checkpoint format, written by the ranks themselves.
 
 Megatron-Core passes the files to forked processes and fetches the results through a server process.
-Both outlive a killed rank, a fork beside running threads may hang, and after a failure on the first
-rank alone the remaining ranks wait forever. Here every rank writes its own file, directly or in a
+Both outlive a killed rank, and a fork beside running threads may hang. After a failure on the first
+rank alone the remaining ranks keep waiting. Here every rank writes its own file, directly or in a
 thread. torch's writer exchanges failures: a save that fails anywhere fails on all ranks.
 """
 

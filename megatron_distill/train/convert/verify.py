@@ -87,7 +87,7 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
     compared, and logits computed from them in fp32.
 
     Raises ConfigError in a world of more than one rank or for a probe that the model cannot
-    compute, CheckpointError where a side cannot be read or the architectures differ.
+    compute. Raises CheckpointError where a side cannot be read or the architectures differ.
     """
     described = describe(folder)
     probe.check(described.architecture)

@@ -79,8 +79,8 @@ class Lookahead:
     def load_state_dict(self, state: State) -> None:
         """Continue after the steps that `state` has taken; call before the first `take`.
 
-        Raises DataError, on all ranks alike, if the source does not read the same data, and
-        StoreError if the steps before were trained on different stores.
+        Raises on all ranks alike: DataError if the source does not read the same data, StoreError
+        if the steps before were trained on different stores.
 
         Collective: that of the loader.
         """
