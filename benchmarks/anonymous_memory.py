@@ -1,4 +1,4 @@
-"""Memory that a block takes and no file stands behind."""
+"""Peak anonymous memory of a block: memory that is not mapped from a file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import psutil
 
 @dataclass
 class AnonymousPeak:
-    """The most anonymous memory of this process within a block, above what it had before.
+    """The peak anonymous memory of this process within a block, above its memory at the start.
 
     Pages of mapped files are the system's cache and not counted.
 
     Attributes:
-        look_seconds: between two looks.
-        with_children: whether the memory of the processes that it started counts.
+        look_seconds: sampling interval.
+        with_children: whether the memory of child processes counts.
         bytes: the peak so far.
     """
 
@@ -52,5 +52,5 @@ def _anonymous(process: str) -> int:
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
     except OSError:
-        return 0  # it has ended meanwhile
+        return 0  # the process has ended meanwhile
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))

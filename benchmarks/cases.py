@@ -1,4 +1,4 @@
-"""What is measured: model shapes, layouts, and the tables of cases."""
+"""The measured cases: model shapes, layouts, and the tables of cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUICK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Body:
-    """Everything of a GPT but its vocabulary: RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
+    """A GPT's shape without its vocabulary: RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
 
     num_layers: int
     hidden_size: int
@@ -105,12 +105,12 @@ WORKLOADS = {
     "v32k": Workload("v32k", _STUDENT, _TEACHER, 32_768, 512, 4, 1),
     "v64k": Workload("v64k", _STUDENT, _TEACHER, 65_536, 512, 2, 1),
     "v128k": Workload("v128k", _STUDENT, _TEACHER, 128_256, 512, 2, 1),
-    # Layers dominate: the least that a faster head can bring.
+    # Layers dominate: the smallest gain from a faster head.
     "v32k-deep": Workload(
         "v32k-deep", Body(8, 512, 1408, 8, 4), Body(16, 768, 2048, 12, 4), 32_768, 512, 4, 1
     ),
 }
-# The table of layouts: four micro-batches, so that pipelines have something to fill.
+# The table of layouts: four micro-batches, enough to fill the pipelines.
 LAYOUT_WORKLOAD = Workload(
     "layouts", Body(4, 256, 704, 8, 4), Body(4, 384, 1024, 8, 4), 32_768, 256, 2, 4
 )
@@ -176,7 +176,7 @@ def peer_cases() -> list[Case]:
 
 
 def quick(case: Case) -> Case:
-    """Return a case with few tokens, to see the harness work."""
+    """Return a case with few tokens, to test the harness."""
     fields = dict(vars(case.workload))
     fields.update(sequence_length=_QUICK_TOKENS // fields["micro_batch_size"])
     return Case(Workload(**fields), case.ranks, case.precision, case.chunk_tokens)

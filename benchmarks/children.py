@@ -26,7 +26,7 @@ def run_child(
     seconds: float,
     threads: int | None = None,
 ) -> Any:
-    """Run a script of this folder, which writes what it measured to the file of ``--result``.
+    """Run a script of this folder, which writes its measurements to the file of ``--result``.
 
     Each process has its share of the cores, or `threads`.
 

@@ -65,7 +65,7 @@ class Measured:
     own: int = 0
 
     def add(self, result: dict[str, Any], copy_seconds: float) -> None:
-        """Take in one round."""
+        """Add one round."""
         self.seconds.append(result["seconds"])
         self.ratios.append(copy_seconds / result["seconds"])
         self.peak = max(self.peak, *(rank["peak"] for rank in result["ranks"]))
@@ -82,7 +82,7 @@ class Measured:
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,10 +165,10 @@ def _run(subject: str, processes: int, source: Path, output: Path) -> Any:
             with path.open("rb") as stream:
                 while stream.read(2**24):
                     pass  # into the page cache
-    # Disks that others share take a burst after a rest, and less right after one; all rest alike.
+    # Shared disks allow a burst after a rest, and less right after one; all subjects rest alike.
     time.sleep(_IDLE_SECONDS)
-    # Memory that a virtual machine has not used for a while is slow at its first touch, and the
-    # cache of what is written is such memory: the same for all subjects, whatever ran before them.
+    # On a virtual machine the first touch of memory unused for a while is slow, and the write cache
+    # is such memory. Touching it first makes it the same for all subjects, in any order.
     subprocess.run([sys.executable, "-c", f"bytearray({_TOUCHED_BYTES})"], check=True)
     words = ["--subject", subject, "--source", str(source), "--output", str(output)]
     name = f"{subject} x {processes}"

@@ -1,4 +1,4 @@
-"""One conversion, timed in a process of its own; started by benchmarks/convert.py."""
+"""One conversion, timed in a separate process; started by benchmarks/convert.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.002
 
 
 def main() -> None:
-    """Do what was asked for, and write what it took."""
+    """Run the requested conversion, and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--subject", choices=("copy", "import", "export", "read"), required=True)
     parser.add_argument("--source", type=Path, required=True)
@@ -99,7 +99,7 @@ def _read(source: Path, output: Path) -> Subject:  # noqa: ARG001
     seed_everything(1, groups)
     described = describe(source)
     execution = Execution(torch.bfloat16, torch.device("cpu"))
-    # Built before the clock: every parameter's memory is touched once here.
+    # Built before the clock: the first touch of every parameter's memory is here.
     chunks = build_gpt(described.architecture, groups=groups, execution=execution, seed=None)
     own = sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())
 

@@ -53,7 +53,7 @@ in the same round.
 
 @dataclass
 class Case:
-    """Ours and the peer at one task on one file."""
+    """Ours and the peer on one task and one file."""
 
     task: str
     file: Path
@@ -63,7 +63,7 @@ class Case:
     peaks: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, subject: str, said: dict[str, Any]) -> None:
-        """Take in one round."""
+        """Add one round."""
         self.rates.setdefault(subject, []).append(said["tokens"] / said["seconds"] / self.cores)
         self.peaks.setdefault(subject, []).append(said["peak"])
         if "first_seconds" in said:
@@ -103,7 +103,7 @@ _HEAD = [
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

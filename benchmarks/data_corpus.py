@@ -1,4 +1,4 @@
-"""What the data benchmark reads: conversations, documents and a tokenizer, made on this machine."""
+"""Input of the data benchmark: conversations, documents and a tokenizer, made on this machine."""
 
 from __future__ import annotations
 

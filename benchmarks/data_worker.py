@@ -1,4 +1,4 @@
-"""One way of preparing or reading data, timed in a process of its own; started by data.py."""
+"""One way of preparing or reading data, timed in a separate process; started by data.py."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class Asked:
-    """What a subject works on."""
+    """Input of a subject."""
 
     file: Path
     tokenizer: Path
     folder: Path  # for caches
     cores: int
-    tokens: int  # how much of a stream is read
+    tokens: int  # tokens to read from a stream
 
 
 def main() -> None:
-    """Do what was asked for, and write what it took."""
+    """Run the requested subject, and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--subject", choices=list(SUBJECTS), required=True)
     parser.add_argument("--file", type=Path, required=True)
@@ -56,7 +56,7 @@ Work = Callable[[], dict[str, float]]
 
 
 def _ours(asked: Asked, *, chat: bool) -> Callable[[], Any]:
-    """Return what opens our loader of a file."""
+    """Return a function that opens our loader of a file."""
     from megatron_distill.data.chat.conversations import ConversationSpec
     from megatron_distill.data.chat.source import ConversationOptions
     from megatron_distill.data.formats import SourceSpec
@@ -87,7 +87,7 @@ def _ours(asked: Asked, *, chat: bool) -> Callable[[], Any]:
 
 
 def _batches(loader: Any) -> Iterator[int]:
-    """Take steps from our loader; yields the tokens of each that are no padding."""
+    """Take steps from our loader; yields the number of tokens in each, without padding."""
     step = 0
     while True:
         step += 1
@@ -140,7 +140,7 @@ def _read(batches: Iterator[int], start: float, wanted: int) -> dict[str, float]
 
 
 def _trl(asked: Asked, *, streaming: bool) -> Callable[[], tuple[Any, float]]:
-    """Return what makes TRL's trainer over a file, and says how long its data took."""
+    """Return a function that makes TRL's trainer over a file and times its data."""
     import transformers
     from datasets import disable_progress_bars, load_dataset
     from trl import SFTConfig, SFTTrainer
@@ -167,7 +167,7 @@ def _trl(asked: Asked, *, streaming: bool) -> Callable[[], tuple[Any, float]]:
     seconds = 0.0
 
     class TimedTrainer(SFTTrainer):
-        """Counts the preparation of the data alone, not what else a trainer makes."""
+        """Times the preparation of the data alone, not the rest of the trainer's construction."""
 
         def _prepare_dataset(self, *arguments: Any, **named: Any) -> Any:
             nonlocal seconds

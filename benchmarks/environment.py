@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: machine, versions, commit, command, date."""
+"""Environment of a result besides the code: machine, versions, commit, command, date."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Return what a reader needs to repeat the measurement."""
+    """Return the facts needed to repeat the measurement."""
     described = {
         "command": shlex.join(["python", script, *arguments]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -46,7 +46,7 @@ def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def installed(package: str) -> str | None:
-    """Return a package's version, or None if it is not there."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -54,7 +54,7 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Return the commit of the sources, marked if they differ from it."""
+    """Return the commit of the sources, marked if the working tree differs from it."""
     commit, state = (
         subprocess.run(
             ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Objectives from hidden states side by side, and the matrix products that none can do without."""
+"""Objectives from hidden states side by side, and the matrix products that all of them need."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _products(inputs: Inputs) -> Run:
 
 
 def _ours(inputs: Inputs, term: Term, ce_coefficient: float, *, into_buffer: bool = False) -> Run:
-    # As data parallelism has one, from step to step.
+    # A persistent buffer, as under data parallelism.
     buffer = torch.zeros(inputs.weight.shape, device=inputs.weight.device) if into_buffer else None
 
     def run() -> None:

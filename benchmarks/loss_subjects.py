@@ -1,7 +1,7 @@
 """Losses side by side: ours, ModelOpt's, TRL's, Liger's and plain torch, forward and backward.
 
 Every subject takes student logits that require gradients and a teacher's, and returns a scalar
-whose backward makes the student's gradient. A subject that is not installed is left out.
+whose backward computes the student's gradient. A subject that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """One way to compute a loss; `family` is what it is comparable with."""
+    """One way to compute a loss; subjects of one `family` are comparable."""
 
     family: str
     name: str
@@ -35,7 +35,7 @@ class Subject:
 
 
 def subjects(shard: VocabShard, group: dist.ProcessGroup | None) -> list[Subject]:
-    """Return what can run here, ours first in every family."""
+    """Return the subjects that can run here, ours first in every family."""
     found = [*_ours(shard, group), *_modelopt(group)]
     if group is None:
         found += [
@@ -84,7 +84,7 @@ def _modelopt(group: dist.ProcessGroup | None) -> list[Subject]:
 
     def loss_of(module: torch.nn.Module) -> Loss:
         def loss(student: Tensor, teacher: Tensor) -> Tensor:
-            # Its shape is [s, b, V]; its result has a flag for who reduces it beside it.
+            # Its shape is [s, b, V]; its result includes a flag for the reduction.
             answer = module(student.unsqueeze(1), teacher.unsqueeze(1))
             return (answer[0] if isinstance(answer, tuple) else answer).sum()
 
@@ -140,7 +140,7 @@ def _liger() -> list[Subject]:
         return []
 
     def loss(student: Tensor, teacher: Tensor) -> Tensor:
-        # What it computes of each chunk of logits, here of all.
+        # Its computation on each chunk of logits, here on all of them.
         return LigerFusedLinearJSDFunction.distillation_loss_fn(
             student.float(), teacher.float(), beta=0.5
         )

@@ -1,4 +1,4 @@
-"""Every loss beside those of others: time and memory, forward and backward.
+"""Every loss beside its peers': time and memory, forward and backward.
 
     python benchmarks/losses.py                       # everything; extra `bench` installed
     python benchmarks/losses.py --cases v32k/fp32     # some
@@ -48,7 +48,7 @@ does. `fused jsd` is JSD without CE.
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

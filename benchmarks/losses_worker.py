@@ -1,4 +1,4 @@
-"""One shape and precision of `benchmarks/losses.py`, in processes of its own."""
+"""One shape and precision of `benchmarks/losses.py`, in separate processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from benchmarks.loss_subjects import Subject
 
 _TIMEOUT_SECONDS = 600
-# What allocators take beyond the tensors themselves.
+# Overhead of the allocators on top of the tensors themselves.
 _SPARE = 1.25
-# Widths of the hidden states that the fused objectives start from.
+# Widths of the hidden states of the fused objectives.
 _WIDTHS = {"cpu": (1024,), "cuda": (2048, 4096)}
 
 
 def main() -> None:
-    """Measure what the arguments name."""
+    """Measure the case given by the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", required=True, type=int)
     parser.add_argument("--vocab", required=True, type=int)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    # Only now: these import Megatron-Core, which had to be prepared first.
+    # Imported late: these import Megatron-Core, which must be prepared first.
     from benchmarks.loss_subjects import subjects
     from megatron_distill.ops import VocabShard
     from megatron_distill.runtime.groups import Layout, create_groups
@@ -72,7 +72,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
     extra = [_extra_bytes(subject, student, teacher) for subject in found]
     seconds: dict[int, list[float]] = {number: [] for number in range(len(found))}
     values: dict[int, float] = {}
-    # In turns, so that a slow minute is everybody's.
+    # In turns, so that a slow minute affects all subjects.
     for _ in range(arguments.repeats):
         for number, subject in enumerate(found):
             spent, values[number] = _timed(subject, student, teacher, extra[number], device)
@@ -97,7 +97,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
 
 
 def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Copy what forward KL over bf16 logits has to read and write: ten bytes per logit."""
+    """Copy the bytes that forward KL over bf16 logits must read and write: ten per logit."""
     source = torch.ones(5 * student.numel(), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(6)]
@@ -113,7 +113,7 @@ def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time of one run, until the device is done."""
+    """Time of one run, including the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -124,10 +124,10 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _settle(name: str, extra_bytes: int, device: torch.device) -> None:
-    """Have the memory that this subject takes at hand, whoever ran before."""
+    """Make the memory of this subject quick to allocate, independent of the subject before."""
     gc.collect()
     if device.type == "cpu":
-        # Ours asks for large pages where it takes much (`ops.blocks.allocate`).
+        # Ours requests large pages where it needs much (`ops.blocks.allocate`).
         touch_bytes(int(_SPARE * extra_bytes), large_pages=name.startswith("ours"))
 
 
@@ -138,7 +138,7 @@ def _timed(
     extra_bytes: int,
     device: torch.device,
 ) -> tuple[float, float]:
-    # As a head leaves them: no leaf, and nobody else's.
+    # As from a head: not a leaf, and without further references.
     logits = student.clone().requires_grad_() + 0
     _settle(subject.name, extra_bytes, device)
     dist.barrier()
@@ -152,7 +152,7 @@ def _timed(
 
 
 def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor) -> int:
-    """The most bytes alive above both logits, the gradient included; the first run of each."""
+    """The peak bytes above both logits, the gradient included; from the first run of each."""
     from benchmarks.peak import LiveStorages
 
     logits = student.clone().requires_grad_() + 0

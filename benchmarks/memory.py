@@ -1,7 +1,7 @@
 """The losses' peak memory beside the formulas of their docstrings, up to 32,768 tokens.
 
 python benchmarks/memory.py                   # some ten minutes on two cores, 16 GiB
-python benchmarks/memory.py --tokens 4096     # no more tokens than that
+python benchmarks/memory.py --tokens 4096     # at most that many tokens
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_distill.signals import DenseLogits, HiddenState
 
 _HIDDEN = 256
 _TOKENS = (1024, 4096, 8192, 32_768)
-# More tokens of the larger ones take the same memory and only longer.
+# More tokens of the larger ones need the same memory and take only longer.
 _MOST_TOKENS = {32_768: 32_768, 128_256: 8192, 151_936: 8192, 262_144: 4096}
 # Three matrices of logits in memory.
 _MOST_LOGITS = {"fp32": 2**29, "bf16": 2**30}
@@ -49,7 +49,7 @@ formula leaves out the numbers per token of a chunk.
 
 @dataclass(frozen=True)
 class Measured:
-    """One line: bytes of tensors above the inputs, as measured and as the formula has them."""
+    """One line: bytes of tensors above the inputs, measured and by formula."""
 
     loss: str
     precision: str
@@ -70,7 +70,7 @@ class Measured:
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

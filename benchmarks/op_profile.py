@@ -1,4 +1,4 @@
-"""Where a step's time goes: torch's operators by their own time, and what they add up to."""
+"""Time of a step by torch operator, self time, and its sums."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _heading(event: FunctionEvent, loss_nodes: set[int]) -> str:
 
 
 def _ancestors(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    """Yield the event and what it ran in, innermost first."""
+    """Yield the event and its enclosing events, innermost first."""
     current: FunctionEvent | None = event
     while current is not None:
         yield current

@@ -46,7 +46,7 @@ class MarkedObjective(TokenObjective):
         signal: Signal | None,
         step: StepBatches,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the objective returns."""
+        """Return the objective's result."""
         with torch.profiler.record_function(LOSS_RANGE):
             return super().__call__(hidden_sbh, head, batch, signal, step)
 
@@ -66,7 +66,7 @@ class OwnStep:
         return [*self.student.chunks, self.teacher.model]
 
     def step(self, batches: StepBatches) -> StepFigures:
-        """Do what the training loop does between two batches of the loader."""
+        """Do the training loop's work between two batches of the loader."""
         started = time.perf_counter()
         signals = self.teacher.signals(batches.micro_batches)
         teacher_seconds = time.perf_counter() - started

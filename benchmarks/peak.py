@@ -1,17 +1,17 @@
-"""What lives between steps, and how far above it one step goes.
+"""Memory that lives between steps, and the peak of one step above it.
 
-Two figures, each from a step of its own, so that neither slows the timed ones:
+Two figures, each from a separate step, so that neither slows the timed ones:
 
-* tensors: the bytes of all storages that are alive at once during a step, whoever allocated them
+* tensors: the bytes of all storages that are alive at once during a step, from any allocator
   (torch, or numpy for tensors made on its memory), above those alive when the step began. On CUDA
-  the caching allocator counts by itself.
-* resident: freed memory is handed back to the system, the kernel's high-water mark of the process
-  is reset, a step runs, and the mark minus the resident size before is the step's. It includes what
-  other allocators take (matrix libraries, gloo) and what stays unused between blocks.
+  the caching allocator counts them.
+* resident: freed memory is returned to the system, the kernel's high-water mark of the process is
+  reset, and a step runs. The figure is the mark minus the resident size before. It includes
+  further allocators (matrix libraries, gloo) and unused memory between blocks.
 
 Alive when a step begins are the weights of both models, Megatron's gradient buffers (fp32, made
-once, filled anew by every step), the optimizer's state and the batch. All of that is subtracted,
-for both subjects alike; `Persistent` says how large each part is.
+once, refilled by every step), the optimizer's state and the batch. All of that is subtracted,
+for both subjects alike; `Persistent` has the size of each part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Persistent:
 
 @dataclass(frozen=True)
 class StepPeak:
-    """Bytes above what was alive when the step began; None where the machine does not tell."""
+    """Bytes above those alive when the step began; None where the machine cannot report them."""
 
     tensors: int
     left_behind: int  # alive after the step and not before
@@ -58,7 +58,7 @@ class StepPeak:
 
 
 def persistent_bytes(subject: StepSubject) -> Persistent:
-    """Count what lives between two steps."""
+    """Count the bytes that live between two steps."""
     seen: set[int] = set()
     training = subject.training
     weights = _storage_bytes((p.data for model in subject.models for p in model.parameters()), seen)
@@ -91,7 +91,7 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def step_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
-    """Run two more steps and return how far above the state before it a step goes."""
+    """Run two more steps and return their peaks above the state before them."""
     gc.collect()
     if device.type == "cuda":
         return _cuda_peak(step, device)
@@ -115,8 +115,8 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages that operators use while the mode is on and that are alive.
 
-    Storages of tensors that exist when it begins do not count. What an operator allocates and
-    releases inside of itself is not seen.
+    Storages of tensors that exist at the start do not count. Memory that an operator allocates and
+    releases internally is not seen.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class LiveStorages(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Held, so that no later storage gets the address of one of these.
         with warnings.catch_warnings():
-            # Looking at everything there is means looking at what torch has deprecated.
+            # Listing all objects includes deprecated ones of torch, which warn on access.
             warnings.simplefilter("ignore", FutureWarning)
             tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
         self._before = [tensor.untyped_storage() for tensor in tensors]

@@ -5,16 +5,16 @@ stock schedule, data parallelism, distributed optimizer and gradient finalisatio
 is the one of Megatron-LM's post-training entry (sum over tokens, divided by their number in the
 finalisation). Layers, attention (torch SDPA), weights, data and optimizer settings are ours.
 
-What was done for the peer, beyond its defaults:
+Changes to the peer's defaults, in its favour:
 
 * `skip_lm_loss` false, so that it computes CE and KL as ours does;
 * a plain sum as loss balancer (an argument the plugin offers): its own scales the KL by CE / KL of
   each micro-batch, which is another objective and two more synchronisations;
 * in fp32 the student's CE runs on a copy of the logits: Megatron-Core's overwrites fp32 logits in
-  place before ModelOpt reads them, and the KL comes out wrong. `peer-unrepaired` leaves that out: a
+  place before ModelOpt reads them, and the KL comes out wrong. `peer-unrepaired` omits the copy: a
   wrong loss for one buffer less. bf16 needs no copy;
 * its attention is ours, because Megatron-Core's own without Transformer Engine holds every score
-  [b, heads, s, s]. `peer-stock` has that one, under the mask that Megatron-LM hands to it.
+  [b, heads, s, s]. `peer-stock` has that one, under the mask that Megatron-LM passes to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megatron_distill.train.optimizer import wrap_data_parallel
 
 @dataclass(frozen=True)
 class Peer:
-    """What was done for the peer."""
+    """The changes to the peer's defaults."""
 
     keeps_logits: bool = True  # in fp32, where the CE would overwrite them
     torch_attention: bool = True
@@ -88,7 +88,7 @@ class MarkedGPT(GPTModel):
 
 
 class CopyingGPT(MarkedGPT):
-    """A GPTModel whose cross-entropy leaves fp32 logits as they are."""
+    """A GPTModel whose cross-entropy does not overwrite fp32 logits."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the loss per token [b, s]."""
@@ -98,10 +98,10 @@ class CopyingGPT(MarkedGPT):
 
 @dataclass(frozen=True)
 class PeerStep:
-    """The distillation model and what Megatron-LM's trainer puts around it."""
+    """The distillation model and the parts of Megatron-LM's trainer around it."""
 
     case: Case
-    model: Any  # what modelopt makes of the student's class at run time
+    model: Any  # ModelOpt's subclass of the student's class, made at run time
     attention_mask_11ss: Tensor | None
     training: TrainingState
     groups: Groups
@@ -112,7 +112,7 @@ class PeerStep:
         return [self.model]
 
     def step(self, batches: StepBatches) -> StepFigures:
-        """Do what Megatron-LM's `train_step` does."""
+        """Take a step as Megatron-LM's `train_step` does."""
         training = self.training
         for chunk in training.wrapped:
             chunk.zero_grad_buffer()
@@ -209,7 +209,7 @@ def build_peer_step(case: Case, *, peer: Peer, groups: Groups, device: torch.dev
 
 
 def _later_positions(length: int, device: torch.device) -> Tensor:
-    """Return bool [1, 1, s, s], true where a query may not see a key."""
+    """Return bool [1, 1, s, s], true where a query must not attend to a key."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 

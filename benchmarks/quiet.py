@@ -1,4 +1,4 @@
-"""Measuring on a machine that others use too: wait for a quiet moment, and tell a disturbed run."""
+"""Measuring on a shared machine: wait for a quiet moment, and detect a disturbed run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def busy_seconds() -> float:
 
 
 def wait_until_quiet(cores: float) -> None:
-    """Return once fewer than `cores` processors are in use, looked at for some seconds."""
+    """Return once fewer than `cores` processors are in use, sampled for some seconds."""
     while True:
         before = busy_seconds()
         time.sleep(_LOOK_SECONDS)
@@ -32,13 +32,13 @@ def wait_until_quiet(cores: float) -> None:
 
 
 def touch_bytes(count: int, *, large_pages: bool) -> None:
-    """Write to so much memory and free it, for whoever comes next and takes pages of that size.
+    """Write to `count` bytes and free them, for a later allocation with pages of that size.
 
-    What is free for a second or two may go back to the host (free page reporting), and a page that
-    comes from there costs up to eighty times one that never left. The kernel keeps what is freed
-    for the processor that freed it and for pages of that size, up to 1 GB here, and these do not go
-    back: so small pages are touched as torch takes them, by its threads, and large ones, which
-    numpy asks for, on every processor in turn.
+    Memory that is free for a second or two may go back to the host (free page reporting). A page
+    from the host costs up to eighty times one that never left. Freed pages stay with the processor
+    that freed them and with their page size, up to 1 GB here, and these do not go back. Small pages
+    are therefore touched as torch takes them, by its threads. Large ones, which numpy requests, are
+    touched on every processor in turn.
     """
     if not large_pages:
         torch.empty(count, dtype=torch.uint8).fill_(1)
@@ -48,7 +48,7 @@ def touch_bytes(count: int, *, large_pages: bool) -> None:
         os.sched_setaffinity(0, {processor})
         np.empty(count, np.uint8).fill(1)
 
-    # In threads of their own: what is measured next may not start on the same one in every rank.
+    # In separate threads: each rank's measurement may start on a different processor.
     for processor in os.sched_getaffinity(0):
         thread = threading.Thread(target=touch, args=(processor,))
         thread.start()
@@ -62,11 +62,11 @@ def own_cpu_seconds(result: Mapping[str, Any]) -> list[float]:
 
 
 def others(result: Mapping[str, Any]) -> list[float]:
-    """Return how many processors other processes used during each timed step."""
+    """Return the number of processors that other processes used during each timed step."""
     steps = zip(result["machine_seconds"], own_cpu_seconds(result), result["seconds"], strict=True)
     return [max(0.0, machine - own) / seconds for machine, own, seconds in steps]
 
 
 def is_disturbed(result: Mapping[str, Any], cores: float) -> bool:
-    """Whether others used more than `cores` processors in half of the timed steps or more."""
+    """Whether other processes used more than `cores` processors in at least half of the steps."""
     return median(others(result)) > cores

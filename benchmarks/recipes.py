@@ -1,4 +1,4 @@
-"""Recipes of distillation at equal tokens: what a student reaches with each of them.
+"""Recipes of distillation at equal tokens: the held-out losses of a student with each of them.
 
 python benchmarks/recipes.py                  # three seeds, some twenty minutes on two cores
 python benchmarks/recipes.py --seeds 1 --recipes logits "logits and features"
@@ -43,7 +43,7 @@ brackets. No recipe was tuned.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one student reached."""
+    """Result of one student."""
 
     recipe: str
     seed: int
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def main() -> int:
-    """Train, print, and keep the results."""
+    """Train, print, and save the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,7 +145,7 @@ def _row(recipe: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def _divergence(summary: RunSummary) -> float | None:
-    # A run without a teacher has none, which its log calls zero.
+    # A run without a teacher has no such loss, and zero in its log.
     return summary.held_out_kd if summary.top1_agreement is not None else None
 
 

@@ -36,7 +36,7 @@ every allocator. Memory is that of the largest rank.
 
 
 class Results(Protocol):
-    """What the files are written from."""
+    """Content of a result's files."""
 
     layouts: list[Row]
     peers: list[Row]
@@ -44,7 +44,7 @@ class Results(Protocol):
     raw: dict[str, Any]
 
     def tables(self) -> dict[str, Sequence[Row | Ratio]]:
-        """Return the tables by name, the empty ones too."""
+        """Return the tables by name, including empty ones."""
 
 
 def write_report(

@@ -36,7 +36,7 @@ _FILE_WIDTH = 180
 
 @dataclass
 class Measured:
-    """What has been measured so far."""
+    """The measurements so far."""
 
     layouts: list[Row] = field(default_factory=list)
     peers: list[Row] = field(default_factory=list)
@@ -44,12 +44,12 @@ class Measured:
     raw: dict[str, Any] = field(default_factory=dict)
 
     def tables(self) -> dict[str, Sequence[Row | Ratio]]:
-        """Return the tables by name, the empty ones too."""
+        """Return the tables by name, including empty ones."""
         return {"layouts": self.layouts, "peer": self.peers, "ratios": self.ratios}
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     arguments = _arguments()
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     if arguments.only != "layouts" and installed("nvidia-modelopt") is None:
@@ -136,7 +136,7 @@ def _measure(
 
 
 def _run_quiet(case: Case, subject: str, arguments: argparse.Namespace, *, profiled: bool) -> Any:
-    """Run a child in a quiet moment, again while others disturb it, and keep the last result."""
+    """Run a child in a quiet moment; repeat disturbed runs, and return the last result."""
     if arguments.quiet is None:
         return _run_child(case, subject, arguments, profiled=profiled)
     for _ in range(_ATTEMPTS):

@@ -1,9 +1,9 @@
-"""The teacher store: bytes per token, what codecs lose, tokens per second, and training from it.
+"""The teacher store: bytes per token, error of the codecs, tokens per second, and training.
 
     python benchmarks/store.py                                # some ten minutes, 2 GB of disk
     python benchmarks/store.py --folder /scratch --only speed --rounds 3 --name try
 
-A teacher is trained once for the codecs and kept under --teacher.
+A teacher is trained once for the codecs and saved under --teacher.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _POSITIONS = 4096
 _DISTINCT = 16
 _ON_DISK = 64
 _CHILD_SECONDS = 3000.0
-# Steps in a row and rounds of each workload: what is to be told apart is small.
+# Steps in a row and rounds of each workload: the differences are small.
 _TRAINED = {"v32k": (3, 8), "quickstart": (10, 40)}
 _TRAINED_K = 64
 _WIDTH = 140
 
 
 def main() -> int:
-    """Measure, print, and keep the results."""
+    """Measure, print, and save the results."""
     arguments = _arguments()
     console = Console(width=_WIDTH)
     environment = describe("benchmarks/store.py", sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A teacher that is made up: heavy-tailed distributions over 128,256 tokens, and packed samples."""
+"""A synthetic teacher: heavy-tailed distributions over 128,256 tokens, and packed samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_K: Final = 256
 # Ranks below these are far below the k-th even with noise; their mass is summed up as a whole.
 _NOISY_RANKS: Final = 4096
 _NOISE: Final = 0.3
-# How often a token occurs falls with its id, as in a vocabulary of merges.
+# A token's frequency falls with its id, as in a vocabulary of merges.
 _ID_EXPONENT: Final = 0.8
 _DRAWS: Final = 4 * LARGEST_K
 _TRAINED: Final = 3
@@ -29,8 +29,8 @@ class MadeUpSample:
     """S positions with their 256 most probable ids, and the S + 1 tokens of some documents.
 
     Attributes:
-        record: what a capture would store at k = 256.
-        logits_SK: fp32 raw logits of the kept ids, which some layouts store.
+        record: a capture's record at k = 256.
+        logits_SK: fp32 raw logits of the stored ids, for layouts that store logits.
     """
 
     record: SampleRecord
@@ -45,7 +45,7 @@ def made_up_sample(number: int, positions: int, *, vocab_size: int = VOCAB_SIZE)
     kept = values["sorted"][:, :LARGEST_K]
     tail = np.logaddexp(np.logaddexp.reduce(values["sorted"][:, LARGEST_K:], axis=1), rest)
     relative_sum = np.logaddexp(np.logaddexp.reduce(kept, axis=1), tail)
-    # Some offset that a model's logits have and its probabilities do not know.
+    # An offset of a model's logits that does not affect its probabilities.
     log_sum_exp = rng.normal(20.0, 3.0, positions)
     ids = _ids(rng, positions, vocab_size)
     log_probs = (kept - relative_sum[:, None]).astype(np.float32)
@@ -108,7 +108,7 @@ def _packed(
 
 
 def record_of(sample: MadeUpSample, k: int, *, sample_id: int) -> SampleRecord:
-    """What a capture at this k would store; what is dropped goes to the tail."""
+    """A capture's record at this k; the dropped ids are added to the tail."""
     entries = sample.record.top_k
     assert entries.log_tail_S is not None
     dropped = np.concatenate([entries.log_probs_SK[:, k:], entries.log_tail_S[:, None]], axis=1)

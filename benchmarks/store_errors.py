@@ -1,4 +1,4 @@
-"""What codecs lose of a trained teacher's distributions: ours, and those of others."""
+"""Error of codecs on a trained teacher's distributions: ours and the peers'."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["LossOfCodec", "TrainedTeacher", "measure_errors", "trained_teacher"]
 
 KS: Final = (16, 64, 128, 256)
 _BUDGET_K: Final = 50
-# As the peers do where a tail is 1 minus the others.
+# As in the peers, where a tail is 1 minus the sum of the top k.
 _LEAST_TAIL: Final = 1e-8
 _LARGE: Final = 0.01
 _AGREEMENT: Final = 1e-6
@@ -40,11 +40,11 @@ _ONE_PROCESS: Final = ("parallel.tensor=1", "parallel.pipeline=1")
 
 @dataclass(frozen=True, eq=False)
 class TrainedTeacher:
-    """Exact log-probabilities [N, V] fp64 and their ids, most probable first, and what it is.
+    """Exact log-probabilities [N, V] fp64 and their ids, most probable first.
 
     Attributes:
         log_probs_NV: of every position.
-        ids_NV: whose.
+        ids_NV: token ids of `log_probs_NV`.
         log_sum_exp_N: of the logits, fp64.
         figures: about the teacher and the text.
     """
@@ -60,11 +60,11 @@ class LossOfCodec:
     """KL divergence of decoded from exact distributions, in nats.
 
     Attributes:
-        codec: whose, and which.
+        codec: layout and setting.
         k: ids per position.
         value_bytes: per token, without ids.
         mean: over positions, between distributions over the k ids and the tail;
-            None where the codec knows too little for one.
+            None where the codec stores too little for one.
         p99: its 99th percentile.
         mean_kept: as `mean`, both normalised over the k ids.
         p99_kept: its 99th percentile.
@@ -82,7 +82,7 @@ class LossOfCodec:
 
 
 def trained_teacher(folder: Path, *, steps: int, samples: int) -> TrainedTeacher:
-    """Train the quickstart's teacher, unless the folder has it, and ask it about held-out text."""
+    """Train the quickstart's teacher, unless the folder has it, and run it on held-out text."""
     file = str(ROOT / "configs" / "quickstart_teacher.yaml")
     name = f"teacher_{steps}"
     overrides = [f"output={folder / name}", *_ONE_PROCESS, f"train.steps={steps}"]
@@ -156,7 +156,7 @@ def _own(teacher: TrainedTeacher, k: int, codec: str, value_bytes: int) -> LossO
 
 
 def _stored(codec: str, entries: TopKEntries, vocab_size: int) -> TopKEntries:
-    """Entries as a store gives them back."""
+    """Entries as read back from a store."""
     positions, k = entries.ids_SK.shape
     settings = CaptureSettings(k=k, vocab_size=vocab_size, sequence_length=positions, codec=codec)
     nothing = np.zeros(positions, np.float32)
@@ -174,7 +174,7 @@ def _stored(codec: str, entries: TopKEntries, vocab_size: int) -> TopKEntries:
 def _peer(
     teacher: TrainedTeacher, k: int, name: str, value_bytes: int, stored: Callable[[Floats], Floats]
 ) -> LossOfCodec:
-    """A layout that keeps no tail: it is what the decoded probabilities leave of one."""
+    """A layout without a tail: the tail is the rest of the decoded probabilities."""
     values, tail = _kept(teacher, k)
     decoded = stored(values)
     left = 1 - np.exp(decoded.astype(np.float64)).sum(1)

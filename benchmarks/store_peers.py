@@ -1,6 +1,6 @@
-"""The layouts of others, written from their formulas: MaxText's, Megatron-LM's, DistillKit's.
+"""The peers' layouts, written from their formulas: MaxText's, Megatron-LM's, DistillKit's.
 
-Every layout gets the same positions and gives the bytes that it would keep of them.
+Every layout gets the same positions and returns the bytes that it would store for them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ EXAMPLE_KEYS: Final = ("inputs", "top_k_logits", "top_k_indices")
 _MEGATRON_LOW_BITS: Final = 16
 _MEGATRON_VOCAB: Final = 1 << 17
 _ZSTD_LEVEL: Final = 3
-# What MaxText asks of ArrayRecord; its default is zstd at level 3.
+# MaxText's settings of ArrayRecord, whose default is zstd at level 3.
 _EXAMPLE_OPTIONS: Final = "group_size:1"
 _INTEGER_BYTES: Final = 10
 
 
 def example_features(sample: MadeUpSample, k: int, *, is_bf16: bool) -> dict[str, NDArray[Any]]:
-    """What MaxText keeps of a sequence: raw logits and ids, and its four optional arrays."""
+    """MaxText's data of a sequence: raw logits and ids, and its four optional arrays."""
     record = sample.record
     logits = sample.logits_SK[:, :k]
     if is_bf16:
@@ -108,7 +108,7 @@ def write_examples(path: Path, examples: Sequence[bytes]) -> None:
 
 
 def megatron_member(samples: Sequence[MadeUpSample], k: int) -> bytes:
-    """What Megatron-LM serialises of an iteration: a list of micro-batches of one sequence."""
+    """Megatron-LM's serialised data of an iteration: a list of micro-batches of one sequence."""
     values, low, high = [], [], []
     for sample in samples:
         entries = sample.record.top_k
@@ -123,7 +123,7 @@ def megatron_member(samples: Sequence[MadeUpSample], k: int) -> bytes:
 
 
 def compressed(contents: Sequence[bytes]) -> int:
-    """Bytes of all contents, each compressed by itself as the peers compress."""
+    """Bytes of all contents, each compressed separately as in the peers."""
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
     return sum(len(compressor.compress(content)) for content in contents)
 
@@ -141,14 +141,14 @@ def write_tar(path: Path, members: Sequence[bytes]) -> None:
 
 @dataclass(frozen=True)
 class ExampleParser:
-    """From an Example's bytes to tokens, logits [L, k] and ids [L, k]; `name` says by what."""
+    """From an Example's bytes to tokens, logits [L, k] and ids [L, k]; `name` is the decoder."""
 
     name: str
     parse: Callable[[bytes], Sequence[NDArray[Any]]]
 
 
 def example_parsers() -> list[ExampleParser]:
-    """Ours, all numpy, and protobuf's own where it is installed. TensorFlow's is not asked for."""
+    """Ours, all numpy, and protobuf's own where it is installed. TensorFlow's is not required."""
     parsers = [ExampleParser("numpy parser", _parse_by_numpy)]
     if installed("protobuf") is not None:
         parsers.append(ExampleParser("protobuf parser", _protobuf_parser()))

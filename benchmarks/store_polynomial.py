@@ -22,8 +22,8 @@ class Polynomial:
     """One configuration of its compressor.
 
     Attributes:
-        exact: values that are kept in bf16.
-        powers: of the position, whose coefficients are kept in fp32.
+        exact: number of values stored in bf16.
+        powers: of the position; their coefficients are stored in fp32.
         has_root: whether the square root of the position is a term as well.
         is_normalised: positions from 0 to 1 (`normalize_t`) rather than 0 to n - 1.
     """
@@ -47,7 +47,7 @@ class Polynomial:
         """The head's bf16 bits [S, exact] and the coefficients [S, terms], in fp32 throughout."""
         head = log_probs_SK[:, : self.exact]
         bits = torch.from_numpy(head.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
-        # As DistillKit solves it, and where its fp32 loses what numpy's fp64 would keep.
+        # As DistillKit solves it, including the rounding of fp32, which fp64 would avoid.
         basis = torch.from_numpy(self._basis(log_probs_SK.shape[1] - self.exact))
         left, singular, right = torch.linalg.svd(basis, full_matrices=False)
         inverse = torch.where(singular > _LEAST_SINGULAR, 1 / singular, 0)
@@ -82,7 +82,7 @@ BUDGET: Final = Polynomial(exact=1, powers=(0, 1))
 
 
 def as_bf16(log_probs_SK: Floats) -> Floats:
-    """Values as bf16 keeps them."""
+    """Values rounded to bf16."""
     return torch.from_numpy(log_probs_SK.copy()).bfloat16().float().numpy()
 
 

@@ -18,7 +18,7 @@ _MIN_BANDWIDTH: Final = 0.8
 _MAX_BYTES: Final = 220.0
 _MAX_SLOWDOWN: Final = 1.03
 _K: Final = 64
-# Each part may be measured at another time.
+# Each part may be measured at a different time.
 _OWN: Final = ("command", "date", "commit", "load average at the start")
 _QUICKSTART: Final = ROOT / "benchmarks" / "results" / "quickstart.json"
 
@@ -78,7 +78,7 @@ hardest to hide.
 
 
 def earlier_parts(folder: Path, name: str) -> dict[str, Any]:
-    """What `name`.json holds of an earlier measurement."""
+    """The content of `name`.json from an earlier measurement."""
     path = folder / f"{name}.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 

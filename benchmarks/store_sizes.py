@@ -41,10 +41,10 @@ class Size:
     """One layout at one k.
 
     Attributes:
-        layout: whose, and in which setting.
+        layout: name and setting.
         k: ids per position.
         record: bytes per token of a record, before the container and its compression.
-        disk: bytes per token of all files; None where what writes them is not installed.
+        disk: bytes per token of all files; None where the layout's writer is not installed.
     """
 
     layout: str
@@ -68,7 +68,7 @@ def write_store(
 
 
 def measure_sizes(place: Path, *, positions: int, distinct: int, count: int) -> Iterator[Size]:
-    """Every layout at every k; what is on disk holds `count` sequences of `positions`."""
+    """Every layout at every k; the files on disk hold `count` sequences of `positions`."""
     samples = [made_up_sample(number, positions) for number in range(distinct)]
     for k in KS:
         for codec in CODECS:
@@ -142,7 +142,7 @@ def _distillkit(
 
 
 def _removed(path: Path, layout: str, k: int, record: float, tokens: int) -> Size:
-    """The size of a file that is of no further use."""
+    """Return the size of a file that is no longer needed, and remove it."""
     disk = path.stat().st_size / tokens
     path.unlink()
     return Size(layout, k, record, disk)

@@ -46,7 +46,7 @@ class Timings:
     """Seconds of each subject's work in each round, by the clock and of the processor.
 
     Attributes:
-        seconds: of each round that is kept.
+        seconds: of each counted round.
         cpu_seconds: likewise, over all threads.
         sizes: bytes of a subject's files.
         keeps: whether rounds count; the first warms everything up.
@@ -82,7 +82,7 @@ class Timings:
 
 
 def main() -> None:
-    """Measure, and write what it took."""
+    """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--positions", type=int, required=True)
@@ -134,7 +134,7 @@ def _own(timings: Timings, place: Path, records: Sequence[SampleRecord], codec: 
 
 
 def _maxtext(timings: Timings, place: Path, samples: Sequence[MadeUpSample], k: int) -> None:
-    """Its files hold what its reader takes and nothing that it leaves out."""
+    """MaxText's layout; its files hold exactly the entries that its reader takes."""
     from array_record.python import array_record_module
 
     path, tokens = place / "part", len(samples) * len(samples[0].logits_SK)

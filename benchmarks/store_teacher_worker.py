@@ -1,4 +1,4 @@
-"""A trained teacher's words on held-out text, whole and exact; started by benchmarks/store.py."""
+"""A trained teacher's distributions on held-out text, exact; started by benchmarks/store.py."""
 
 from __future__ import annotations
 

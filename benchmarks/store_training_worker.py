@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 600
 _PRECISION: Final = "fp32"
-# The quickstart's student: so little work per token that a store is hardest to hide.
+# The quickstart's student: with so little work per token a store is hardest to hide.
 _SMALL: Final = Workload(
     "quickstart", Body(2, 96, 256, 4, 2), Body(4, 192, 512, 6, 2), 2048, 128, 4, 2
 )
@@ -44,7 +44,7 @@ _WORKLOADS: Final = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """Steps that were loaded before; what a `Lookahead` takes them from."""
+    """Preloaded steps, as the source of a `Lookahead`."""
 
     steps: Sequence[StepBatches]
 
@@ -53,13 +53,13 @@ class Loaded:
         return self.steps[step - 1]
 
     def state_dict(self) -> State:
-        """Nothing: nobody resumes here."""
+        """Empty: there is no resume here."""
         return {}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Everything that some steps need but the teacher."""
+    """The parts of some steps, except the teacher."""
 
     case: Case
     student: Student
@@ -85,7 +85,7 @@ class Steps:
 
 
 def main() -> None:
-    """Measure, and write what it took."""
+    """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", choices=_WORKLOADS, required=True)
     parser.add_argument("--k", type=int, required=True)
@@ -151,7 +151,7 @@ def _measure(
 
     subjects = {"memory": from_memory, "store": from_store, "reading alone": reading_alone}
     timed = _in_turns(subjects, rounds=given.rounds)
-    # Before it is used again, to see that both subjects learn from the same words.
+    # Before it is used again, to check that both subjects learn from the same signals.
     largest = _largest_difference(
         in_memory, [teacher.signals(s.micro_batches) for s in loaded.steps]
     )
@@ -168,7 +168,7 @@ def _measure(
 def _stored(
     case: Case, k: int, records: list[SampleRecord], folder: Path
 ) -> tuple[StoreReader, CaptureSettings]:
-    """A store of the records, and what it says they were captured with."""
+    """Return a store of the records, and its capture settings."""
     settings = CaptureSettings(
         k=k, vocab_size=case.workload.vocab_size, sequence_length=case.workload.sequence_length
     )
@@ -224,7 +224,7 @@ def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps
 
 
 def _records(case: Case, k: int, steps: int) -> list[SampleRecord]:
-    """One for every sequence of every step; their words repeat after some."""
+    """One for every sequence of every step; their contents repeat after some."""
     workload = case.workload
     per_step = workload.micro_batch_size * workload.micro_batches
     distinct: list[MadeUpSample] = [

@@ -1,4 +1,4 @@
-"""What both subjects of a measurement share: shapes, weights, data, data parallelism, optimizer."""
+"""Parts common to both subjects: shapes, weights, data, data parallelism, optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUDENT_SEED, TEACHER_SEED, DATA_SEED = 11, 12, 13
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 SCHEDULE = ScheduleConfig(decay="constant")
 _SCHEDULE_STEPS = 1000
-# Larger than in training: distributions far from uniform, and a KL that a mistake would change.
+# Larger than in training: distributions far from uniform, so that a mistake changes the KL.
 _INIT_STD = 0.05
 
 
@@ -84,7 +84,7 @@ def architecture(body: Body, case: Case) -> Architecture:
 
 
 def execution(case: Case, device: torch.device) -> Execution:
-    """Return how the case computes: no recomputation."""
+    """Return the case's execution settings: no recomputation."""
     return Execution(dtype=PRECISIONS[case.precision], device=device)
 
 

@@ -23,8 +23,8 @@ class Row:
     """One subject on one case; times are medians over all timed steps of all rounds.
 
     Memory is that of the rank with the largest peak. `step_peak_mib` is the peak of live tensors
-    above what lives between steps (weights, gradient buffers, optimizer state);
-    `resident_peak_mib` the same of the whole process, as the kernel saw it.
+    above those that live between steps (weights, gradient buffers, optimizer state);
+    `resident_peak_mib` the same of the whole process, from the kernel.
     """
 
     case: str
@@ -34,7 +34,7 @@ class Row:
     step_seconds_min: float
     step_seconds_max: float
     cpu_seconds: float  # over all ranks
-    others: float  # processors that other processes kept busy meanwhile
+    others: float  # processors used by other processes meanwhile
     tokens_per_second: float
     teacher_share: float | None
     step_peak_mib: float
@@ -65,7 +65,7 @@ class Ratio:
 
 
 def summarise(case: Case, subject: str, rounds: Sequence[Mapping[str, Any]]) -> Row:
-    """Put the rounds of one subject together."""
+    """Combine the rounds of one subject."""
     seconds = [value for result in rounds for value in result["seconds"]]
     ranks = [rank for result in rounds for rank in result["ranks"]]
     largest = max(ranks, key=lambda rank: rank["peak"]["tensors"])
@@ -107,7 +107,7 @@ def _teacher_share(rounds: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def compare(ours: Row, peer: Row) -> Ratio:
-    """Return how the two stand to each other."""
+    """Return the ratios of ours to the peer."""
     resident = None
     if ours.resident_peak_mib is not None and peer.resident_peak_mib is not None:
         resident = peer.resident_peak_mib / ours.resident_peak_mib

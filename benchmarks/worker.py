@@ -1,4 +1,4 @@
-"""One measurement in processes of its own, started by `benchmarks/step.py`.
+"""One measurement in separate processes, started by `benchmarks/step.py`.
 
 Reads a case, builds one subject, warms it up, times steps, then takes two more for memory, and
 writes one JSON object from rank 0.
@@ -28,7 +28,7 @@ _TIMEOUT_SECONDS = 600
 
 
 def main() -> None:
-    """Measure what the arguments name."""
+    """Measure the case given by the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", required=True, type=Path)
     parser.add_argument("--subject", required=True)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    # Only now: these import Megatron-Core, which had to be prepared first.
+    # Imported late: these import Megatron-Core, which must be prepared first.
     from benchmarks.op_profile import write_profile
     from benchmarks.peak import persistent_bytes, step_peak
     from benchmarks.subject import random_batches

@@ -1,4 +1,4 @@
-"""The weights of a step: from schedules, and from how large its losses are."""
+"""The loss weights of a step: from schedules, and from the measured losses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Schedules:
-    """What may change by the number of the step alone, in the order of the objective's terms."""
+    """Schedules of weights and temperatures by step, in the order of the objective's terms."""
 
     ce: ValueSchedule
     terms: tuple[ValueSchedule, ...]
@@ -54,7 +54,7 @@ class Schedules:
     alpha: ValueSchedule = ValueSchedule.unchanging(1.0)
 
     def weights_at(self, steps_done: int) -> LossWeights:
-        """The losses' own weights, before alpha and scales."""
+        """The configured weights of the losses, before alpha and scales."""
         return LossWeights(
             self.ce.at(steps_done),
             tuple(schedule.at(steps_done) for schedule in self.terms),
@@ -62,22 +62,22 @@ class Schedules:
         )
 
     def applied(self, objective: TokenObjective, steps_done: int) -> TokenObjective:
-        """The objective with its own weights and temperatures of a step."""
+        """The objective with the scheduled weights and temperatures of a step."""
         temperatures = [schedule.at(steps_done) for schedule in self.temperatures]
         return objective.at(self.weights_at(steps_done), temperatures)
 
 
 @dataclass(frozen=True)
 class BalancedStep:
-    """What a step is to be trained on, and what is known of it beforehand.
+    """The objectives and weights of a step, before it runs.
 
     Attributes:
-        objectives: of each micro-batch of this rank.
-        own_weights: the losses' own, before alpha and scales.
-        states: before this step, and after it if it is applied; the same where the sizes are those
-            of the step before, which this one adds when it is done.
-        logged: weights, scales and temperatures, the same on every rank; empty where nothing of it
-            ever changes.
+        objectives: one per micro-batch of this rank.
+        own_weights: the scheduled weights of the losses, before alpha and scales.
+        states: before this step, and after it if it is applied. With `from_last_step` both are
+            equal, since `finish` adds this step's losses.
+        logged: weights, scales and temperatures, the same on every rank; empty if they never
+            change.
     """
 
     objectives: tuple[TokenObjective, ...]
@@ -88,15 +88,15 @@ class BalancedStep:
 
 @dataclass(frozen=True)
 class Balancing:
-    """Finds the weights of one step after another.
+    """Computes the weights of each step.
 
     Attributes:
         mode: how the losses are balanced.
         schedules: of weights, temperatures and alpha.
         ratios: of the modes `magnitude` and `gradient_norm`.
-        decay: of the running mean of the sizes; 0: the last ones alone.
-        from_last_step: whether the sizes are those of the step before.
-        per_micro_batch: whether each micro-batch of each rank has ratios of its own.
+        decay: of the running mean of the measured losses; 0: no smoothing.
+        from_last_step: whether the losses of the previous step are used.
+        per_micro_batch: whether each micro-batch of each rank has separate ratios.
     """
 
     mode: BalanceMode
@@ -108,11 +108,11 @@ class Balancing:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the weights depend on how large the losses are."""
+        """Whether the weights depend on the measured losses."""
         return self.mode in ("magnitude", "gradient_norm")
 
     def resumed(self, state: BalanceState) -> BalanceState:
-        """The state of a checkpoint, or a new one where that is of other losses."""
+        """The state of a checkpoint, or a new one if that belongs to different losses."""
         terms, features = len(self.schedules.terms), len(self.schedules.features)
         if self.mode == "gradient_norm":
             terms, features = 1, min(features, 1)
@@ -136,7 +136,7 @@ class Balancing:
         steps_done: int,
         state: BalanceState,
     ) -> BalancedStep:
-        """Return what the next step is to be trained on.
+        """Return the objectives and weights of the next step.
 
         Collective: none where nothing is measured; else those of the pass in `loss_sizes`, once per
         step (with `from_last_step` in the first one only); per micro-batch, one all-reduce of 4
@@ -169,10 +169,10 @@ class Balancing:
     def finish(
         self, balanced: BalancedStep, report: StepReport, *, groups: Groups, device: torch.device
     ) -> tuple[BalanceState, StepReport]:
-        """Return the state and the report of a step; what was not applied leaves the state alone.
+        """Return the state and the report of a step; a step not applied leaves the state unchanged.
 
-        `kd`, that of each source too, and the sum of the features become those with their own
-        weights, comparable from step to step.
+        `kd`, also per source, and the sum of the features are recomputed with the scheduled
+        weights, so that they are comparable from step to step.
 
         Collective: with `from_last_step`, that of `agreed`.
         """
@@ -210,7 +210,7 @@ class Balancing:
             state = state.updated(raw, measure=self.mode, decay=self.decay)
             raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
         if self.mode == "gradient_norm":
-            # Divergences and features have their weights already.
+            # The losses measured here already include these weights.
             weights = replace(weights, terms=(1.0,), features=(1.0,) * len(raw.features))
         return self.ratios.scales(raw, weights), state
 
@@ -270,11 +270,11 @@ def _mean(
     return dict(zip(names, means.tolist(), strict=True))
 
 
-# In a row, after which a warning comes.
+# Steps in a row at the clamp before a warning.
 CLAMPED_STEPS: Final = 20
 # Means over micro-batches are summed in fp32.
 _ROUNDING: Final = 1e-5
-# What a scale is of, what it is held against, and whose weights move it.
+# Of each scale: the losses it multiplies, the reference losses, and the key of its weights.
 _SCALES: Final = {
     "kd_scale": ("distillation", "the cross-entropy", "objective.terms"),
     "feature_scale": ("feature losses", "the divergences", "objective.features"),
@@ -284,8 +284,8 @@ _SCALES: Final = {
 class ClampWatch:
     """Counts applied steps whose scales are at the clamp, from the logged figures of a balance.
 
-    These are the same floats on every rank, and on the host already. A scale at either end counts;
-    one step of it elsewhere begins the count anew. Each start of a run counts for itself.
+    The figures are host floats, the same on every rank. A scale at either end of the clamp counts;
+    a step away from it resets the count. The count starts at zero in each start of a run.
     """
 
     def __init__(self, clamp: float | None) -> None:

@@ -1,9 +1,9 @@
-"""The feature losses of a student's step: taken where its layers are, on every pipeline stage.
+"""The feature losses of a student's step, computed on the pipeline stage of the student's layer.
 
-The projectors of feature losses and what trains them: small, and whole on every rank.
+Also the projectors of feature losses and their optimizer: small, and replicated on every rank.
 
-They are no part of the student: their optimizer is their own, checkpoints keep them apart, and
-neither an export nor a run that starts from such a checkpoint sees them.
+Projectors are not part of the student. They have a separate optimizer and separate checkpoint
+entries; exports and runs that start from such a checkpoint ignore them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.optimizer import allocate_adam
 
-# What reports call the weighted sum of all pairs.
+# Report entry of the weighted sum of all pairs.
 FEATURES_LOSS = "features_loss"
 Features = Mapping[tuple[str, int], Tensor]  # of one micro-batch, as `WithFeatures` has them
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What the taps need to know during one step, and the losses that they have found.
+    """Inputs of the taps during one step, and the losses that the taps have computed.
 
-    A layer that is recomputed comes twice, so each loss has a place of its own. `of_gradients`: it
-    is the sum of squares of the weighted loss's gradient.
+    The tap of a recomputed layer runs twice; `values` is keyed, so that the loss counts once.
+    With `of_gradients` each value is the sum of squares of the weighted loss's gradient.
     """
 
     features: Sequence[Features]  # per micro-batch
@@ -58,7 +58,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """How both models make scores of queries and keys."""
+    """The attention score rules of both models."""
 
     student: ScoreRule
     teacher: ScoreRule
@@ -67,9 +67,9 @@ class ScoreRules:
 class FeatureLosses:
     """The losses between chosen layers of student and teacher.
 
-    Each pair's loss is a mean over the distilled tokens of the global batch. Its gradient joins the
-    student's where the layer's output, or its queries and keys, pass a tap, on whatever stage that
-    is; the schedules are the stock ones and see one gradient.
+    Each pair's loss is a mean over the distilled tokens of the global batch. Taps on the layer's
+    output, or on its queries and keys, add the gradient to the student's, on the layer's stage.
+    The stock schedules see one gradient.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class FeatureLosses:
 
     @property
     def report_names(self) -> tuple[str, ...]:
-        """What `finish` reports."""
+        """The names that `finish` returns."""
         return (FEATURES_LOSS, *(pair.name for pair in self.pairs))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a run that continues another must have in common with it, as plain values."""
+        """Return the settings that a resumed run must share, as plain values."""
         shape = None if self.projectors is None else self.projectors.shape.as_dict()
         return {"losses": [pair.name for pair in self.pairs], "projectors": shape}
 
     def attach(self, chunks: Sequence[HiddenStateGPT]) -> None:
-        """Tap those layers of the student that this rank holds."""
+        """Tap the paired student layers on this rank."""
         maps = {pair.student for pair in self.pairs if pair.is_of_attention}
         states = {pair.student for pair in self.pairs if not pair.is_of_attention}
         tap_layers(
@@ -116,12 +116,12 @@ class FeatureLosses:
         *,
         of_gradients: bool = False,
     ) -> None:
-        """Take the losses of the schedule that runs now, until `finish` or `finish_each`.
+        """Compute the losses of the schedule that runs next, until `finish` or `finish_each`.
 
-        `features` are the teacher's of each micro-batch, `pair_weights` what the mean of each pair
-        is multiplied by in the gradient there. Where no gradients are computed, none is added. With
-        `of_gradients` the sums of squares of the weighted losses' gradients take the place of the
-        losses, with respect to the layers' outputs; nothing is added then.
+        `features` are the teacher's, per micro-batch. `pair_weights`, per micro-batch, are the
+        pairs' weights in the gradient. Without gradients enabled, none is added. With
+        `of_gradients` the values are the sums of squares of the weighted losses' gradients with
+        respect to the layers' outputs, and no gradient is added.
         """
         weights_sb = [
             token_weights(batch.kd_weights_bs.t(), step.kd_tokens) for batch in step.micro_batches
@@ -129,9 +129,9 @@ class FeatureLosses:
         self._step = _Step(features, weights_sb, pair_weights, of_gradients)
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the means over the global batch, each pair's without its weight, and their sum.
+        """Return the unweighted means over the global batch per pair, and their weighted sum.
 
-        With `of_gradients` sums of squares, and the sum of all.
+        With `of_gradients` they are sums of squares and their total.
 
         Collective: one all-reduce of a float per pair and one more in the data x context, the
         pipeline and the tensor group.
@@ -146,7 +146,7 @@ class FeatureLosses:
         return dict(zip(self.report_names, means.unbind(), strict=True))
 
     def finish_each(self) -> Tensor:
-        """Return what each micro-batch of this data and context rank adds to the pairs' means.
+        """Return each micro-batch's share of the pairs' means, on this data and context rank.
 
         fp32 `[micro-batches, pairs]`, the same on the ranks of all stages.
 
@@ -161,10 +161,10 @@ class FeatureLosses:
         return step
 
     def _shares(self, step: _Step) -> Tensor:
-        """What this rank adds, the sum over tensor ranks being the whole."""
+        """This rank's share; the sum over tensor ranks is the whole."""
         shares_MP = torch.zeros(len(step.features), len(self.pairs), device=self._device)
         for (index, micro_batch), value in step.values.items():
-            # All ranks of a tensor group have a map's loss whole, whoever holds the sequence.
+            # Every tensor rank has the whole loss of a map, also under sequence parallelism.
             is_part = self._splits and not self.pairs[index].is_of_attention
             if is_part or self._share == 0:
                 shares_MP[micro_batch, index] = value
@@ -172,12 +172,12 @@ class FeatureLosses:
 
     @property
     def _splits(self) -> bool:
-        """Whether layers leave each tensor rank a part of the sequence."""
+        """Whether layer outputs are split along the sequence over the tensor ranks."""
         return self._groups.layout.sequence
 
     @property
     def _share(self) -> int:
-        """Which part of what the tensor ranks share is this rank's."""
+        """The index of this rank's part within the tensor group."""
         return self._groups.tensor.rank()
 
     def _of(self, layer: int, *, is_of_attention: bool) -> Iterator[tuple[int, FeaturePair]]:
@@ -249,7 +249,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ProjectorShape:
-    """What projectors there are, and of which sizes; the same in every run that continues one."""
+    """The names and sizes of the projectors; a resumed run must have the same."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # student, within (an MLP's), teacher
@@ -261,7 +261,7 @@ class ProjectorShape:
 
 @dataclass(frozen=True)
 class ProjectorOptimization:
-    """How projectors are trained; the learning rate follows the student's schedule in shape."""
+    """Optimizer settings of the projectors; the learning rate follows the student's schedule."""
 
     learning_rate: float
     weight_decay: float  # of matrices
@@ -272,12 +272,12 @@ class ProjectorOptimization:
 
 
 def projector_name(pair: FeaturePair, *, shared: bool) -> str:
-    """Return the name of a pair's projector; losses between the same two layers have one."""
+    """Return the name of a pair's projector; losses between the same two layers share one."""
     return _SHARED if shared else f"{pair.student}_{pair.teacher}"
 
 
 class Projectors:
-    """The projectors with their gradients and their Adam, the same bits on every rank."""
+    """The projectors, their gradients and their Adam, with the same bits on every rank."""
 
     def __init__(
         self,
@@ -314,14 +314,14 @@ class Projectors:
                 yield f"{name}.{part}", parameter
 
     def zero_gradients(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to zero."""
         self._gradient.zero_()
 
     def reduce_gradients(self) -> Tensor:
-        """Add up all ranks' gradients of a step; return their norm, an fp32 scalar.
+        """Sum the gradients of a step over all ranks; return their norm, an fp32 scalar.
 
-        Without sequence parallelism the ranks of a tensor group have found the same, and one of
-        them speaks for all, so that none can come to differ in its last bits.
+        Without sequence parallelism the ranks of a tensor group have computed the same gradient.
+        Only one of them contributes it, so that the ranks cannot differ in the last bits.
 
         Collective: one all-reduce of 4 bytes per parameter in the tensor, the data x context and
         the pipeline group (a stage without a pair adds zero).
@@ -349,7 +349,7 @@ class Projectors:
         return {key: _replicated(key, tensor) for key, tensor in self._tensors()}
 
     def load(self, state: Mapping[str, Tensor], *, applied_steps: int) -> None:
-        """Continue from what was loaded for `sharded_state` and the number of steps applied."""
+        """Restore the state loaded for `sharded_state`, and the number of applied steps."""
         with torch.no_grad():
             for key, tensor in self._tensors():
                 tensor.copy_(state[key])
@@ -367,7 +367,7 @@ def _adam(
     parameters: list[torch.nn.Parameter], optimization: ProjectorOptimization
 ) -> torch.optim.Adam:
     kind = torch.optim.AdamW if optimization.is_decoupled else torch.optim.Adam
-    # Two groups, also where both have the same decay.
+    # Always two groups, even where both have the same decay.
     groups = (
         (optimization.weight_decay, [p for p in parameters if p.dim() > 1]),
         (0.0, [p for p in parameters if p.dim() == 1]),

@@ -30,7 +30,7 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """When the loop does what. Intervals in steps; 0 is never but at the end."""
+    """Schedule of the loop. Intervals are in steps; 0 means only at the end of the run."""
 
     steps: int
     validation_interval: int
@@ -42,7 +42,7 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop works with; the loader and the run state are its only mutable parts."""
+    """Inputs of the loop; the loader and the run state are its only mutable parts."""
 
     state: RunState
     teacher: Teacher | None
@@ -56,7 +56,7 @@ class Parts:
 
 
 class _Vote(IntEnum):
-    """What a rank wants after a step; the largest wish of any rank is done by all."""
+    """A rank's vote after a step; all ranks follow the largest vote."""
 
     GO_ON = 0
     STOP = 1
@@ -66,18 +66,18 @@ class _Vote(IntEnum):
 def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool:
     """Train from the state's step to the plan's last; return whether it got there.
 
-    A termination signal on any rank ends the loop after the current step; the step is saved.
+    A termination signal on any rank ends the loop after the current step, which is saved.
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
-    the log cannot be written any more.
+    the log can no longer be written.
 
-    Collective: what the parts communicate, and per step one all-reduce of 16 bytes in the world.
+    Collective: those of the parts, and per step one all-reduce of 16 bytes in the world.
     """
     log = _Log(parts.metrics)
     try:
         stopped = _train(parts, plan, termination, log)
         agree(log.failure)
     except MegatronDistillError:
-        # All ranks are here together, and what is being written is of a step that went well.
+        # All ranks raise together, and the checkpoint being written is of a step that went well.
         parts.state.checkpoints.finish()
         raise
     parts.state.checkpoints.finish()
@@ -115,7 +115,7 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
 
 
 class _Log:
-    """The metrics, whose failure on the one rank that writes waits for the next vote."""
+    """The metrics log; a write error on the writing rank is held until the next vote."""
 
     def __init__(self, metrics: MetricsLog) -> None:
         self._metrics = metrics
@@ -130,7 +130,7 @@ class _Log:
 
 
 def _vote(termination: TerminationRequest, log: _Log, device: torch.device) -> tuple[bool, int]:
-    """Return whether to stop, and the peak memory of the rank that holds most."""
+    """Return whether to stop, and the largest peak memory of any rank in bytes."""
     vote = _Vote.STOP if termination.received else _Vote.GO_ON
     vote = _Vote.FAIL if log.failure else vote
     verdict, peak_bytes = highest(vote, peak_memory_bytes(device), device=device)
@@ -146,7 +146,7 @@ def _due(step: int, interval: int) -> bool:
 def _distil(
     parts: Parts, batches: StepBatches, plan: LoopPlan
 ) -> tuple[StepReport, Mapping[str, float], float]:
-    """Return what the step did, its weights, and the seconds that the teacher took of it."""
+    """Return the step's report, its logged weights and the teacher's time in seconds."""
     started = time.perf_counter()
     state, micro_batches = parts.state, batches.micro_batches
     signals = parts.teacher.signals(micro_batches) if parts.teacher else [None] * len(micro_batches)
@@ -176,7 +176,7 @@ def _distil(
 
 
 def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:
-    """Say what is wrong with a step that was not applied, and stop when there are too many."""
+    """Warn of a step that was not applied; raise TrainingError when there are too many."""
     if report.applied:
         return
     samples = ", ".join(map(str, _sample_ids(batches, state.student.groups)))
@@ -197,7 +197,7 @@ def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: Loop
 
 
 def _sample_ids(batches: StepBatches, groups: Groups) -> list[int]:
-    """Return the ids of every sample of the global batch; only a failing step asks."""
+    """Return the sample ids of the whole global batch; called after a failing step only."""
     local = torch.cat([batch.sample_ids_b for batch in batches.micro_batches]).tolist()
     gathered: list[list[int]] = [[] for _ in range(groups.data.size())]
     torch.distributed.all_gather_object(gathered, local, group=groups.data)
@@ -237,9 +237,9 @@ def _validation(parts: Parts) -> dict[str, object]:
     means, sources = validate(parts.state.student, parts.held_out)
     values = public_names(means)
     found: dict[str, object] = {"ce_loss": values.pop("ce_loss")}
-    # What a stored teacher would say of held-out samples is not zero but unknown.
+    # A stored teacher has no records of held-out samples: its loss there is unknown, not zero.
     if parts.teacher is None or "kd_loss" in values:
         found["kd_loss"] = values.pop("kd_loss", 0.0)
-    del values["total_loss"]  # of the last weights, which is no figure of this step
+    del values["total_loss"]  # computed with the last step's weights
     found |= values
     return {**found, "sources": sources} if sources else found

@@ -1,4 +1,4 @@
-"""How large the losses of a step are, found before the step by a pass of its own."""
+"""The raw losses of a step, or their gradient norms, measured in a separate pass before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loss_values(
 ) -> RawLosses:
     """Return the mean of each raw loss over the trained tokens of the global batch.
 
-    The student runs forward only, in training mode, and with the dropout masks of the step to come.
+    The student runs forward only, in training mode, with the dropout masks of the coming step.
 
     Collective: those of `run_student` without a backward pass, and of `agreed`.
     """
@@ -41,8 +41,8 @@ def local_loss_values(
 ) -> list[RawLosses]:
     """Return the mean of each raw loss over this rank's trained tokens, for each micro-batch.
 
-    All stages of a pipeline know them, no other data or context rank does. A loss of no token is
-    zero.
+    All stages of a pipeline get the values; other data and context ranks do not. A loss of no
+    token is zero.
 
     Collective: those of `student_reports` without a backward pass, and one all-reduce in the
     pipeline group, 4 bytes per micro-batch and loss. One host read.
@@ -69,7 +69,7 @@ def local_loss_values(
 
 
 def _batches_in(batch: Batch, step: StepBatches, share: Tensor) -> Tensor:
-    """What makes a micro-batch's shares in the means of the global batch its own means."""
+    """Factor from a micro-batch's share of the global mean to its local mean."""
     counts = (batch.ce_weights_bs.sum(), batch.kd_weights_bs.sum())
     ce, kd = (
         total / torch.where(count == 0, 1.0, count)
@@ -84,9 +84,9 @@ def gradient_norms(
     """Return the norms of the gradients of cross-entropy and of the weighted divergences.
 
     The gradient is that of the loss alone, a mean over the global batch, with respect to the
-    student's last hidden states; its norm is over all of them. That of the weighted features is
-    with respect to the layers' outputs, each pair apart. The pass is that of `loss_values`, with
-    gradients instead of values.
+    student's last hidden states; the norm is over all of them. The gradient of the weighted
+    features is with respect to the layers' outputs, separately for each pair. The pass is that of
+    `loss_values`, with gradients instead of values.
 
     Collective: as `loss_values`, and per micro-batch and gradient those of the objective's backward
     pass in the tensor group.
@@ -114,17 +114,17 @@ def raw_names(objective: TokenObjective) -> tuple[str, ...]:
 
 
 def raw_losses(objective: TokenObjective, values: Sequence[float]) -> RawLosses:
-    """The values of `raw_names` as what they are."""
+    """The values of `raw_names` as `RawLosses`."""
     assert len(values) == len(raw_names(objective))
     features = 1 + len(objective.terms)
     return RawLosses(values[0], tuple(values[1:features]), tuple(values[features:]))
 
 
 def agreed(values: Tensor, *, groups: Groups) -> list[float]:
-    """Return as floats the values that the first rank has.
+    """Return the values of the first rank as floats.
 
-    Sums over data ranks may be rounded in another order on another tensor rank; what enters the
-    gradient of a replicated parameter must not be.
+    Sums over data ranks may be rounded in a different order on each tensor rank. Factors in the
+    gradient of a replicated parameter must be the same on all of them.
 
     Collective: world, one broadcast of 4 bytes per value. One host read.
     """
@@ -138,11 +138,11 @@ class _DetachedHead:
     head: Head
 
     def head_weight(self) -> Tensor:
-        """The head without its gradient, which is not asked for."""
+        """The head without its gradient, which this pass does not need."""
         return self.head.head_weight().detach()
 
     def weight_gradient_sum(self) -> None:
-        """Nowhere to add it."""
+        """No buffer: this pass needs no gradient of the head."""
 
 
 @dataclass(frozen=True)
@@ -158,17 +158,17 @@ class _GradientSquares:
 
     @property
     def features(self) -> FeatureLosses | None:
-        """Those of the objective."""
+        """The feature losses of the objective."""
         return self.objective.features
 
     @property
     def feature_weights(self) -> tuple[float, ...]:
-        """Those of the objective."""
+        """The feature weights of the objective."""
         return self.objective.feature_weights
 
     @property
     def source_report_names(self) -> tuple[str, ...]:
-        """Sources are not told apart."""
+        """Empty: this report has no entries per source."""
         return ()
 
     def __call__(

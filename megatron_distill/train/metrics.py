@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object per line, and whatever else wants to see each record.
+"""The metrics of a run: one JSON object per line, and the sinks that receive each record.
 
 Experiment trackers as sinks for metrics: TensorBoard and Weights & Biases.
 
@@ -41,7 +41,7 @@ Record = Mapping[str, object]
 """Plain values under plain names: `step` always, and under `validation` a record of its own; both
 have a record of each source of a blend under `sources`."""
 
-# The name that every file and screen gives a figure with a shorter one in a report.
+# Public names in files and on screens of figures that have a shorter name in a report.
 PUBLIC_NAMES: Final = {
     "ce": "ce_loss",
     "kd": "kd_loss",
@@ -56,23 +56,23 @@ def public_names(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsSink(Protocol):
-    """Something that takes the records of a run, in order."""
+    """A receiver of the records of a run, in order."""
 
     def write(self, record: Record) -> None:
         """Take one record; `record["step"]` is the number of optimizer steps done."""
 
     def close(self) -> None:
-        """Write out what is held back; no record follows."""
+        """Flush buffered records; no record follows."""
 
 
 class MetricsLog:
-    """Hands every record to every sink; rank 0 has the sinks, any other rank has none."""
+    """Writes every record to every sink; rank 0 has the sinks, any other rank has none."""
 
     def __init__(self, sinks: Sequence[MetricsSink] = ()) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, record: Record) -> None:
-        """Hand `record` to every sink."""
+        """Write `record` to every sink."""
         for sink in self._sinks:
             sink.write(record)
 
@@ -96,11 +96,11 @@ class MetricsLog:
 
 
 class JsonLinesSink:
-    """Appends records to a file of JSON lines, which holds each step of the run once.
+    """Appends records to a file of JSON lines, which has each step of the run once.
 
-    Opening it drops what a killed run wrote after the checkpoint that is now resumed: the lines of
-    steps after `resume_step`, and a torn last line. That happens under another name that then
-    replaces the file. Every line is handed to the operating system at once.
+    Opening the file drops lines that a killed run wrote after the resumed checkpoint: steps after
+    `resume_step`, and a torn last line. The shortened file is written under a different name and
+    then renamed. Every line is passed to the operating system at once.
 
     Raises ConfigError when the file cannot be written.
     """
@@ -124,7 +124,7 @@ class JsonLinesSink:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Close the file; what a full disk refused before is lost, and was an error then."""
+        """Close the file; bytes that a full disk refused are lost, and raised an error before."""
         with suppress(OSError):
             self._file.close()
 
@@ -151,7 +151,7 @@ def to_json(record: Record) -> str:
 def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
 
-    What is nested deeper has a longer name: `train/sources/wiki/ce_loss`.
+    Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`.
     """
     for name, value in record.items():
         if name != "step":
@@ -218,7 +218,7 @@ _NO_WANDB = (
 
 
 def require_installed(*, tensorboard: bool, wandb: bool) -> None:
-    """Raise ConfigError unless the packages of the trackers that are asked for are there."""
+    """Raise ConfigError unless the packages of the requested trackers are installed."""
     for is_wanted, package, message in (
         (tensorboard, "tensorboard", _NO_TENSORBOARD),
         (wandb, "wandb", _NO_WANDB),
@@ -256,7 +256,7 @@ class TensorBoardSink:
 class WandbSink:
     """Writes every number of a record to a Weights & Biases run; offline needs no network.
 
-    The run's id is kept in `output`, so that a resumed run goes on under the same id. A resumed
+    The run's id is stored in `output`, so that a resumed run continues under the same id. A resumed
     offline run adds a folder under `output/wandb`: upload them in order, the later ones with
     `wandb sync --append`.
 

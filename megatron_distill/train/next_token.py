@@ -21,10 +21,10 @@ from megatron_distill.train.pipeline_schedule import run_schedule
 
 @dataclass(frozen=True)
 class NextToken:
-    """Answers tokens with the logits of the token that follows, the same on every rank.
+    """Computes the logits of the next token, the same on every rank.
 
-    To be called by all ranks together with the same tokens, so that each of them can choose the
-    next token by itself. Raises ConfigError for a context-parallel layout.
+    All ranks call it together with the same tokens, so that each can choose the next token
+    locally. Raises ConfigError for a context-parallel layout.
     """
 
     model: HiddenStateGPT
@@ -67,7 +67,7 @@ def logits_after(
 ) -> Tensor:
     """Return the logits [b, positions, vocabulary] in fp32 behind some positions, on every rank.
 
-    For looking at a model, not for training it: the logits are whole here.
+    For inspection, not for training: the logits are whole here.
 
     Collective: those of one forward pass; tensor group, one all-gather of the logits; pipeline
     group, one broadcast of them.
@@ -98,7 +98,7 @@ def logits_after(
 
 
 def _padded(tokens_bs: Tensor, groups: Groups) -> Tensor:
-    """Lengthen the rows to what sequence parallelism can split; what is added comes after."""
+    """Pad the rows at the end to a length that sequence parallelism can split."""
     size = groups.layout.tensor if groups.layout.sequence else 1
     return torch.nn.functional.pad(tokens_bs, (0, -tokens_bs.shape[1] % size))
 

@@ -21,28 +21,28 @@ from megatron_distill.train.source_metrics import BY_SOURCE, source_keys, split_
 
 
 class Head(Protocol):
-    """Whatever holds the output head of the last stage."""
+    """The output head of the last stage."""
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the head [V, H]."""
         ...
 
     def weight_gradient_sum(self) -> Tensor | None:
-        """What the gradient on these rows is added to, where it is not autograd's to bring."""
+        """The buffer for this rank's gradient [V, H]; None where autograd returns the gradient."""
         ...
 
 
 class MicroBatchObjective(Protocol):
-    """What the student's schedule asks of each micro-batch."""
+    """Interface between the student's schedule and the objective of a micro-batch."""
 
     @property
     def features(self) -> FeatureLosses | None:
-        """The losses between hidden states, the same of all micro-batches."""
+        """The losses between hidden states, the same for all micro-batches."""
         ...
 
     @property
     def feature_weights(self) -> tuple[float, ...]:
-        """What the mean of each pair of hidden states is multiplied by."""
+        """The weight of each feature pair's mean loss."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class MicroBatchObjective(Protocol):
 
     @property
     def source_report_names(self) -> tuple[str, ...]:
-        """What a report says of each source, in one order on all ranks."""
+        """The entries of a report per source, in one order on all ranks."""
         ...
 
     def __call__(
@@ -63,7 +63,7 @@ class MicroBatchObjective(Protocol):
         signal: Signal | None,
         step: StepBatches,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what is back-propagated and a report, fp32 scalars."""
+        """Return the loss to back-propagate and a report, fp32 scalars."""
         ...
 
 
@@ -71,20 +71,20 @@ class MicroBatchObjective(Protocol):
 class TokenObjective:
     """Cross-entropy and divergences of one student over its sharded head, and feature losses.
 
-    Every sum is divided by a count over the whole global batch that was known before the schedule
-    started, so that neither micro-batches nor data-parallel ranks appear in the result.
+    Every sum is divided by a count over the whole global batch, known before the schedule starts.
+    The result therefore does not depend on the number of micro-batches or data-parallel ranks.
     """
 
     ce_weight: float
     terms: Sequence[Term]
-    metrics: tuple[str, ...]  # what a report says beyond losses; empty without a teacher
+    metrics: tuple[str, ...]  # entries of a report besides the losses; empty without a teacher
     chunk_tokens: int | None
     shard: VocabShard
     logit_rule: LogitRule
     groups: Groups
-    source_names: tuple[str, ...] = ()  # of a blend, each of which is reported by itself
+    source_names: tuple[str, ...] = ()  # sources of a blend; each has entries in the report
     features: FeatureLosses | None = None
-    # Of the features' pairs in the gradient. What changes from step to step replaces them.
+    # Weights of the feature pairs in the gradient; replaced in each step whose weights change.
     feature_weights: tuple[float, ...] = ()
 
     @property
@@ -94,7 +94,7 @@ class TokenObjective:
 
     @property
     def source_report_names(self) -> tuple[str, ...]:
-        """What a report says of each source, in one order on all ranks."""
+        """The entries of a report per source, in one order on all ranks."""
         return source_keys(self._token_names, self.source_names)
 
     @property
@@ -104,7 +104,7 @@ class TokenObjective:
         return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
 
     def at(self, weights: LossWeights, temperatures: Sequence[float]) -> TokenObjective:
-        """The same objective with other weights and temperatures: all that changes in a run."""
+        """The same objective with different weights and temperatures, its only varying parts."""
         terms = tuple(
             replace(term, weight=weight, temperature=temperature)
             for term, weight, temperature in zip(
@@ -128,8 +128,8 @@ class TokenObjective:
         """Return the micro-batch's share of the objective and of the report, fp32 scalars.
 
         Summed over micro-batches, data-parallel and context-parallel ranks, both are means over
-        the trained tokens of the global batch; so are a source's entries, of which the tokens of
-        the others are zero.
+        the trained tokens of the global batch. A source's entries have the same divisor; tokens of
+        the remaining sources add zero to them.
 
         Collective: those of `hidden_for_head` and of `fused_linear_objective`.
         """
@@ -169,9 +169,9 @@ def reduce_report(
     device: torch.device,
     source_names: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Add up the reports of all micro-batches and ranks; every rank gets the same fp32 scalars.
+    """Sum the reports of all micro-batches and ranks; every rank gets the same fp32 scalars.
 
-    `source_names` are those of the vector under `BY_SOURCE`, where there is one.
+    `source_names` are the names of the entries of the vector under `BY_SOURCE`, if there is one.
 
     Collective: one all-reduce of a float per name in the data x context group, one in the
     pipeline group (stages other than the last add zero).

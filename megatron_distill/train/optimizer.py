@@ -1,10 +1,10 @@
 """Megatron's data parallelism, optimizer and learning-rate schedule around a student.
 
-What an optimizer puts into a checkpoint and takes from one: moments, and nothing of its layout.
+Optimizer entries of a checkpoint: moments only, independent of the layout.
 
-Megatron-Core would also keep its parameter groups. How many there are depends on the layout, and
-they hold settings that would silently win over the configuration of a resumed run. Both are the
-run's own here; the number of steps that were applied is all that Adam needs besides its moments.
+Megatron-Core also saves its parameter groups. Their number depends on the layout, and their
+settings would silently override the configuration of a resumed run. Both come from the run here;
+besides its moments, Adam needs only the number of applied steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def wrap_data_parallel(
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.distributed and config.overlap_param_gather,
         use_distributed_optimizer=config.distributed,
-        check_for_nan_in_grad=False,  # the step looks at the global norm instead
+        check_for_nan_in_grad=False,  # the step checks the global norm instead
         average_in_collective=False,
     )
     return [
@@ -49,7 +49,7 @@ def wrap_data_parallel(
             config=chunk.config,
             ddp_config=ddp_config,
             module=chunk,
-            # Interleaved stages reduce a whole chunk at a time.
+            # Interleaved stages reduce one whole chunk at a time.
             disable_bucketing=index > 0,
             pg_collection=groups.megatron,
         )
@@ -97,10 +97,10 @@ def build_schedule(
 ) -> OptimizerParamScheduler:
     """Return Megatron's schedule: linear warm-up, then the configured decay; weight decay fixed.
 
-    The optimizer's groups have the rate of the first update already. The schedule counts updates
-    and is stepped after each that was applied.
+    The optimizer's groups already have the rate of the first update. The schedule counts updates
+    and is stepped after each applied one.
     """
-    # A warm-up as long as the run has no decay; Megatron requires at least one update of it.
+    # A warm-up over the whole run leaves no decay; Megatron requires at least one step of it.
     decay_steps = schedule.decay_steps or max(steps, schedule.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
@@ -121,7 +121,7 @@ def build_schedule(
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     applied: bool
@@ -133,11 +133,11 @@ def connect_schedule(
     *,
     positions: int,
 ) -> None:
-    """Tell Megatron's schedules how to scale the loss and when gradients are communicated.
+    """Set the loss scaling and the gradient communication of Megatron's schedules.
 
     The objective is a mean already. Megatron's experts scale their auxiliary loss by their number
-    of tokens and expect a division by the global number; so the loss function hands over
-    `positions` times the objective, and the gradient of both is divided by `positions` here, once.
+    of tokens and expect a division by the global number. The loss function therefore returns
+    `positions` times the objective, and both gradients are divided by `positions` here, once.
     """
     model_config = wrapped[0].config
     model_config.grad_scale_func = _Division(1.0 / positions)
@@ -166,7 +166,7 @@ def _finalise(
     pg_collection: object = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Complete the gradient reductions; the token count is not used, the loss is scaled already."""
+    """Complete the gradient reductions; the token count is unused, the loss is already scaled."""
     finalize_model_grads(
         wrapped, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
@@ -177,7 +177,7 @@ def apply_gradients(
 ) -> Update:
     """Clip and apply the gradients, unless the loss or their global norm is not finite.
 
-    Every rank decides alike: the norm and the loss are global.
+    Every rank makes the same decision: the norm and the loss are global.
 
     Collective: one all-reduce of a float per parameter kind (dense, experts).
     """
@@ -194,15 +194,15 @@ def apply_gradients(
     return Update(norm, applied=True)
 
 
-# What the distributed optimizer and the other one call the fp32 weights of a bf16 model.
+# Entry names of a bf16 model's fp32 weights, with the distributed optimizer and without it.
 _SHARDED_MASTER = "optimizer.state.param."
 _MASTER = "optimizer.state.fp32_param."
 
 
 def allocate_moments(optimizer: ChainedOptimizer) -> None:
-    """Give torch's Adam the state that its first step would give it.
+    """Allocate the state that the first step of torch's Adam would create.
 
-    Megatron-Core describes the state to a checkpoint by what is there, and without Transformer
+    Megatron-Core derives the checkpoint's entries from the existing state. Without Transformer
     Engine or Apex it cannot do so before the first step: neither to load, nor to save after a step
     that was not applied.
     """
@@ -211,7 +211,7 @@ def allocate_moments(optimizer: ChainedOptimizer) -> None:
 
 
 def allocate_adam(adam: torch.optim.Adam) -> None:
-    """Give one Adam the state that its first step would give it."""
+    """Allocate the state that the first step of one Adam would create."""
     for group in adam.param_groups:
         on_device = group["capturable"] or group["fused"]
         for parameter in group["params"]:
@@ -223,10 +223,10 @@ def allocate_adam(adam: torch.optim.Adam) -> None:
 
 
 def without_layout(state: dict[str, Any], *, has_master_weights: bool) -> dict[str, Any]:
-    """Return an optimizer's sharded state in the form that any other optimizer can be filled from.
+    """Return an optimizer's sharded state in a form that any optimizer class can load.
 
-    Weights that are stepped in fp32 and rounded for the model have one name, whoever holds them;
-    where the model itself is fp32, they are its weights and are left out.
+    The fp32 master weights of a bf16 model get one name in either optimizer. Where the model itself
+    is fp32, they equal its weights and are left out.
     """
     kept: dict[str, Any] = {}
     for key, value in state.items():
@@ -245,7 +245,7 @@ def _is_master(leaf: Any) -> bool:
 
 
 def shards_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an optimizer's sharded state that belongs into a checkpoint."""
+    """Return the part of an optimizer's sharded state that belongs in a checkpoint."""
     shards, _ = extract_matching_values(state, lambda leaf: isinstance(leaf, ShardedBase))
     return shards
 
@@ -257,10 +257,10 @@ def load_optimizer(
     *,
     applied_steps: int,
 ) -> None:
-    """Continue from a checkpoint.
+    """Resume an optimizer from a checkpoint.
 
-    `state` is the optimizer's own sharded state, `shards` what was loaded for `shards_of(state)`,
-    `applied_steps` how often the saved optimizer had stepped.
+    `state` is the optimizer's own sharded state, `shards` the loaded entries of `shards_of(state)`,
+    `applied_steps` the number of steps of the saved optimizer.
     """
     filled = _filled(state, shards)
     single = len(optimizer.chained_optimizers) == 1
@@ -268,7 +268,7 @@ def load_optimizer(
         _set_steps(part, applied_steps)
     optimizer.load_state_dict(filled)
     for adam in _torch_adams(optimizer):
-        # Upstream hands one tensor to all parameters, and each would count in it.
+        # Megatron shares one step tensor between all parameters; each would increment it.
         for moments in adam.state.values():
             moments["step"] = moments["step"].clone()
 
@@ -279,7 +279,7 @@ def _torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
 
 
 def _filled(own: Any, loaded: Any) -> Any:
-    """Put what was loaded where the sharded leaves stand."""
+    """Put the loaded values in place of the sharded leaves."""
     if isinstance(own, dict):
         return {key: _filled(value, _at(loaded, key)) for key, value in own.items()}
     if isinstance(own, list):
@@ -291,14 +291,14 @@ def _filled(own: Any, loaded: Any) -> Any:
 
 
 def _at(loaded: Any, place: Any) -> Any:
-    """Return an entry of a dict or a list; what holds no shard is in neither."""
+    """Return an entry of a dict or a list, None if it is absent because it holds no shard."""
     if isinstance(loaded, list):
         return loaded[place] if place < len(loaded) else None
     return None if loaded is None else loaded.get(place)
 
 
 def _set_steps(part: dict[str, Any], steps: int) -> None:
-    """Set the number of steps in every form in which Megatron-Core's optimizers read it."""
+    """Set the number of steps in every field that Megatron-Core's optimizers read."""
     inner = part.get("optimizer", part)
     for group in inner["param_groups"]:
         group["step"] = steps

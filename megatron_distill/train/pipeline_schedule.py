@@ -28,12 +28,12 @@ def run_schedule(
     """Run the stock schedule that fits the chunks: no pipeline, 1F1B, or interleaved.
 
     `forward_step(iterator, chunk)` takes its item from the iterator over `micro_batches`; each
-    model chunk has an iterator of its own. Returns what the loss function reported per micro-batch
+    model chunk has a separate iterator. Returns the loss function's report per micro-batch
     on the last stage, an empty list elsewhere. With `collect_outputs` the loss function is called
     as `loss_function(output, non_loss_data=True)`.
 
     Collective: pipeline group, one send and one receive of [s, b, h] per micro-batch, stage
-    boundary and direction; what the models and the loss function communicate comes on top.
+    boundary and direction; plus those of the models and of the loss function.
     """
     schedule = get_forward_backward_func(
         pp_size=groups.pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None

@@ -21,16 +21,15 @@ __all__ = ["TrainingProgress", "total_texts"]
 
 _Part = tuple[str, float, float]  # label, weight in the total, loss
 _SOURCE_LOSSES = (("ce_loss", "ce"), ("kd_loss", "kd"))
-# Means over micro-batches with weights of their own need not add up to a rounding.
+# Means over micro-batches with separate weights need not add up within rounding.
 _ROUNDING = 1e-3
 
 
 class TrainingProgress:
-    """A sink for metrics that shows them: on a bar of `stream`, or as lines.
+    """A sink that shows metrics on a progress bar of `stream`, or as lines.
 
     A line comes every `interval` steps, for the first step and for the last. `start_step` is the
-    number of steps that a resumed run has behind it; `ce_weight` is that of a record which has no
-    `balance`.
+    number of steps done before a resume; `ce_weight` is the weight for records without `balance`.
     """
 
     def __init__(
@@ -56,11 +55,11 @@ class TrainingProgress:
 
     @property
     def stream(self) -> TextIO:
-        """Where other lines go, so that they come above a bar."""
+        """The stream for other log lines, so that they appear above a bar."""
         return self._reporter.stream
 
     def write(self, record: Record) -> None:
-        """Show a step's record, or a line with that of a validation."""
+        """Show a step's record, or a line of a validation's record."""
         validation = record.get("validation")
         if isinstance(validation, Mapping):
             self._validation = validation
@@ -73,7 +72,7 @@ class TrainingProgress:
         self._reporter.update(cast(int, record["step"]), lambda: list(self._fields()))
 
     def close(self) -> None:
-        """Take the bar away and write the closing line."""
+        """Remove the bar and write the closing line."""
         self._reporter.close()
         self._reporter.line(self._closing_line())
 
@@ -132,11 +131,11 @@ class TrainingProgress:
 
 
 def total_texts(record: Record, *, ce_weight: float) -> tuple[str, ...]:
-    """Return the total loss of a step and the sum that it is, `total_loss 3.0 = ce 2.0 + kd 1.0`.
+    """Return the total loss of a step and its sum, `total_loss 3.0 = ce 2.0 + kd 1.0`.
 
     A part whose factor is not 1 is written as `kd 2*0.5`, in the second and shorter text as
-    `w*kd 1.0`; the third is the total alone. Cross-entropy alone is shown by itself, and one of
-    weight 0 behind the sum.
+    `w*kd 1.0`; the third is the total alone. Cross-entropy alone has no sum, and cross-entropy of
+    weight 0 stands behind the sum.
     """
     raw = record.get("balance")
     balance = raw if isinstance(raw, Mapping) else {}
@@ -149,7 +148,7 @@ def total_texts(record: Record, *, ce_weight: float) -> tuple[str, ...]:
         ("features_loss", "features", kd_weight * balance.get("feature_scale", 1.0)),
     ):
         value = _number(record, name)
-        # Without a teacher the file has a kd_loss of 0.
+        # The file has a kd_loss of 0 without a teacher.
         if value is not None and (value != 0.0 or name == "ce_loss"):
             parts.append((label, weight, value))
     total = _number(record, "total_loss")

@@ -1,4 +1,4 @@
-"""The folder of a run: made, described, and held by one run at a time."""
+"""The folder of a run: created, described, and locked by one run at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _POLL_SECONDS = 0.2
 
 @contextmanager
 def run_folder(output: str) -> Iterator[Path]:
-    """Make the folder, and hold it against other runs.
+    """Create the folder, and lock it against other runs.
 
-    What holds it is a lock of the operating system, which ends with the process however that ends.
-    Raises ConfigError on all ranks: the folder cannot be written, or another run keeps it.
+    The lock belongs to the operating system and ends with the process, however that ends.
+    Raises ConfigError on all ranks: the folder cannot be written, or another run holds it.
 
     Collective: world, one all-gather of a short object per rank.
     """
@@ -52,10 +52,10 @@ def run_folder(output: str) -> Iterator[Path]:
 
 
 def take_lock(path: Path, *, named: str) -> int:
-    """Return a descriptor that holds a lock on a file, which ends with it or with the process.
+    """Return a descriptor that locks a file; the lock ends with it or with the process.
 
-    Waits for another process for some time. `named` says key and value of the folder. Raises
-    ConfigError: another run keeps it; OSError: the file cannot be made.
+    Waits some time for another process. `named` is the key and value of the folder, for messages.
+    Raises ConfigError: another run holds the lock; OSError: the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -77,7 +77,7 @@ def take_lock(path: Path, *, named: str) -> int:
             waited = True
             time.sleep(_POLL_SECONDS)
         except OSError as error:
-            # Some network file systems know no locks.
+            # Some network file systems have no locks.
             _LOGGER.warning("%s: cannot be locked (%s)", path, error.strerror)
             break
     os.ftruncate(descriptor, 0)

@@ -1,4 +1,4 @@
-"""What changes from step to step, and how it gets into a checkpoint and back."""
+"""The state that changes from step to step, and its saving to and loading from checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_distill.train.validation import evaluating
 
 @dataclass
 class RunState:
-    """The student, its optimizer and the counters; everything a resumed run needs but the data."""
+    """The student, its optimizer and the counters: all state of a resumed run except the data."""
 
     student: Student
     optimizer: ChainedOptimizer
@@ -78,11 +78,10 @@ class RunState:
             )
 
     def restore(self, folder: Path, loader: StepSource) -> None:
-        """Continue from a checkpoint written in this or any other layout.
+        """Resume from a checkpoint written in this or any other layout.
 
-        Random states are restored in the same layout only; they matter to dropout alone. Raises
-        CheckpointError when the checkpoint is of another model, tokenizer or optimizer, or of other
-        feature losses.
+        Random states are restored in the same layout only; they affect dropout alone. Raises
+        CheckpointError when the checkpoint's model, tokenizer, optimizer or feature losses differ.
         """
         description = Description.read(folder)
         self.require_same(description, folder)
@@ -101,12 +100,12 @@ class RunState:
             self._projectors.load(loaded["projectors"], applied_steps=applied)
         if same_layout:
             _restore_rng(loaded["rng"])
-        # Also of a checkpoint by an older release, whose schedule was a step ahead.
+        # Set from the counters: the schedule in checkpoints of older releases is a step ahead.
         self.schedule.step(applied)
         loader.load_state_dict(description.data)
 
     def require_same(self, description: Description, folder: Path) -> None:
-        """Raise CheckpointError where a checkpoint is not of this run's model and features."""
+        """Raise CheckpointError where a checkpoint's model or features differ from this run's."""
         check_same_model(description, self.architecture, self.tokenizer_hash, folder)
         check_same_features(description, self._features(), folder)
 
@@ -151,7 +150,7 @@ def load_chunks(chunks: Sequence[HiddenStateGPT], state: dict[str, Any]) -> None
 def check_same_model(
     description: Description, architecture: Architecture, tokenizer_hash: str, folder: Path
 ) -> None:
-    """Raise CheckpointError when a checkpoint is of another architecture or tokenizer."""
+    """Raise CheckpointError when a checkpoint has a different architecture or tokenizer."""
     differences = architecture_differences(saved_architecture(description, folder), architecture)
     if differences:
         raise CheckpointError(
@@ -170,7 +169,7 @@ def check_same_model(
 def check_same_features(
     description: Description, features: dict[str, Any] | None, folder: Path
 ) -> None:
-    """Raise CheckpointError when a checkpoint has other feature losses or other projectors."""
+    """Raise CheckpointError when a checkpoint's feature losses or projectors differ."""
     none: dict[str, Any] = {"losses": [], "projectors": None}
     there, here = description.features or none, features or none
     for key, setting in (("losses", "objective.features"), ("projectors", "objective.projector")):
@@ -183,9 +182,9 @@ def check_same_features(
 
 
 def saved_architecture(description: Description, folder: Path) -> Architecture:
-    """Return the architecture of a checkpoint; what older releases had no name for is the default.
+    """Return the architecture of a checkpoint; fields unknown to older releases get defaults.
 
-    Raises CheckpointError for names of another release.
+    Raises CheckpointError for field names of a different release.
     """
     try:
         return Architecture.from_dict(description.architecture)
@@ -197,7 +196,7 @@ def saved_architecture(description: Description, folder: Path) -> Architecture:
 
 
 def saved_balance(description: Description, folder: Path) -> BalanceState:
-    """Return the running means of a checkpoint; raises CheckpointError for those of no release."""
+    """Return the running means of a checkpoint; raises CheckpointError if they are malformed."""
     try:
         return BalanceState.from_dict(description.balance)
     except (KeyError, TypeError) as error:

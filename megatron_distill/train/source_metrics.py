@@ -1,4 +1,4 @@
-"""Figures of each source of a blend: how they travel with a report, and the means they become."""
+"""Metrics of each source of a blend: their transport in a report, and their means."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
 BY_SOURCE: Final = "by_source"
 _AT: Final = "@"
 _BY_LABEL: Final = frozenset({"ce", "teacher_ce"})  # means over labels, not distilled positions
-_COUNTED: Final = ("ce", "kd")  # beside these stands how many labels they are means over
+_COUNTED: Final = ("ce", "kd")  # these also report the label count of their means
 
 SourceFigures = dict[str, dict[str, float]]
 
 
 def source_keys(names: Sequence[str], sources: Sequence[str]) -> tuple[str, ...]:
-    """What a reduced report calls figure `name` of `source`: `name@source`, source by source."""
+    """Return the reduced report's keys of figure `name`: `name@source`, source by source."""
     return tuple(f"{name}{_AT}{source}" for name in names for source in sources)
 
 
 def split_report(report: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     """Take the scalars out of a report whose entries are ``[1 + sources]``.
 
-    Those of the sources come under `BY_SOURCE` as one vector, in the order of `source_keys`.
+    The entries per source go under `BY_SOURCE` as one vector, in the order of `source_keys`.
     """
     columns = torch.stack([report[name] for name in names])
     scalars = dict(zip(names, columns[:, 0].unbind(), strict=True))
@@ -47,7 +47,7 @@ def split_report(report: Mapping[str, Tensor], names: Sequence[str]) -> dict[str
 
 
 def name_of(key: str) -> str:
-    """The figure that a key is about, whether of a source or of all."""
+    """The figure's name in a key, with or without a source."""
     return key.partition(_AT)[0]
 
 
@@ -58,7 +58,7 @@ def step_figures(
     *,
     terms: Sequence[str] = (),
 ) -> SourceFigures:
-    """Take the figures of the sources out of a step's values: losses and how many labels they had.
+    """Take the sources' figures out of a step's values: losses and their label counts.
 
     A loss is the mean over the source's trained labels in the global batch: cross-entropy, all
     distillation, and each of these terms. Values of other names are dropped.
@@ -76,14 +76,14 @@ def step_figures(
 
 @dataclass(frozen=True)
 class LabelTotals:
-    """Trained labels of some steps, all of them and those of each source."""
+    """Counts of trained labels of some steps, in total and per source."""
 
     whole: LabelCounts
     by_source: Mapping[str, LabelCounts]
 
     @classmethod
     def of(cls, steps: Sequence[StepBatches], sources: Sequence[str]) -> LabelTotals:
-        """Add up the steps' counts."""
+        """Sum the steps' counts."""
         whole = _added(LabelCounts(step.ce_tokens, step.kd_tokens) for step in steps)
         by_source = {
             source: _added(step.by_source[index] for step in steps)
@@ -92,15 +92,15 @@ class LabelTotals:
         return cls(whole, by_source)
 
     def behind(self, key: str) -> float:
-        """How many labels, by their weights, the figure under that key is a mean over."""
+        """The weighted count of labels in the mean under that key."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
         return counts.ce if name in _BY_LABEL else counts.kd
 
     def nested(self, means: Mapping[str, float]) -> tuple[dict[str, float], SourceFigures]:
-        """Part the means of all labels from those of each source, which get public names.
+        """Split the means of all labels from those per source, which get public names.
 
-        Each source also says how many labels that is; a mean over none is left out.
+        Each source also reports its label count; a mean over no label is left out.
         """
         overall: dict[str, float] = {}
         sources: SourceFigures = {}
@@ -118,7 +118,7 @@ class LabelTotals:
 
 
 def part_of(count: float, whole: float) -> float:
-    """The quotient of two counts of labels; zero where there are none."""
+    """The quotient of two counts of labels; zero where the divisor is zero."""
     return count / whole if whole else 0.0
 
 

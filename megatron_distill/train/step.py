@@ -54,11 +54,11 @@ class Student:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The global means of one step, on every rank; of each source too where there are several."""
+    """The global means of one step, on every rank; also per source if there are several."""
 
     values: dict[str, float]
     grad_norm: float
-    learning_rate: float  # of the update, whether it was applied or not
+    learning_rate: float  # of the update, whether applied or not
     applied: bool
     sources: SourceFigures
 
@@ -108,9 +108,9 @@ def student_reports(
 ) -> list[dict[str, Tensor]]:
     """Run the student's schedule, leaving gradients in its buffers unless `forward_only`.
 
-    Each micro-batch has its objective. Returns the report of each on the last stage, an empty list
-    elsewhere. Feature losses, with `feature_gradients` the squares of their gradients, are left to
-    be finished.
+    Each micro-batch has its own objective. Returns the reports of all micro-batches on the last
+    stage, an empty list elsewhere. Feature losses stay open until `FeatureLosses.finish`; with
+    `feature_gradients` they are the squared norms of their gradients.
 
     Collective: those of `run_schedule` and of the objective per micro-batch.
     """
@@ -140,7 +140,7 @@ def run_student(
     forward_only: bool = False,
     feature_gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """Run the student's schedule as `student_reports` does, and add its reports up.
+    """Run the student's schedule as `student_reports` does, and sum the reports.
 
     Returns the global means that the objectives report (fp32 scalars, the same on every rank).
 
@@ -184,10 +184,10 @@ def train_step(
     *,
     clip_grad_norm: float,
 ) -> StepReport:
-    """Take one optimizer step, each micro-batch with its objective.
+    """Take one optimizer step; each micro-batch has its own objective.
 
-    A loss or gradient that is not finite leaves weights and optimizer state as they were, those of
-    the features' projectors and the learning-rate schedule among them.
+    A loss or gradient that is not finite leaves weights, optimizer states and the learning-rate
+    schedule unchanged, and the feature projectors with their optimizer too.
     """
     for chunk in student.wrapped:
         chunk.zero_grad_buffer()
@@ -211,23 +211,23 @@ def train_step(
     if update.applied:
         if projectors is not None:
             projectors.apply_gradients(schedule, norm=projector_norm)
-        # As in Megatron's loop, the rate of an update is that of the updates before it.
+        # As in Megatron's loop, an update's rate is computed from the number of updates before it.
         schedule.step(1)
     return StepReport(values, update.grad_norm, learning_rate, update.applied, sources)
 
 
 @dataclass(frozen=True)
 class MainGradientHead:
-    """The head of a model chunk, with the fp32 buffer of its gradient where it is wrapped.
+    """The head of a model chunk, with its fp32 gradient buffer if the chunk is wrapped.
 
-    The buffer, `main_grad`, holds the sum over the micro-batches of a step and is what the data
-    parallel ranks reduce. Upstream's hook on a parameter adds what autograd brings and reports the
-    parameter as done; here autograd brings nothing for the head.
+    The buffer, `main_grad`, holds the sum over the micro-batches of a step; the data-parallel ranks
+    reduce it. Megatron's hook on a parameter adds the gradient from autograd and marks the
+    parameter as done. For the head autograd returns no gradient.
 
     Attributes:
-        chunk: with the head.
-        overlaps: whether gradients are reduced while others are being computed. The hook asks for
-            a gradient then.
+        chunk: the model chunk with the head.
+        overlaps: whether gradient reduction overlaps the backward pass. Megatron's hook then
+            requires a gradient.
     """
 
     chunk: HiddenStateGPT
@@ -236,18 +236,18 @@ class MainGradientHead:
     def head_weight(self) -> Tensor:
         """This rank's rows of the head [V, H]."""
         weight = self.chunk.head_weight()
-        # The embedding brings a gradient to a weight that it shares.
+        # Autograd returns a gradient for a weight that is tied to the embedding.
         if self.overlaps and not getattr(weight, "zero_out_wgrad", False):
             return _Announced.apply(weight)
         return weight
 
     def weight_gradient_sum(self) -> Tensor | None:
-        """Where the head's gradient is added up, fp32 [V, H]; None without data parallelism."""
+        """The buffer that the head's gradient is added to, fp32 [V, H]; None if not wrapped."""
         return getattr(self.chunk.head_weight(), "main_grad", None)
 
 
 class _Announced(torch.autograd.Function):
-    """The weight itself, with a gradient of arbitrary values that upstream's hook throws away."""
+    """The weight itself, with a gradient of arbitrary values that Megatron's hook discards."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

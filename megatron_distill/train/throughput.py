@@ -1,6 +1,6 @@
-"""Tokens per second and how much of the hardware's arithmetic they use.
+"""Tokens per second and model FLOPs utilisation.
 
-Model FLOPs of a GPT per token, and their share of what a device can do.
+Model FLOPs of a GPT per token, and their share of a device's peak.
 
 One multiply-add counts as two operations. Only matrix products count, and only those that the
 model needs: recomputation and padding do not (PaLM, arXiv 2204.02311, appendix B). Attention is
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Throughput:
-    """Turns the seconds of a step into figures; constants of a run."""
+    """Turns the seconds of a step into figures; its fields are constants of a run."""
 
     tokens_per_step: int
     flops_per_token: float
@@ -67,7 +67,7 @@ class StepFlops:
 
     @property
     def total(self) -> float:
-        """FLOPs per token of everything a step does."""
+        """FLOPs per token of a whole step."""
         return self.student_forward + self.student_backward + self.teacher_forward
 
     @property
@@ -99,10 +99,10 @@ def forward_flops_per_token(
 
 
 def _attended_positions(model: Architecture, length: int) -> float:
-    """Return the mean over layers and the tokens of a sequence."""
+    """Return the mean number of attended positions over layers and the tokens of a sequence."""
     whole = (length + 1) / 2
     window = length if model.sliding_window is None else min(model.sliding_window, length)
-    # The first `window` tokens see all up to themselves, the others `window`.
+    # The first `window` tokens attend to all up to themselves, later tokens to `window`.
     windowed = window * (2 * length - window + 1) / (2 * length)
     sliding = model.num_sliding_layers / model.num_layers
     return (1 - sliding) * whole + sliding * windowed
@@ -124,8 +124,8 @@ def step_flops_per_token(
     return StepFlops(forward, 2 * forward, teacher_forward)
 
 
-# Dense tensor-core peaks from the makers' data sheets, in TFLOP/s. The first row whose words all
-# occur in the device's name is the device's: narrower rows come first.
+# Dense tensor-core peaks from the makers' data sheets, in TFLOP/s. A device matches the first row
+# if its name contains all words of the row, so narrower rows come first.
 _BF16_PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB300",), 2500.0),
     (("GB200",), 2500.0),
@@ -155,8 +155,8 @@ _BF16_PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
 def peak_flops_per_second(device_name: str, *, precision: Literal["bf16", "fp32"]) -> float | None:
     """Return the dense peak of a device in FLOP/s, None where it is not known.
 
-    `device_name` is what `torch.cuda.get_device_name()` says. Only bf16 has a table: what fp32
-    reaches depends on whether TF32 is allowed.
+    `device_name` is the result of `torch.cuda.get_device_name()`. Only bf16 has a table: the peak
+    of fp32 depends on whether TF32 is allowed.
     """
     if precision != "bf16":
         return None
@@ -186,7 +186,7 @@ _PROCESS_STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held so far, in bytes.
+    """Return this process's peak memory so far, in bytes.
 
     On a GPU: the allocator's peak on `device`. On a CPU: the peak resident set of the process,
     which includes the interpreter and its libraries.
@@ -197,7 +197,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _peak_resident_bytes() -> int:
-    """Return VmHWM where the kernel tells it, else `ru_maxrss`.
+    """Return VmHWM where the kernel reports it, else `ru_maxrss`.
 
     `ru_maxrss` survives exec: a process started by a large parent reports the parent's peak.
     """

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, kept where a run, a store or an export has to find it again."""
+"""The files of a tokenizer, written where a run, a store or an export loads it from."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def keep_with_model(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer into a model's folder that is being made; raises OSError.
+    """Write a tokenizer into a model's folder under construction; raises OSError.
 
-    One that `transformers` has no files of gets a folder of its own in there, beside a tokenizer
-    of the same ids that the model may have brought.
+    A tokenizer without files for `transformers` gets a subfolder, beside a tokenizer of the same
+    ids that the model may have brought.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         if tokenizer.folder is None:
@@ -43,7 +43,7 @@ def keep_with_model(tokenizer: Tokenizer, folder: Path) -> None:
 def copy_model_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer of a model's folder, if it has one, into another model's folder.
 
-    Raises OSError, and DataError for a damaged one that `transformers` has no files of.
+    Raises OSError, and DataError for a damaged one without files for `transformers`.
     """
     if is_hugging_face(source):
         copy_tokenizer(source, destination)
@@ -52,7 +52,7 @@ def copy_model_tokenizer(source: Path, destination: Path) -> None:
 
 
 def tokenizer_bytes(folder: Path) -> int:
-    """Bytes that the tokenizer of a model's folder takes, at most."""
+    """Upper bound on the bytes of the tokenizer of a model's folder."""
     own = {folder / name for name in TOKENIZER_FILES}
     for place in (folder, folder / OTHER_KINDS_FOLDER):
         own |= {*place.glob("*.model"), *place.glob("*.tiktoken*")}

@@ -17,12 +17,12 @@ from megatron_distill.train.step import Student, run_student
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a student is measured on.
+    """Inputs of a validation.
 
     Attributes:
         steps: batches of the training's size.
-        teacher: None where it has nothing to say about them.
-        objective: of the labels alone where there is no teacher.
+        teacher: None if it has no signal for held-out samples.
+        objective: cross-entropy only if there is no teacher.
     """
 
     steps: Sequence[StepBatches]
@@ -33,17 +33,17 @@ class HeldOut:
     def of(
         cls, steps: Sequence[StepBatches], teacher: Teacher | None, objective: TokenObjective
     ) -> HeldOut:
-        """Held-out batches with as much of an objective as there is a teacher for."""
+        """Held-out batches; the objective has a teacher's terms only if there is a teacher."""
         return cls(steps, teacher, objective if teacher else objective.of_labels())
 
 
 @torch.no_grad()
 def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], SourceFigures]:
-    """Return the means over all held-out tokens, the same on every rank, and those of each source.
+    """Return the means over all held-out tokens, and per source, the same on every rank.
 
-    The objective of each batch is a mean over that batch, so batches are put together again by
-    their token counts: `ce` and `teacher_ce` by trained labels, everything else by distilled
-    positions. There is nothing of sources where there is but one.
+    The objective of each batch is a mean over that batch. Batches are therefore combined by their
+    token counts: `ce` and `teacher_ce` by trained labels, the remaining values by distilled
+    positions. A single source has no separate means.
 
     Collective: per held-out batch, those of the teacher's pass and of `run_student`.
     """
@@ -59,7 +59,7 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
             means = run_student(student, pairs, objectives, step, forward_only=True)
             mine = LabelTotals.of([step], ())
             for key, mean in means.items():
-                # A source's entry is a share of the whole batch, like any other.
+                # A source's entry, like the rest, is a share of the whole batch.
                 share = part_of(mine.behind(name_of(key)), held.behind(key))
                 sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
     keys = list(sums)

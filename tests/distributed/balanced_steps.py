@@ -41,7 +41,7 @@ Parts = dict[tuple[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """What is balanced how."""
+    """The balancing mode of a step, its layout and its models."""
 
     mode: BalanceMode = "magnitude"
     per_micro_batch: bool = False
@@ -57,7 +57,7 @@ class Case:
 
 
 def whole_batch(case: Case) -> Batch:
-    """Four sequences; some positions train one loss only, and one sequence no label at all."""
+    """Four sequences; some positions train one loss only, and one sequence has no trained label."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 200, (SAMPLES, LENGTH), generator=generator)
     ce_mask, kd_mask = (
@@ -86,7 +86,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 
 def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int]) -> StepBatches:
-    """What one data-parallel rank has of the whole batch."""
+    """The part of the whole batch on one data-parallel rank."""
     whole = whole_batch(case)
     share = SAMPLES // ranks
     starts = range(rank * share, (rank + 1) * share, case.micro_batch)
@@ -157,7 +157,7 @@ def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObj
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has after a step."""
+    """One rank's result of a step."""
 
     report: dict[str, float]
     raw: tuple[float, ...] | None
@@ -205,7 +205,7 @@ def _gradients(chunks: Any, groups: Groups) -> Parts:
 
 @dataclass(frozen=True)
 class Oracle:
-    """What autograd finds of the whole batch in one process."""
+    """The losses and gradients of the whole batch in one process, by autograd."""
 
     total: float
     losses: tuple[float, ...]
@@ -213,7 +213,7 @@ class Oracle:
 
 
 def formula(rank: int, world: int, case: Case, parts: list[slice] | None) -> Oracle:
-    """The balanced total of the whole batch, or of parts of it each for itself, with autograd."""
+    """The balanced total of the whole batch, or of its parts separately, with autograd."""
     with megatron_groups() as groups:
         student, teacher, _, _ = build(case, groups)
         batch = whole_batch(case)

@@ -45,7 +45,7 @@ Parts = dict[tuple[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is taken in, and with."""
+    """The setting of a step: layout, losses, weights and teacher."""
 
     layout: dict[str, Any] = field(default_factory=dict)
     recompute: str = "none"
@@ -57,7 +57,7 @@ class Setting:
     ce_weight: float = CE_WEIGHT
     kd_weight: float = KD_WEIGHT
     forward_only: bool = False
-    factor: float = 1.0  # on every pair's weight, as balancing would put it
+    factor: float = 1.0  # on every pair's weight, as from balancing
     mode: BalanceMode = "fixed"
     alpha: float = 1.0
     per_micro_batch: bool = False
@@ -65,7 +65,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has after a step: means, and its parts of weights and gradients."""
+    """One rank's result of a step: means, and its parts of weights and gradients."""
 
     values: dict[str, float]
     weights: Parts
@@ -77,7 +77,7 @@ class Found:
 
 
 def whole_batch() -> Batch:
-    """Four packed sequences with masks of their own; padding is trained by neither."""
+    """Four packed sequences with separate masks; padding is trained by neither loss."""
     two = packed_batch(isolate=True)
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(0, 200, (ROWS, LENGTH), generator=generator)
@@ -207,7 +207,7 @@ def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
 
 
 def build_balancing(setting: Setting, objective: TokenObjective) -> Balancing:
-    """What finds the weights of the step; fixed: those of the setting."""
+    """The balancing of the step; fixed: the weights of the setting."""
     from megatron_distill.train.balancing import Balancing, Schedules
 
     unchanging = ValueSchedule.unchanging
@@ -283,7 +283,7 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
 
 
 def parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
-    """What the chunks' parameters hold, by key and place in the global tensor."""
+    """The contents of the chunks' parameters, by key and place in the global tensor."""
     from megatron_distill.models.weights import sharded_tensors
 
     found: Parts = {}

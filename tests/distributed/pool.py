@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 WORLD_SIZE = 4
-# Once one rank has failed, the others get this long to notice and report their own traceback.
+# After one rank has failed, the remaining ranks get this long to notice and report a traceback.
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
 
@@ -75,7 +75,7 @@ def _forget_model_parallel_state() -> None:
 def _collect() -> None:
     """End the threads of the call's groups: each of them wakes up a hundred times a second."""
     gc.collect()
-    gc.freeze()  # what stays need not be walked through after every call
+    gc.freeze()  # remaining objects need no scan after every call
 
 
 def _meet(store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
@@ -135,7 +135,7 @@ class _Worker:
     stack_file: Path
 
     def kill(self) -> None:
-        """End the worker and whatever it started (it leads a process group of its own)."""
+        """End the worker and its child processes (it leads a separate process group)."""
         if self.process.pid is not None and self.process.is_alive():
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ class Pool:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 stack_file = Path(self._folder.name) / f"stack{rank}"
-                # Not daemonic: sharded checkpoint saving starts processes of its own.
+                # Not daemonic: sharded checkpoint saving starts child processes.
                 process = context.Process(
                     target=_work, args=(rank, self._port, theirs, str(stack_file)), daemon=False
                 )

@@ -56,7 +56,7 @@ QUICK = ("TP2+sequence x PP2", "norms, TP2+sequence x PP2")
 def oracle(
     setting: Setting, found: list[Found], batch: Trained | None = None
 ) -> Callable[[float, float, list[float]], Answer]:
-    """The definition of a setting's losses, for whatever weights."""
+    """The definition of a setting's losses, for any weights."""
     student, teacher = (
         _whole([getattr(shard, name) for shard in found]) for name in ("weights", "teacher_weights")
     )
@@ -151,7 +151,7 @@ def test_per_micro_batch_each_has_the_formula_of_its_own(pool: Pool, case: str) 
         weights = effective(
             setting, *sizes(setting, solved(setting.ce_weight, setting.kd_weight, own))
         )
-        # What the micro-batch is of the whole, which takes the place of an average over all.
+        # The micro-batch's share of the whole, in place of an average over all.
         ce_share, kd_share = (
             float(mine.sum() / every.sum())
             for mine, every in ((part.ce_mask, whole.ce_mask), (part.kd_mask, whole.kd_mask))

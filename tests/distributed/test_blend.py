@@ -53,7 +53,7 @@ def take_rows(
     state: str | None,
     steps: int,
 ) -> tuple[list[Step], str]:
-    """The rows of this rank, and what it is told of the whole batch, step by step."""
+    """The rows of this rank, and the counts of the whole batch, step by step."""
     source = None
     if rank == 0:
         source = open_training(specs, tokenizer=ByteTokenizer(), options=OPTIONS, seed=1)
@@ -89,7 +89,7 @@ def rows_of(results: list[tuple[list[Step], str]]) -> list[Row]:
 
 
 def source_of(tokens: tuple[int, ...]) -> int:
-    """Which source these words can only be from."""
+    """The only possible source of these tokens."""
     if max(tokens) >= 200:
         return 2
     return 1 if any(ord("A") <= token - 1 <= ord("J") for token in tokens) else 0

@@ -1,4 +1,4 @@
-"""What is kept of a live teacher has the bits that the objective of a student sees.
+"""The stored values of a live teacher have the bits of the student's objective.
 
 Regimes: trained rows that are some, all or none; chunks that do not divide them; bf16, soft cap and
 scale; vocabulary shards with padding, one of them nothing else; several temperatures at once; draws

@@ -1,7 +1,7 @@
 """Ranks that fail together, and sums and votes over groups.
 
-Regimes: one rank raises and the others wait for it; ranks raise different errors; the message is
-lost.
+Regimes: one rank raises while the remaining ranks wait; ranks raise different errors; the message
+is lost.
 """
 
 from __future__ import annotations

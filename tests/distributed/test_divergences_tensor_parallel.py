@@ -95,7 +95,7 @@ def expected_of(case: Case, student: Tensor, teacher: Tensor) -> tuple[Tensor, T
 
 
 def promised(case: Case, world: int) -> int:
-    """All-gathers of one call, as the docstrings say."""
+    """All-gathers of one call, as documented in the docstrings."""
     name, support, _ = case
     if world == 1:
         return 0

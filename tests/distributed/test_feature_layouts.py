@@ -119,7 +119,7 @@ def oracle(setting: Setting, found: list[Found]) -> Answer:
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Compare gradients, each to its largest entry; what is exactly zero must be so."""
+    """Compare gradients, each to its largest entry; exact zeros must stay zero."""
     assert ours.keys() >= theirs.keys()
     for name, gradient in theirs.items():
         bound = 2e-5 * float(gradient.abs().max())
@@ -172,7 +172,7 @@ def test_a_forward_pass_alone_reports_the_same_and_adds_nothing(pool: Pool) -> N
 
 
 def test_weights_of_a_step_scale_the_gradient_and_not_the_report(pool: Pool) -> None:
-    # What balances losses from step to step replaces the objective's weights of the pairs.
+    # Balancing replaces the objective's weights of the pairs from step to step.
     plain = Setting(ce_weight=0.0, kd_weight=0.0, pairs=PAIRS[:1])
     (one,) = pool.run(1, take_step, plain)
     (other,) = pool.run(1, take_step, replace(plain, factor=2.0))

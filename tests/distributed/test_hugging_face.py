@@ -45,7 +45,7 @@ OFTEN = ("llama3.1", "qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
 
 
 def all_cases() -> list[Any]:
-    """Every model in every layout; four ranks and one model of a kind always, the others slowly."""
+    """Every model in every layout; slow, except one four-rank layout of one model per kind."""
     cases = []
     for name in MODELS:
         experts = name in WITH_EXPERTS

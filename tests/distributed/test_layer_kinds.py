@@ -1,4 +1,4 @@
-"""What layers see and how they turn, by their definitions; how stages share layers out.
+"""Attention masks and rotary angles of layers, by their definitions; layers per stage.
 
 Regimes: a window one key too wide, across documents, or cut at a context shard's chunks; a plane
 given to another layer; frequencies stretched that should not be; a stage without a layer.

@@ -90,7 +90,7 @@ def take_steps(
     state: str | None,
     steps: int,
 ) -> tuple[list[list[tuple[int, ...]]], list[tuple[int, int, int]], list[str]]:
-    """What this rank holds in each step, the counts, and the state after each step."""
+    """This rank's rows in each step, the counts, and the state after each step."""
     with loader_for(open_source(spec, rank), rank, layout) as loader:
         if state is not None:
             loader.load_state_dict(json.loads(state))

@@ -27,14 +27,14 @@ SOLVED = [(0.5, 1.0), (2.0, 2.0), (1.0, 0.5)]
 
 
 def padded(matrix: Tensor, rows: int) -> Tensor:
-    """More rows, of NaN: whoever reads them is found out."""
+    """Append rows of NaN, so that reading them shows in the result."""
     extra = torch.full((rows - len(matrix), matrix.shape[1]), torch.nan, dtype=matrix.dtype)
     return torch.cat([matrix, extra])
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank got."""
+    """The result of one rank."""
 
     total: Tensor
     report: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""The head's gradient in Megatron's buffer: against autograd, and what else of its size there is.
+"""The head's gradient in Megatron's buffer: against autograd, and further tensors of its size.
 
 Regimes: a gradient that is lost or counted twice where the embedding shares the weight, on one
 stage or on two; a hook that finds no gradient and hangs the reductions that overlap.
@@ -61,7 +61,7 @@ def test_every_gradient_is_autograds(pool: Pool, name: str) -> None:
 
 
 class NewMatrices(TorchDispatchMode):
-    """Counts the storages that operators bring with a tensor of one shape."""
+    """Counts the storages of operator results with one shape."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What of Megatron-Core's optimizers is mended: the norm of all gradients, and their clipping.
+"""The patches of Megatron-Core's optimizers: the norm of all gradients, and their clipping.
 
 Regimes: gradients of many shapes and none at all; a norm that waits for the device once per
-gradient; a clipping that leaves the gradients where they were.
+gradient; a clipping that does not change the gradients.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _trained(
 def _weighted(
     output: Tensor, *, batch: Batch, groups: Groups, seen: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A loss that each position and feature enters with a weight of its own."""
+    """A loss with a separate weight for each position and feature."""
     from megatron_distill.models.gpt import hidden_for_head
 
     hidden = hidden_for_head(output, groups=groups)
@@ -131,7 +131,7 @@ def _weighted(
 
 
 def _summed(name: str, parameter: torch.nn.Parameter, groups: Groups) -> Tensor:
-    """The gradient over the context ranks, and over the tensor ranks where upstream adds it up."""
+    """The gradient summed over context ranks, and over tensor ranks where Megatron-Core does."""
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     dist.all_reduce(gradient, group=groups.context)
     is_partial = getattr(parameter, "sequence_parallel", False)
@@ -141,7 +141,7 @@ def _summed(name: str, parameter: torch.nn.Parameter, groups: Groups) -> Tensor:
 
 
 def _parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
-    """What the chunks' parameters hold, by key and place in the global tensor."""
+    """The contents of the chunks' parameters, by key and place in the global tensor."""
     from megatron_distill.models.weights import sharded_tensors
 
     found: Parts = {}
@@ -206,7 +206,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> dict[str, Any]:
-    """What one process computes, for each architecture."""
+    """The results of one process, for each architecture."""
     return {
         name: pool.run(1, _trained, {}, changes, "none") for name, changes in ARCHITECTURES.items()
     }

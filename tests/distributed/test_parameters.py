@@ -51,7 +51,7 @@ Description = tuple[str, tuple[int, ...], tuple[int, ...]]
 def described(
     rank: int, world: int, shape: dict[str, Any], layout: dict[str, Any]
 ) -> tuple[set[Description], set[Description]]:
-    """Key, leading axes and shape: of this rank's tensors, and of all that conversion knows."""
+    """Key, leading axes and shape: of this rank's tensors, and of all tensors in conversion."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt
@@ -87,7 +87,7 @@ def test_conversion_knows_every_tensor_of_a_model(
 
 
 def transformer_engine_provider() -> type:
-    """Return what Megatron-Core asks for Transformer Engine's modules, answering with torch's."""
+    """Return a provider of Transformer Engine's modules that uses torch's instead."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP

@@ -1,8 +1,8 @@
-"""A stored teacher over ranks: the same words in every layout, errors on all ranks at once.
+"""A stored teacher over ranks: the same signals in every layout, errors on all ranks at once.
 
 Regimes: a rank that reads for another; bytes cut wrongly after a broadcast; a context rank with
-another's positions; records of the next step handed out for this one; a failure that only the
-reading rank sees; a stage that needs nothing and waits for nobody.
+another's positions; records of the next step returned for this one; a failure on the reading rank
+only; a stage that needs no records and waits for no rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _teacher(groups: Any, folder: Path) -> Any:
 
 
 def _said(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> Said:
-    """What this rank hears in three steps, with the positions it is about."""
+    """The signals of this rank in three steps, with their positions."""
     said: Said = []
     with megatron_groups(**layout) as groups:
         teacher = _teacher(groups, folder)

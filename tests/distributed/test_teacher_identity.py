@@ -1,7 +1,7 @@
-"""A teacher's digest: the same for the same weights wherever they lie, another for any other.
+"""A teacher's digest: equal for equal weights in any location, different for any other teacher.
 
 Regimes: a Hugging Face folder and the checkpoint imported from it; one, two and four ranks; one
-weight that differs in its last bit; a field that decides what is computed, and fields that do not.
+weight that differs in its last bit; a field that changes the computation, and fields that do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def imported(rank: int, world: int, source: Path, output: Path) -> None:
 
 
 def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
-    """The digest of what lies in a folder of either kind."""
+    """The digest of the model in a folder of either kind."""
     small_architecture()
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
     from megatron_distill.train.assemble.identity import teacher_digest

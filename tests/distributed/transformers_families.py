@@ -113,7 +113,7 @@ def gemma_names(mine: Weights, shape: dict[str, Any]) -> Weights:
 
 
 def phi_names(mine: Weights, shape: dict[str, Any]) -> Weights:
-    """Our weights, or gradients, under Phi-3's names, which keep projections together."""
+    """Our weights, or gradients, under Phi-3's names, which fuse projections."""
     found = llama_names({name: v for name, v in mine.items() if not _is_together(name)}, shape)
     for name, value in mine.items():
         new = name.replace("decoder.layers.", "model.layers.")
@@ -131,7 +131,7 @@ def _is_together(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its class in `transformers`, what it is told, and what our architecture says."""
+    """One family: its class in `transformers`, that class's settings, and our architecture."""
 
     kind: str
     settings: dict[str, Any]
@@ -139,7 +139,7 @@ class Family:
     names: Callable[[Weights, dict[str, Any]], Weights] = llama_names
 
     def reference(self) -> torch.nn.Module:
-        """Build the family's own model, with weights of its own."""
+        """Build the family's own model, randomly initialised."""
         import transformers
 
         config = getattr(transformers, f"{self.kind}Config")(**self.settings)
@@ -159,7 +159,7 @@ def llama_like(
 
 
 def rope(kind: str = "default", base: float = 1e4, **more: float) -> dict[str, Any]:
-    """Return rotary parameters as `transformers` wants them."""
+    """Return rotary parameters in the form of `transformers`."""
     return {"rope_type": kind, "rope_theta": base, **more}
 
 

@@ -1,4 +1,4 @@
-"""The balanced total as it is written down, on tensors, with autograd for its gradient."""
+"""The balanced total by its formula, on tensors, with autograd for its gradient."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the oracle says of a problem."""
+    """The oracle's result for a problem."""
 
     total: Tensor
     report: dict[str, Tensor]

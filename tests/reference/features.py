@@ -28,7 +28,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the oracle says: means over the batch, and gradients by name."""
+    """The oracle's result: means over the batch, and gradients by name."""
 
     total: float
     ce: float
@@ -58,7 +58,7 @@ def distance(student: Tensor, teacher: Tensor, loss: str) -> Tensor:
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) of what one query attends to, over the keys that it sees."""
+    """KL(teacher || student) of one query's attention, over its visible keys."""
     seen = teacher > 0
     return (teacher[seen] * (teacher[seen] / student[seen]).log()).sum()
 

@@ -22,7 +22,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packed:
-    """Whole sequences [b, S]; positions attend to earlier ones of their own document."""
+    """Whole sequences [b, S]; positions attend to earlier ones of the same document."""
 
     tokens: Tensor
     positions: Tensor
@@ -31,10 +31,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class Run:
-    """What a model does: of each layer, from the first, its output and its heads' mean map."""
+    """A model's outputs: each layer's output and its heads' mean map, from the first layer."""
 
     outputs: list[Tensor]  # [b, S, H]
-    maps: list[Tensor]  # [b, S, S]: what queries attend to
+    maps: list[Tensor]  # [b, S, S]: attention probabilities of the queries
     final: Tensor  # [b, S, H]: the last hidden state, in front of the head
     logits: Tensor  # [b, S, V]
 

@@ -28,7 +28,7 @@ def spans_of_rewritten(
     """Spans of tokens that together are a rewritten text, whose character i began at origins[i].
 
     A character that became several is covered by the tokens of each of them. With `has_dummy` the
-    first rewritten character is a space that was put there; it covers what was removed behind it.
+    first rewritten character is an added space; it covers the characters removed behind it.
     """
     sources: list[Span] = []
     for index in range(len(rewritten)):

@@ -1,4 +1,4 @@
-"""What a piece of code does: memory, matrix products, communication, waits of the host."""
+"""Traces of a piece of code: memory, matrix products, communication, waits of the host."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclass(frozen=True)
 class Style:
-    """What a family of models calls its special tokens."""
+    """The special tokens of a model family."""
 
     bos: str | None
     eos: str

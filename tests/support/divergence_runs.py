@@ -21,7 +21,7 @@ SUPPORTS = ["dense", *KEPT_SUPPORTS]
 PROPER = ["dense", "tail", "renormalized"]
 KEPT = 5
 EACH = [(name, support) for name in NAMES for support in SUPPORTS]
-# Each divergence, dense and on kept ids; the other supports run with the slow tests.
+# Each divergence, dense and on top-k ids; the remaining supports run with the slow tests.
 MAINLY = [
     pytest.param(name, support, marks=() if support in ("dense", "tail") else pytest.mark.slow)
     for name, support in EACH
@@ -36,7 +36,7 @@ def signal_of(
     temperature: float = 1.0,
     shard: VocabShard | None = None,
 ) -> DenseLogits | TopK:
-    """What the teacher says, all of it or its top-k."""
+    """The teacher's signal: dense logits or its top-k."""
     if support == "dense":
         return DenseLogits(teacher)
     return vocab_parallel_topk(teacher, k, shard, temperature=temperature)
@@ -84,7 +84,7 @@ def expected(
     support: str,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """What the oracle says of `solved`."""
+    """The oracle's result for `solved`."""
 
     def value(leaf: Tensor) -> Tensor:
         if isinstance(signal, DenseLogits):
@@ -110,7 +110,7 @@ def term_of(name: str, support: str, *, k: int = KEPT, **given: Any) -> Term:
 
 
 def value_of(term: Term, student: Tensor, teacher: Tensor) -> Tensor:
-    """What the oracle says of a term of an objective, per token and without its weight."""
+    """The oracle's result for a term of an objective, per token and without its weight."""
     if term.top_k is None:
         value = oracles.dense(
             term.divergence, student, teacher, term.temperature, **term.parameters

@@ -1,4 +1,4 @@
-"""A process with two workers that says who they are and goes on; a test kills it."""
+"""A process that prints its two workers' ids and goes on; a test kills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that ends as its argument tells: python -m tests.support.rank_endings MANNER."""
+"""A rank that ends in the manner of its argument: python -m tests.support.rank_endings MANNER."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def load_tree(folder: Path, tree: dict, *overrides: str) -> RunConfig:
 
 
 def complaints(call: Callable[..., object], *arguments: object) -> list[str]:
-    """Call what must raise a ConfigError and return the problems that it lists."""
+    """Call a function that must raise a ConfigError, and return the listed problems."""
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
     head, *problems = str(caught.value).split("\n  - ")

@@ -1,4 +1,4 @@
-"""Teachers' words made up from a seed, and stores that hold them."""
+"""Synthetic teacher signals from a seed, and stores that hold them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(sample_id: int, wanted: CaptureSettings) -> dict[str, np.ndarray]:
 def top_k_of(
     logits_SV: np.ndarray, k: int, labels_S: np.ndarray, temperatures: tuple[float, ...]
 ) -> tuple[TopKEntries, PositionScalars]:
-    """What a teacher with these logits says, in fp64 and rounded once."""
+    """The stored values of a teacher with these logits, in fp64 and rounded once."""
     logits = logits_SV.astype(np.float64)
     order = np.lexsort((np.broadcast_to(np.arange(logits.shape[1]), logits.shape), -logits))
     chosen = order[:, :k]

@@ -57,7 +57,7 @@ DIALOGUES: Mapping[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
 }
 CALLS = tuple(name for name in DIALOGUES if "call" in name)
 
-# What ends a turn, of those whose names begin so; the longest beginning counts.
+# End-of-turn tokens by prefix of a template's name; the longest prefix applies.
 STOPS: Mapping[str, tuple[str, ...]] = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "deepseek": ("<｜end▁of▁sentence｜>",),

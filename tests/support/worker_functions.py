@@ -1,4 +1,4 @@
-"""What workers do in tests, in a module of its own, which they import in no time."""
+"""Worker functions of tests, in a separate module with fast imports."""
 
 from __future__ import annotations
 

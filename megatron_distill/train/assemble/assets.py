@@ -1,4 +1,4 @@
-"""What a run keeps for the day when its student leaves as a Hugging Face folder."""
+"""The files that a run copies for a later export of its student as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_distill.train.tokenizer_files import keep_with_model
 def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Copy configuration, generation settings and tokenizer into the run's folder; on one rank.
 
-    Raises ConfigError where they cannot be written. An earlier start's copy is kept.
+    Raises ConfigError where they cannot be written. An earlier start's copy is not replaced.
     """
     folder = Path(config.output) / ASSETS_FOLDER
     if folder.is_dir():
@@ -42,7 +42,7 @@ def keep_assets(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _source(config: RunConfig) -> Path | None:
-    """Return the folder of what the student was before."""
+    """Return the Hugging Face folder of the student's initial weights."""
     if config.student.hf is not None:
         return Path(config.student.hf).expanduser()
     if config.student.checkpoint is not None:

@@ -1,4 +1,4 @@
-"""From a configuration and its models to the lines that a run or a capture begins with."""
+"""The lines printed at the start of a run or a capture, from its configuration and models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FP32: Final = 4
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Numbers that this rank holds of both models; `experts` are a part of `student`."""
+    """Parameter counts of both models on this rank; `experts` are a part of `student`."""
 
     student: int = 0
     experts: int = 0
@@ -50,7 +50,7 @@ class RankParameters:
         mine = [parameter for chunk in student for parameter in chunk.parameters()]
         return cls(
             student=sum(parameter.numel() for parameter in mine),
-            # Megatron-Core marks what is not the same on all data-parallel ranks.
+            # Megatron-Core marks parameters that differ between data-parallel ranks.
             experts=sum(p.numel() for p in mine if not getattr(p, "allreduce", True)),
             teacher=sum(p.numel() for p in teacher.parameters()) if teacher else 0,
         )
@@ -58,7 +58,7 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class MemoryOfRank:
-    """Bytes of one rank by formula; the activations of the layers are not among them."""
+    """Bytes of one rank by formula; excludes the activations of the layers."""
 
     weights: int
     gradients: int
@@ -78,8 +78,8 @@ class MemoryOfRank:
     ) -> MemoryOfRank:
         """Weights in the run's precision, fp32 gradients, and Adam's moments in fp32.
 
-        With bf16 the optimizer has fp32 weights besides; `optimizer.distributed` shares its
-        state out over the data and context ranks.
+        With bf16 the optimizer also has fp32 weights; `optimizer.distributed` shards its
+        state over the data and context ranks.
         """
         width = PRECISIONS[config.train.precision].itemsize
         state = _FP32 * (2 if width == _FP32 else 3)
@@ -231,7 +231,7 @@ def _source_of(model: ModelConfig, shape: Architecture) -> str:
 
 
 def _parameter_counts(shape: Architecture) -> tuple[int, int]:
-    """Return all parameters, and those that one token passes."""
+    """Return the number of all parameters, and of those active for one token."""
     total = active = 0
     for parameter in parameters(shape):
         count = prod(parameter.shape) * prod(parameter.leading_shape(shape))

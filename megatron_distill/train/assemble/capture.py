@@ -69,7 +69,7 @@ _PREFETCH = 2
 
 @dataclass(frozen=True)
 class _Job:
-    """What is known of a capture once its store is open; the tokenizer is on rank 0 only."""
+    """The parts of a capture once its store is open; the tokenizer is on rank 0 only."""
 
     config: CaptureConfig
     device: Device
@@ -131,7 +131,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
 
 
 def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups: Groups) -> Plan:
-    """Return what the store is to hold, the same on all ranks. Raises on all of them.
+    """Return the plan of the store, the same on all ranks. Raises on all of them.
 
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
@@ -195,7 +195,7 @@ def _begin(folder: Path, plan: Plan) -> bool:
         if dist.get_rank() == 0:
             complete = [is_complete(open_store(folder, plan))]
             if complete[0]:
-                remove_working_folder(folder)  # it was killed between the manifest and this
+                remove_working_folder(folder)  # killed between the manifest and this removal
                 _LOGGER.info("nothing to do: the store is complete")
                 _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
     dist.broadcast_object_list(complete, src=0)
@@ -215,12 +215,12 @@ def _open_where_written(folder: Path, plan: Plan, groups: Groups) -> StoreWriter
 
 
 def _writes(groups: Groups) -> bool:
-    """Return whether this rank writes what its replica captures."""
+    """Return whether this rank writes its replica's records."""
     return groups.is_last_stage and groups.tensor.rank() == 0 and groups.context.rank() == 0
 
 
 def _order(job: _Job) -> CaptureOrder:
-    """Return which sample stands where, from the holes that rank 0 finds.
+    """Return the assignment of samples to rows, from the holes that rank 0 finds.
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
@@ -335,7 +335,7 @@ def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
 
 
 def _finish(job: _Job) -> None:
-    """Finish the store where this job is the last. Raises StoreError on all ranks."""
+    """Finish the store if this job is the last one. Raises StoreError on all ranks."""
     ours = job.config.store
     with together():
         if job.store is not None and dist.get_rank() == 0:

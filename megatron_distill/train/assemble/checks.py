@@ -1,4 +1,4 @@
-"""What a job is told before any of its data is read: models, stores, files, an earlier run."""
+"""Checks of a job before any of its data is read: models, stores, files, an earlier run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["check_models", "check_start", "newest_checkpoint"]
 
 
 def check_start(config: JobConfig) -> None:
-    """Raise a MegatronDistillError for all that neither tokenizer nor data decide.
+    """Raise a MegatronDistillError for errors that do not depend on tokenizer or data.
 
-    Nothing is written, so that a start that fails here leaves everything as it was. Needs no world;
-    to be called on the rank that reads, inside of `together`.
+    Nothing is written, so a start that fails here changes no file. Needs no world; call on the
+    rank that reads, inside `together`.
     """
     check_models(config, Vocabulary.unknown())
     for model in config.models.values():
@@ -35,7 +35,7 @@ def check_start(config: JobConfig) -> None:
 
 
 def check_models(config: JobConfig, vocabulary: Vocabulary) -> None:
-    """Raise ConfigError or CheckpointError unless the models are there and fit the job.
+    """Raise ConfigError or CheckpointError unless the models exist and fit the job.
 
     Reads configurations and the files' headers, no weights. Needs no world.
     """
@@ -51,13 +51,13 @@ def check_models(config: JobConfig, vocabulary: Vocabulary) -> None:
 
 
 def _is_named(model: ModelConfig) -> bool:
-    """Return whether a section names a model, and not only stores of what one computed."""
+    """Return whether a section names a model, and not only stores."""
     others = (model.hf, model.checkpoint, model.architecture)
     return model.store is None or any(source is not None for source in others)
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """Return the newest complete checkpoint of an earlier start, for this one to go on from.
+    """Return the newest complete checkpoint of an earlier start, to resume from.
 
     Raises ConfigError: there is one, and `checkpoint.resume` is off.
     """

@@ -43,7 +43,7 @@ def open_training_loader(
 ) -> StepLoader:
     """Open the training stream on the first rank and a loader on every rank.
 
-    Without sources the samples are those of the stores. Raises DataError on all ranks.
+    Without sources the stores provide the samples. Raises DataError on all ranks.
     """
 
     def opened() -> SampleSource | None:
@@ -72,7 +72,7 @@ def open_training_loader(
 def with_computed_steps(
     config: RunConfig, tokenizer: Tokenizer | None, stored: Stored | None, *, device: torch.device
 ) -> RunConfig:
-    """Replace `train.epochs` by the steps that it means; without it nothing is done.
+    """Replace `train.epochs` by the number of steps; without it nothing is done.
 
     Raises DataError or ConfigError on all ranks: the samples cannot be counted, or the schedule
     does not fit the steps.
@@ -159,7 +159,7 @@ def read_validation(
 
 
 def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
-    """Name the sources whose share of the held-out samples has nothing to measure."""
+    """Name the sources whose share of the held-out samples has no labels to measure."""
     names = source_names(config, held_out=True)
     by_source = LabelTotals.of(steps, names if len(names) > 1 else ()).by_source
     empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
@@ -187,7 +187,7 @@ def open_loader(
     prefetch: int,
     sources: int = 1,
 ) -> StepLoader:
-    """Open the loader of a source that lives on the first rank, on every rank."""
+    """Open a loader on every rank for a source that exists on the first rank."""
     return StepLoader(
         source,
         sequence_length=data.sequence_length,

@@ -1,4 +1,4 @@
-"""From a configuration to who teaches, what is learned from it, and on what it is measured."""
+"""From a configuration to the teacher, the objective and the validation of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from megatron_distill.train.validation import HeldOut
 
 @dataclass(frozen=True)
 class Distillation:
-    """The teacher of a run, live or stored or none, and what follows from it."""
+    """The teacher of a run (live, stored or none), and the parts that depend on it."""
 
     stored: Stored | None
     online: OnlineTeacher | None
@@ -58,7 +58,7 @@ class Distillation:
 
     @property
     def teacher(self) -> Teacher | None:
-        """Who speaks about the training samples."""
+        """The teacher of the training samples."""
         if self.features is not None:
             return self.features.teacher
         return self.stored.teacher if self.stored else self.online
@@ -74,8 +74,7 @@ def assemble_distillation(
     device: torch.device,
     resources: ExitStack,
 ) -> Distillation:
-    """Open or build the teacher; all checks first, so that they come before its weights are read.
-
+    """Open or build the teacher; all checks run before its weights are read.
     Raises a MegatronDistillError on all ranks.
     """
     terms = build_terms(config, student)
@@ -107,19 +106,19 @@ def assemble_held_out(
     groups: Groups,
     device: torch.device,
 ) -> HeldOut:
-    """Read what is held out. Raises DataError or StoreError on all ranks."""
+    """Read the held-out samples. Raises DataError or StoreError on all ranks."""
     stored = distillation.stored
     steps = read_validation(config, tokenizer, stored, groups=groups, device=device)
     names = _blended(source_names(config, held_out=True))
     listener = distillation.teacher
     if stored is not None and config.data.sources:
-        listener = None  # a store knows its own samples and none of a corpus's held-out ones
+        listener = None  # a store has no records of a corpus's held-out samples
     measured = replace(distillation.objective, source_names=names)
     return HeldOut.of(steps, listener, final_objective(measured, config.objective))
 
 
 def _blended(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The sources that are told apart: one alone is the whole."""
+    """The names of sources with separate metrics; a single source has none."""
     return names if len(names) > 1 else ()
 
 
@@ -186,7 +185,7 @@ def _pairs(
 def _check_windows(
     pairs: tuple[FeaturePair, ...], student: Architecture, teacher: Architecture
 ) -> None:
-    """Raise ConfigError where the teacher sees keys that the student does not, or fewer."""
+    """Raise ConfigError where teacher and student layers attend to different keys."""
     mine, theirs = LayerKinds.of(student).layers, LayerKinds.of(teacher).layers
     problems = [
         f"layer {pair.student} of the student has a sliding_window of {own.window}, layer "
@@ -252,7 +251,7 @@ def _projectors(
 def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:
     """Translate `objective.balance` and every schedule of the objective.
 
-    The feature losses' weights are those of `objective`, which knows the pairs of layers.
+    The feature losses' weights come from `objective`, which has the pairs of layers.
     """
     balance = config.balance
     return Balancing(
@@ -274,9 +273,9 @@ def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balan
 
 
 def final_objective(objective: TokenObjective, config: ObjectiveConfig) -> TokenObjective:
-    """The objective with the weights and temperatures at which its schedules end.
+    """The objective with the weights and temperatures at the end of its schedules.
 
-    Held-out losses are those of this one all through a run, so that they can be compared.
+    All held-out losses of a run use this objective, so that they are comparable.
     """
     balancing = build_balancing(config, objective)
     return balancing.schedules.applied(objective, steps_done=sys.maxsize)

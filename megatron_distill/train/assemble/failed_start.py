@@ -1,4 +1,4 @@
-"""The folder of a start that fails: as it was before, and gone where there was none."""
+"""Cleanup after a failed start: the folder is restored, or removed if it did not exist."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LOGGER = get_logger(__name__)
 
 
 class FolderAsFound:
-    """What stood in a folder before a start, which puts it back unless the start succeeds.
+    """The content of a folder before a start, restored unless the start succeeds.
 
-    To be made by every rank, before the folder is; only the first one looks and removes.
+    Every rank creates it before the folder exists; only the first rank reads and removes files.
 
     Args:
         folder: of a run or a store.
-        kept_file: name of a file in it that a start writes anew.
-        prepared: path within it of prepared data, which took its time and is kept where complete.
-        work: paths within it of results; where a start finds some of another one, all is left.
+        kept_file: name of a file in it that a start rewrites.
+        prepared: path within it of prepared data; costly to make, so complete data stays.
+        work: paths within it of results; if results of another start exist, nothing is removed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FolderAsFound:
         self._file = None if kept_file is None else folder / kept_file
         self._is_left_alone = True
         if dist.get_rank() == 0:
-            with suppress(OSError):  # whoever writes there says what is wrong
+            with suppress(OSError):  # the later write to this folder reports the error
                 self._look()
 
     def _look(self) -> None:
@@ -49,20 +49,20 @@ class FolderAsFound:
         self._is_left_alone = False
 
     def has_started(self) -> None:
-        """Say that the start succeeded: what is in the folder stays."""
+        """Mark the start as succeeded: the folder's content stays."""
         self._is_left_alone = True
 
     @contextmanager
     def put_back_on_failure(self) -> Iterator[None]:
-        """Put the folder back when the block is left before `has_started`.
+        """Restore the folder when the block exits before `has_started`.
 
-        To be entered once this start alone may write there.
+        Enter it only once this start holds the folder.
         """
         try:
             yield
         finally:
             if not self._is_left_alone:
-                with suppress(OSError):  # the start's own error is what is to be said
+                with suppress(OSError):  # the start's own error is the one to report
                     self._put_back()
 
     def _put_back(self) -> None:
@@ -84,12 +84,12 @@ class FolderAsFound:
             _LOGGER.info("%s remains: prepared conversations, which the next start uses",
                          self._prepared)  # fmt: skip
         for path in self._missing:
-            path.rmdir()  # fails, and ends this, where something is left
+            path.rmdir()  # fails, and ends the loop, if the folder is not empty
 
 
 @contextmanager
 def without_empty_folders(folder: Path) -> Iterator[None]:
-    """Remove a folder at the end, and those above it, that the block made and left empty.
+    """On exit remove a folder and its parents, if the block made them and they are empty.
 
     Harmless beside a job that works in the same folder; needs no world.
     """
@@ -99,11 +99,11 @@ def without_empty_folders(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             for path in missing:
-                path.rmdir()  # fails, and ends this, where something is left
+                path.rmdir()  # fails, and ends the loop, if the folder is not empty
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return the folder and those above it that are not there, the innermost first."""
+    """Return the folder and its parents that do not exist, the innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
@@ -112,7 +112,7 @@ def _content(path: Path | None) -> bytes | None:
 
 
 def _has_content(path: Path) -> bool:
-    """Return whether a file is not empty, or a folder has such a file somewhere below."""
+    """Return whether a file is not empty, or a folder contains such a file at any depth."""
     if path.is_dir():
         return any(_has_content(inner) for inner in path.iterdir())
     return path.is_file() and path.stat().st_size > 0

@@ -1,4 +1,4 @@
-"""Which samples a training stream has: what decides them, in plain values and as a digest."""
+"""The settings that decide a training stream's samples, as plain values and as a digest."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from megatron_distill.train.convert.stream import Block, shares
 
 
 def dataset_settings(config: JobConfig) -> dict[str, Any]:
-    """Return everything but the tokenizer that decides a job's training stream and its masks.
+    """Return all settings except the tokenizer that decide a job's training stream and its masks.
 
-    JSON values. Files are named by number, names and sizes, so that they may be moved. To be
-    called on the rank that reads. Raises DataError: a file is missing.
+    JSON values. Files are identified by number, names and sizes, so that they may be moved. Call
+    on the rank that reads. Raises DataError: a file is missing.
     """
     options, data = data_options(config), config.data
     specs = source_specs(config.data.sources)
@@ -59,7 +59,7 @@ def dataset_settings(config: JobConfig) -> dict[str, Any]:
 
 
 def require_files(config: JobConfig) -> None:
-    """Raise DataError unless every file that the sources name is there; none is read."""
+    """Raise DataError unless every file of the sources exists; none is read."""
     for spec in source_specs((*config.data.sources, *config.data.validation_sources)):
         if spec.kind.has_paths:
             source_files(spec)
@@ -68,7 +68,7 @@ def require_files(config: JobConfig) -> None:
 
 
 def dataset_digest(settings: dict[str, Any], tokenizer_identity: str) -> str:
-    """Return the digest of a stream's settings and of the tokenizer that makes tokens of it."""
+    """Return the digest of a stream's settings and of its tokenizer."""
     text = json.dumps([settings, tokenizer_identity], sort_keys=True, allow_nan=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -85,13 +85,13 @@ def _source(spec: SourceSpec, total: float) -> dict[str, Any]:
 
 
 def _conversation(spec: ConversationSpec) -> dict[str, Any]:
-    """How conversations become text; a template file by its content, the tokenizer's by name.
+    """Settings of the text of conversations: a template file by content, the tokenizer's by name.
 
-    What the tokenizer's template writes, every record's tokens are compared with.
+    The tokenizer's template needs no digest: every record's tokens are compared with its result.
     """
     found = asdict(spec)
     if spec.leading_assistant == ConversationSpec.leading_assistant:
-        del found["leading_assistant"]  # stores that are older than this key name none
+        del found["leading_assistant"]  # absent from stores older than this key
     if spec.chat_template not in (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE):
         path = Path(spec.chat_template).expanduser()
         try:
@@ -103,21 +103,21 @@ def _conversation(spec: ConversationSpec) -> dict[str, Any]:
     return found
 
 
-_BLOCK_NUMBERS = 2**24  # a part of what is digested, so that it must not change
+_BLOCK_NUMBERS = 2**24  # a part of the digest, so it must not change
 
 
 def teacher_digest(origin: Origin, *, seed: int, group: dist.ProcessGroup) -> str:
-    """Return the digest of a model's weights as fp32 values by name, and of what it does with them.
+    """Return the digest of a model's weights as named fp32 values, and of its architecture.
 
     The same for every layout, and for a Hugging Face folder and a checkpoint made from it. Random
-    weights are digested as `seed` and the architecture that they are drawn for. Reads all weights
+    weights are digested as `seed` and their architecture. Reads all weights
     once, each rank of `group` its share. Raises CheckpointError on all ranks.
 
     Collective: `group`, two all-gathers of short objects (32 bytes per 2^24 numbers).
     """
     architecture = origin.architecture
     fields = model_fields(architecture)
-    # Rotary models are the same for any length; learned positions are weights, with their shape.
+    # A rotary model is the same for any length; learned positions are weights and have a shape.
     fields.pop("max_position_embeddings")
     if origin.open_weights is None:
         drawn = {"seed": seed, "init_std": architecture.init_std}

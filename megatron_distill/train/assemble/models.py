@@ -58,7 +58,7 @@ def build_student(
 
 
 def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabulary) -> Origin | None:
-    """Return where the live teacher comes from; None without one, or where a store takes its place.
+    """Return the live teacher's origin; None without a teacher, or where it is a store.
 
     Raises ConfigError or CheckpointError on all ranks, as `find_origin`, and where the vocabularies
     differ.
@@ -73,7 +73,7 @@ def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabular
 
 
 def check_vocabularies(config: RunConfig, student: Architecture, teacher: Architecture) -> None:
-    """Raise ConfigError unless student and teacher have vocabularies of one size."""
+    """Raise ConfigError unless student and teacher have vocabularies of the same size."""
     if student.vocab_size == teacher.vocab_size:
         return
     change = (
@@ -100,7 +100,7 @@ def build_online_teacher(
     execution: Execution,
     shard: VocabShard | None = None,
 ) -> OnlineTeacher:
-    """Build the frozen model, its head over the columns of `shard`, or else over its own."""
+    """Build the frozen model; its head has the columns of `shard`, or else the model's own."""
     (model,) = _build(
         origin,
         groups=groups,
@@ -125,7 +125,7 @@ def build_online_teacher(
 
 
 def teacher_seed(config: JobConfig) -> int:
-    """Return the seed of a teacher's random weights, which are not the student's."""
+    """Return the seed of a teacher's random weights, which differs from the student's."""
     return config.seed + _TEACHER_SEED_OFFSET
 
 
@@ -139,7 +139,7 @@ def build_objective(
 ) -> TokenObjective:
     """Translate the configured objective for a student of this architecture.
 
-    `settings` are those of the stores, where the teacher is read from some.
+    `settings` are those of the teacher's stores, if there are any.
     """
     metrics: tuple[str, ...] = ()
     if settings is not None:
@@ -159,7 +159,7 @@ def build_objective(
 
 
 def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
-    """Return what reports say of a teacher that was written down."""
+    """Return the names of the reported metrics of a stored teacher."""
     is_whole = settings.normalised_over == "vocabulary"
     scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
     ranked = () if settings.mode == "sampled" else ("top1_agreement", "topk_mass")
@@ -217,7 +217,7 @@ def _build(
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model is, and how its weights are found; `open_weights` None: they are random."""
+    """A model's architecture and the source of its weights; `open_weights` None: random ones."""
 
     architecture: Architecture
     open_weights: Callable[[], WeightSource] | None = None
@@ -231,7 +231,7 @@ class Origin:
 
 
 def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
-    """Return where the model of a section comes from, its architecture fit for this run.
+    """Return the origin of a section's model, with an architecture that fits this run.
 
     Raises ConfigError or CheckpointError on all ranks: nothing there, another tokenizer, a
     vocabulary smaller than the tokenizer's, or a shape that this layout cannot hold.
@@ -247,9 +247,9 @@ def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
 
 
 def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
-    """Return what `find_origin` does, in a process that needs no world.
+    """Return the result of `find_origin`, in a process without a world.
 
-    Raises ConfigError or CheckpointError. Of a vocabulary that is not known nothing is compared.
+    Raises ConfigError or CheckpointError. An unknown vocabulary size is not compared.
     """
     if model.hf is not None:
         folder = Path(model.hf).expanduser()
@@ -268,7 +268,7 @@ def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
 def _fitted(
     origin: Origin, model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary
 ) -> Origin:
-    """Return the origin with the layers that are kept; raises ConfigError if it does not fit."""
+    """Return the origin with the selected layers; raises ConfigError if it does not fit."""
     if model.keep_layers is not None or model.num_layers is not None:
         origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
     architecture = origin.architecture
@@ -282,7 +282,7 @@ def _fitted(
 
 
 def _too_small(model: ModelConfig, role: str, size: int, wanted: int) -> str:
-    """Say of a vocabulary smaller than the tokenizer's which key there is to change."""
+    """Return the error for a vocabulary smaller than the tokenizer's, with the key to change."""
     source = "hf" if model.hf is not None else "checkpoint"
     if model.architecture is not None:
         return (
@@ -303,7 +303,7 @@ def _described_and_checked(folder: Path) -> ModelDescription:
 
 
 def _described_on_first_rank(folder: Path) -> ModelDescription:
-    """Read a folder's description on one rank; all others take its word."""
+    """Read a folder's description on one rank and broadcast it."""
     said: list[tuple[str, dict[str, object]] | None] = [None]
     with together():
         if dist.get_rank() == 0:
@@ -337,7 +337,7 @@ def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabula
 
 
 def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int) -> Architecture:
-    """Return the architecture of a section, `vocab_size` where it names none."""
+    """Return the architecture of a section, with `vocab_size` as its default vocabulary."""
     fields = described.model_dump()
     moe = fields["moe"]
     if moe is not None:
@@ -356,7 +356,7 @@ def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int
 
 
 def _kept(model: ModelConfig, role: str, available: int) -> tuple[int, ...]:
-    """Return the layers to keep; raises ConfigError where the source has fewer."""
+    """Return the layers to copy; raises ConfigError where the source has fewer."""
     if model.keep_layers is not None:
         if model.keep_layers[-1] >= available:
             raise ConfigError(
@@ -375,7 +375,7 @@ def _kept(model: ModelConfig, role: str, available: int) -> tuple[int, ...]:
 
 
 def evenly_spread(count: int, available: int) -> tuple[int, ...]:
-    """Return `count` of `available` layers at even distances, the first and the last among them."""
+    """Return `count` of `available` layers at even distances, including the first and the last."""
     if count == 1:
         return (0,)
     gaps = count - 1
@@ -397,9 +397,9 @@ def _shallower(origin: Origin, kept: tuple[int, ...]) -> Origin:
 
 @contextmanager
 def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
-    """Make the process groups of a job and the random state that goes with them.
+    """Create the process groups of a job and their random state.
 
-    Only a job that trains cuts its stages into chunks. The groups are gone afterwards, so that
+    Only a training job splits its stages into chunks. The groups are destroyed afterwards, so that
     another job may follow in the same processes. Raises ConfigError on all ranks.
     """
     parallel = config.parallel
@@ -420,5 +420,5 @@ def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
 
 
 def execution_on(device: Device, *, precision: str, recompute: str = "none") -> Execution:
-    """Return how models are executed on this device."""
+    """Return the execution settings of models on this device."""
     return Execution(dtype=PRECISIONS[precision], device=device.torch_device, recompute=recompute)

@@ -1,4 +1,4 @@
-"""From a configuration to a run, and through it."""
+"""Assembly of a training run from its configuration, and its execution."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
-    # What the imports left stays for good: Megatron-Core collects at every save, and walking it
-    # through would stop all ranks for a tenth of a second or more.
+    # Objects of the imports are permanent: Megatron-Core collects garbage at every save, and a scan
+    # of them would stop all ranks for a tenth of a second or more.
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -90,14 +90,14 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
             return train(parts, plan, termination)
     finally:
         if not is_frozen:
-            # Else Triton's bindings, which Megatron-Core imports, report leaks in the end.
+            # Else Triton's bindings, which Megatron-Core imports, report leaks at exit.
             gc.unfreeze()
 
 
 def _assemble(
     config: RunConfig, device: Device, groups: Groups, resources: ExitStack
 ) -> tuple[Parts, LoopPlan]:
-    """Check, build the models, then read the data; a failure leaves the run folder as it was."""
+    """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
     tokenizer, vocabulary = open_tokenizer(config)
     origin = find_origin(config.student, "student", config, vocabulary)
@@ -178,7 +178,7 @@ def _banner(
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
-    """Check what needs no data, then make and hold the run folder."""
+    """Run the checks that need no data, then create and lock the run folder."""
     found = FolderAsFound(
         Path(config.output),
         kept_file="config.yaml",
@@ -201,7 +201,7 @@ def _open_source(
     device: Device,
     resources: ExitStack,
 ) -> StepSource:
-    """Open the training stream, read ahead where the teacher is a store."""
+    """Open the training stream; it reads ahead where the teacher is a store."""
     loader = open_training_loader(
         config, tokenizer, stored, groups=groups, device=device.torch_device
     )
@@ -224,7 +224,7 @@ def _build_state(
     vocabulary: Vocabulary,
     features: FeatureLosses | None,
 ) -> RunState:
-    """Build the student and what trains it, at step 0."""
+    """Build the student, its optimizer and its schedule, at step 0."""
     chunks = build_student(config, origin, groups=groups, execution=execution)
     if features is not None:
         features.attach(chunks)
@@ -251,7 +251,7 @@ def _build_state(
 
 
 def _checkpoint_to_resume(config: RunConfig, state: RunState) -> Path | None:
-    """Return the newest complete checkpoint of an earlier start, which is of this model.
+    """Return the newest complete checkpoint of an earlier start, checked against this model.
 
     Raises ConfigError or CheckpointError on all ranks.
     """

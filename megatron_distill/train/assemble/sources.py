@@ -35,7 +35,7 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
 
 
 def source_names(config: RunConfig, *, held_out: bool) -> tuple[str, ...]:
-    """Return what the log calls the sources of the training samples, or of those held out."""
+    """Return the names in the log of the sources of training samples, or of held-out samples."""
     own = config.data.validation_sources if held_out else ()
     corpora = own or config.data.sources
     if corpora:
@@ -66,7 +66,7 @@ def _conversation_spec(conversation: ConversationConfig | None) -> ConversationS
 
 
 def data_options(config: JobConfig) -> DataOptions:
-    """Translate how sources are read into plain values; own held-out files hold nothing back."""
+    """Translate the reading of sources to plain values; own held-out files reserve no samples."""
     data = config.data
     folder, is_capture = Path(config.folder), isinstance(config, CaptureConfig)
     shows_progress = config.logging.progress if isinstance(config, RunConfig) else True

@@ -1,10 +1,8 @@
-"""From a configuration to what is said and kept of a start: the changes since its checkpoint.
-
-The settings of a run's starts: how two differ, and the files that keep each.
+"""The log lines and files of a start: its configuration, and the changes since its checkpoint.
 
 <output>/config.yaml                of the newest start
-<output>/config.step_0000020.yaml   of the start before, where one resumed at step 20 with others
-<output>/config.step_0000020.2.yaml of the next one that another replaced at that step
+<output>/config.step_0000020.yaml   of the start before, if a start resumed at step 20 with changes
+<output>/config.step_0000020.2.yaml of the start before, if a second one did so at that step
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _LOGGER = get_logger(__name__)
 
 
 def note_start(config: RunConfig, *, resumed: Path | None) -> None:
-    """Say which settings are others than the resumed checkpoint's, and keep those of this start.
+    """Log the settings that differ from the resumed checkpoint, and save those of this start.
 
     One line per key, by the first rank. Raises ConfigError on all ranks when the run's folder
     cannot be written.
@@ -65,7 +63,7 @@ def _note(config: RunConfig, resumed: Path | None) -> None:
         keep_settings(folder, to_yaml(config), resumed_step=None)
         return
     description = Description.read(resumed)
-    # Checkpoints of older versions do not say their settings; the newest start's file does.
+    # Checkpoints of older versions have no settings; the newest start's file has them.
     before = description.configuration or _in_file(folder / CONFIG_FILE)
     changes = setting_changes(_completed(before), plain_settings(config)) if before else ()
     kept = keep_settings(folder, to_yaml(config), resumed_step=description.step)
@@ -81,7 +79,7 @@ def _note(config: RunConfig, resumed: Path | None) -> None:
 
 
 def plain_settings(config: RunConfig) -> dict[str, Any]:
-    """Return a configuration as plain values, such as JSON has."""
+    """Return a configuration as plain JSON values."""
     return config.model_dump(mode="json")
 
 
@@ -90,7 +88,7 @@ def _completed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return plain_settings(RunConfig.model_validate(settings))
     except ValidationError:
-        # Of a version with other keys: these are changes.
+        # A version with different keys: report these as changes.
         return settings
 
 
@@ -106,7 +104,7 @@ CONFIG_FILE: Final = "config.yaml"
 
 
 class _Nothing:
-    """Stands where only one of two trees has a key."""
+    """Placeholder for a key that only one of two trees has."""
 
 
 _NOTHING: Final = _Nothing()
@@ -114,7 +112,7 @@ _NOTHING: Final = _Nothing()
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A key whose value is another; a whole section or entry where one side has none."""
+    """A key with a different value; one side may lack a whole section or entry."""
 
     key: str
     before: str  # JSON, or "nothing"
@@ -125,7 +123,7 @@ class SettingChange:
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[SettingChange, ...]:
-    """Return what differs between two configurations of plain values, in the order of the second.
+    """Return the differences between two plain configurations, in the order of the second.
 
     Entries of a list of sections are compared by their places (`data.sources.0.weight`).
     """
@@ -157,11 +155,11 @@ def _shown(value: Any) -> str:
 
 
 def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path | None:
-    """Make `config.yaml` that of this start; return where the one before stays, if anywhere.
+    """Write this start's `config.yaml`; return the path of the one before, if it was saved.
 
-    It stays where this start resumes and its own is another; a start from the beginning replaces
-    it, and an equal one writes nothing. Each file appears whole. Killed between the two, the next
-    start finds the first written. Raises OSError.
+    It is saved if this start resumes with a different configuration. A start from the beginning
+    replaces it, and an equal one writes nothing. Each file appears whole. If a start is killed
+    between the two writes, the next one finds the first file. Raises OSError.
     """
     current, new = folder / CONFIG_FILE, text.encode()
     old = current.read_bytes() if current.exists() else None
@@ -177,7 +175,7 @@ def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path 
 
 
 def _place(folder: Path, step: int, content: bytes) -> Path:
-    """The first name of that step that is free or has the content already."""
+    """Return the first name for that step that is free or has the same content."""
     for number in itertools.count(1):
         suffix = "" if number == 1 else f".{number}"
         path = folder / f"config.step_{step:07d}{suffix}.yaml"

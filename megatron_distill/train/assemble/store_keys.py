@@ -1,4 +1,4 @@
-"""The keys of a configuration that decide what a store's plan says, for messages."""
+"""The configuration keys that decide a store's plan, for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 __all__ = ["KEYS", "configured"]
 
-# Of the plan, by its own names; what is not listed has none of its own.
+# Configuration keys by field of the plan; the remaining fields have no key.
 KEYS: Final = {
     "samples": "store.samples",
     "samples_per_shard": "store.samples_per_shard",
@@ -20,7 +20,7 @@ KEYS: Final = {
     "capture.top_p": "store.top_p",
     "identity.settings.precision": "capture.precision",
 }
-# Of the dataset's settings: all others are keys of `data`.
+# Exceptions among the dataset's settings: the remaining ones are keys of `data`.
 _DATASET: Final = "identity.settings.dataset."
 _DATASET_KEYS: Final = {"seed": "seed"}
 _SOURCE_KEYS: Final = {
@@ -28,7 +28,7 @@ _SOURCE_KEYS: Final = {
     "files": "paths",
     "conversation.prompt_keys": "conversation.prompt_key",
 }
-# Digests and names of what no single key holds.
+# Descriptions of digests and names that no single key decides.
 WORDS: Final = {
     "capture.vocab_size": "the vocabulary of the teacher",
     "identity.teacher": "the digest of the teacher's weights",
@@ -40,7 +40,7 @@ WORDS: Final = {
 
 
 def configured(name: str) -> str:
-    """Return the key of the configuration behind a name of a store's plan, or words for it."""
+    """Return the configuration key of a field of a store's plan, or a description of it."""
     if name.startswith(_DATASET):
         setting = name.removeprefix(_DATASET)
         source = re.fullmatch(r"sources\.(\d+)\.(.+)", setting)

@@ -1,4 +1,4 @@
-"""From a configuration to a teacher that is a store, and to samples that are the store's own."""
+"""From a configuration to a stored teacher, and to training samples from the store."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Stored:
-    """What all ranks know of the stores of a run, and what reads them on the ranks that do.
+    """Facts about the stores of a run on all ranks, and the readers on the ranks that need them.
 
     Attributes:
         settings: of the capture, the same for all stores.
         samples: of all stores.
-        identities: of each store, by what it was captured with.
-        teacher: answers micro-batches.
-        corpus: the stores as the first rank reads samples of them; None elsewhere.
+        identities: one per store, a digest of its capture.
+        teacher: returns the signals of micro-batches.
+        corpus: the stores as a sample source, on the first rank; None elsewhere.
     """
 
     settings: CaptureSettings
@@ -58,7 +58,7 @@ class Stored:
     corpus: StoreSet | None
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the readers."""
         self.teacher.close()
         if self.corpus is not None:
             self.corpus.close()
@@ -73,9 +73,9 @@ def open_stored(
     groups: Groups,
     device: torch.device,
 ) -> Stored | None:
-    """Open the stores of `teacher.store` and check that they serve this run; None without.
+    """Open the stores of `teacher.store` and check that they fit this run; None without.
 
-    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or of
+    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or has
     another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
 
     Collective: world, short objects.
@@ -111,7 +111,7 @@ def _open(
     vocabulary: Vocabulary,
     student: Architecture,
 ) -> StoreSet:
-    """All stores, entry by entry, so that each entry's samples are numbered in a row."""
+    """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
     for entry in entries:
         for folder in find_stores([entry.path]):
@@ -142,7 +142,7 @@ def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
 
 
 def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
-    """Raise StoreError unless the stores serve the objective and the length of the run."""
+    """Raise StoreError unless the stores fit the objective and the length of the run."""
     for store in stores.stores:
         for index, term in enumerate(terms):
             if store.settings.mode == "sampled":
@@ -162,7 +162,7 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
 
 
 def require_samples(config: RunConfig, stored: Stored | None) -> None:
-    """Raise StoreError, on all ranks, if a store joined with a corpus ends before the run."""
+    """Raise StoreError, on all ranks, if a store used with a corpus ends before the run."""
     if stored is None or not config.data.sources:
         return
     steps, batch = config.train.steps, config.train.global_batch_size
@@ -186,10 +186,10 @@ def _check_documents(config: RunConfig, store: StoreReader) -> None:
 
 
 def _check_corpus(config: RunConfig, store: StoreReader) -> None:
-    """Raise StoreError, naming the keys, unless a corpus is the one the store was captured on."""
+    """Raise StoreError, naming the keys, if the corpus differs from the store's."""
     there = store.identity.settings.get("dataset")
     if there is None:
-        return  # not captured by this library; every sample's tokens are compared all the same
+        return  # not captured by this library; every sample's tokens are compared anyway
     here = dataset_settings(config)
     differences = plan_differences(there, here, configured, "identity.settings.dataset.")
     if differences:
@@ -200,7 +200,7 @@ def _check_corpus(config: RunConfig, store: StoreReader) -> None:
 
 
 def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
-    """Raise StoreError, on all ranks, if the model beside `teacher.store` did not say all this.
+    """Raise StoreError, on all ranks, if the model beside `teacher.store` did not write the stores.
 
     Collective: world, those of `find_origin` and `teacher_digest`.
     """
@@ -257,7 +257,7 @@ def stored_held_out(config: RunConfig, stored: Stored) -> SampleList | None:
 
 
 def _shares(config: RunConfig, corpus: StoreSet) -> list[Share]:
-    """Return the samples of each entry of `teacher.store`."""
+    """Return the number of samples of each entry of `teacher.store`."""
     shares = []
     first = 0
     assert config.teacher is not None

@@ -1,4 +1,4 @@
-"""From a configuration to a tokenizer, on the one rank that reads."""
+"""From a configuration to a tokenizer, on the rank that reads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _ANY_SIZE = 1 << 15
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What every rank must know of the tokenizer, which only the first rank holds.
+    """Tokenizer facts for every rank; only the first rank holds the tokenizer.
 
-    `is_known` False: the tokenizer is still to be trained or loaded; its size is then made up, and
-    nothing is compared with it.
+    `is_known` False: the tokenizer is still to be trained or loaded. Its size is then a
+    placeholder and is compared with nothing.
     """
 
     size: int
@@ -42,14 +42,14 @@ class Vocabulary:
 
     @classmethod
     def unknown(cls) -> Vocabulary:
-        """Return what stands for the tokenizer before there is one."""
+        """Return the placeholder used before the tokenizer exists."""
         return cls(_ANY_SIZE, "", is_known=False)
 
 
 def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:
-    """Load or train the tokenizer on the first rank and tell all ranks about it.
+    """Load or train the tokenizer on the first rank and broadcast its facts.
 
-    A trained tokenizer is kept under `<output>/tokenizer` and found there by a resumed run. Raises
+    A trained tokenizer is saved under `<output>/tokenizer`, where a resumed run finds it. Raises
     DataError on all ranks.
 
     Collective: world, one broadcast of a short object.
@@ -98,7 +98,7 @@ def read_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _tokenizer_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield key and folder of each tokenizer that a model or a store brings along."""
+    """Yield key and folder of each tokenizer that belongs to a model or a store."""
     for role, model in config.models.items():
         if model.hf is not None:
             yield f"{role}.hf", model.hf
@@ -109,7 +109,7 @@ def _tokenizer_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_models(config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError where a model's own tokenizer gives a token another id."""
+    """Raise ConfigError where a model's own tokenizer has a different id for a token."""
     ours = tokenizer.vocabulary()
     for key, folder in _tokenizer_folders(config):
         if not holds_tokenizer(Path(folder).expanduser()):

@@ -1,4 +1,4 @@
-"""The configuration of a run that has been trained, to work with its newest checkpoint."""
+"""The configuration of a trained run, changed to use its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NO_RUN", "add_run_arguments", "load_trained_run", "run_and_overrides
 
 NO_RUN = "give the output folder of a run, e.g. runs/first"
 
-# A checkpoint is read in any layout; one process is what a call without torchrun has.
+# A checkpoint loads in any layout; a command without torchrun has one process.
 _ONE_PROCESS = (
     "parallel.tensor=1",
     "parallel.pipeline=1",
@@ -22,15 +22,15 @@ _ONE_PROCESS = (
     "parallel.expert=1",
     "parallel.sequence=false",
 )
-# What the run started from is not what it has become.
+# These keys name the run's initial weights, not its trained ones.
 _NO_OTHER_SOURCE = ("student.hf=null", "student.keep_layers=null", "student.num_layers=null")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
     """Add the arguments that name a run and changes to its configuration.
 
-    The run is a positional argument because torchrun reads `--run` as one of its own options,
-    shortened, wherever it stands. `--run` stays for a script that is started without torchrun.
+    The run is a positional argument because torchrun parses `--run` as an abbreviation of one of
+    its own options, wherever it stands. `--run` remains for scripts started without torchrun.
     """
     parser.add_argument(
         "words",

@@ -1,4 +1,4 @@
-"""From a configuration to figures and text of trained models, without training."""
+"""Evaluation and text generation with trained models, from a configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_distill.train.validation import validate
 def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     """Return the held-out figures of the student, and of its teacher if the configuration has one.
 
-    Names are those of the `validation` objects of a run's metrics, and so is `sources`.
+    Names, including `sources`, are those of the `validation` objects of a run's metrics.
 
     Raises a MegatronDistillError on all ranks together.
     """
@@ -50,7 +50,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
         )
         chunks = build_student(config, origin, groups=groups, execution=execution)
         for chunk in chunks:
-            chunk.requires_grad_(False)  # so that the wrapper keeps no gradient buffers
+            chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
         held_out = assemble_held_out(
@@ -63,7 +63,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
 
 @contextmanager
 def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Tokenizer | None]]:
-    """Build the student for writing text; the tokenizer is there on the first rank only.
+    """Build the student for text generation; the tokenizer is on the first rank only.
 
     Raises a MegatronDistillError on all ranks together.
     """

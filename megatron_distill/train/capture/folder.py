@@ -1,4 +1,4 @@
-"""The folder of a store while it is captured: begun, held by one start of each job, finished."""
+"""The folder of a store during capture: begun, locked by one start of each job, finished."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_distill.train.capture.order import working_folder
 from megatron_distill.train.run_folder import take_lock
 from megatron_distill.train.tokenizer_files import write_tokenizer
 
-# What other nodes wrote may take a while to be seen through a network file system.
+# Files of other nodes may take a while to appear on a network file system.
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 
 
 def open_store(folder: Path, plan: Plan) -> StoreWriter:
-    """Begin a store, or go on with one of the same plan. Raises StoreError."""
+    """Begin a store, or continue one with the same plan. Raises StoreError."""
     return StoreWriter(
         folder,
         settings=plan.settings,
@@ -51,15 +51,15 @@ def open_begun_store(folder: Path, plan: Plan) -> StoreWriter:
 
 
 def is_complete(store: StoreWriter) -> bool:
-    """Return whether the manifest and every shard are there. Raises StoreError."""
+    """Return whether the manifest and every shard exist. Raises StoreError."""
     return (store.folder / MANIFEST).is_file() and not store.holes()
 
 
 @contextmanager
 def held_for_job(folder: Path, job: int) -> Iterator[None]:
-    """Hold a job's part of a store against another start of it, on rank 0.
+    """Lock a job's part of a store against a second start of the job, on rank 0.
 
-    Raises ConfigError or StoreError on all ranks: another start keeps it, or the folder cannot be
+    Raises ConfigError or StoreError on all ranks: another start holds it, or the folder cannot be
     written.
 
     Collective: world, one all-gather of a short object per rank.
@@ -80,7 +80,7 @@ def held_for_job(folder: Path, job: int) -> Iterator[None]:
 
 
 def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
-    """Copy the tokenizer into a store, where it is not there yet; on one rank.
+    """Copy the tokenizer into a store if it is missing; on one rank.
 
     Raises StoreError.
     """
@@ -95,9 +95,9 @@ def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:
 
 
 def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
-    """Write the manifest where no shard is missing; None while other jobs still have some to write.
+    """Write the manifest if no shard is missing; return None while other jobs have shards to write.
 
-    Raises StoreError: this job's shards, all committed by their ranks, are not to be seen.
+    Raises StoreError: this job's shards, all committed by their ranks, are not visible.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     holes = store.holes()
@@ -117,5 +117,5 @@ def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
 
 
 def remove_working_folder(store: Path) -> None:
-    """Remove what a finished store has no need of, as far as it is there."""
+    """Remove the working files of a finished store, as far as they exist."""
     shutil.rmtree(working_folder(store), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The loop of a capture: take the samples of missing shards, ask the teacher, write."""
+"""The capture loop: take the samples of missing shards, run the teacher, write its signals."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from megatron_distill.train.teachers.live import OnlineTeacher
 
 @dataclass(frozen=True)
 class CaptureParts:
-    """Everything a capture works with.
+    """Inputs of a capture.
 
     Attributes:
-        order: which sample stands where.
-        teacher: whose words are kept.
-        loader: brings the samples in that order.
-        positions: what is kept of each.
+        order: assigns samples to shards and rows.
+        teacher: model whose outputs are stored.
+        loader: loads the samples in that order.
+        positions: computes the stored values of each position.
         filler: on the ranks that write, one of each replica.
-        source: what the loader reads from, on the rank that reads.
-        places: where the stream's states are kept.
+        source: sample source of the loader, on the rank that reads.
+        places: storage of the stream's states.
         progress: on the rank that shows it.
         groups: of this rank.
-        device: of this rank.
     """
 
     order: CaptureOrder
@@ -49,10 +48,10 @@ class CaptureParts:
 
 
 def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
-    """Capture and write every hole; return whether it came to the end, or was asked to stop.
+    """Capture and write every hole; return True at the end, False after a request to stop.
 
-    After a request the step is finished; what is not committed then is for the next start. Raises
-    on all ranks what goes wrong on one.
+    After a request the current step is finished; the next start captures uncommitted samples.
+    Raises the error of any rank on all ranks.
 
     Collective: per step the loader's broadcasts, the teacher's forward pass, those of the capture,
     and over the world one all-reduce of 40 bytes.
@@ -76,7 +75,7 @@ def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
 
 
 def _hear(parts: CaptureParts, batches: StepBatches) -> None:
-    """Let the teacher speak about a step's micro-batches, and keep what it says."""
+    """Run the teacher on a step's micro-batches and submit its records."""
     signals = parts.teacher.signals(batches.micro_batches)
     samples = [] if parts.filler is None else parts.loader.taken_samples()
     for index, (batch, signal) in enumerate(zip(batches.micro_batches, signals, strict=True)):
@@ -89,7 +88,7 @@ def _hear(parts: CaptureParts, batches: StepBatches) -> None:
 
 
 def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
-    """Tell all ranks what went wrong on one, whether one is asked to stop, and what is done.
+    """Exchange errors, requests to stop and the progress between all ranks.
 
     Collective: world, one all-reduce of 40 bytes.
     """
@@ -107,7 +106,7 @@ def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
 
 
 def _keep_places(parts: CaptureParts) -> StoreError | None:
-    """Keep where the stream has come to; return what went wrong."""
+    """Save the position of the stream; return the error, if any."""
     if parts.source is None:
         return None
     passed = dict(parts.source.passed.popleft() for _ in range(len(parts.source.passed)))

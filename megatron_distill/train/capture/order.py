@@ -1,9 +1,9 @@
-"""Which sample stands in which row of a capture's steps, and the source that brings them so.
+"""The assignment of samples to rows of a capture's steps, and a source in that order.
 
-Where the training stream stands at the beginnings of shards, kept while a store is captured.
+Also the saved states of the training stream at the beginnings of shards, during a capture.
 
-A start after a kill then goes on where the first missing shard begins, and does not tokenise all
-that comes before it again.
+A start after a kill continues at the first missing shard, without tokenising the samples before
+it again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CaptureOrder:
         return sum(self._count(shard) for shard in self.holes[replica :: self.replicas])
 
     def sample(self, row: int) -> int | None:
-        """Id of the sample in a row counted over all steps; None: nothing is left for it."""
+        """Id of the sample in a row counted over all steps; None: no sample is left for it."""
         step, in_step = divmod(row, self.global_batch_size)
         micro_batch, in_micro_batch = divmod(in_step, self.micro_batch_size * self.replicas)
         replica, in_replica = divmod(in_micro_batch, self.micro_batch_size)
@@ -84,13 +84,13 @@ class CaptureOrder:
 class HoleSource:
     """A training stream's samples in the order of a capture; a `SampleSource`.
 
-    Sample n of the stream is sample n of the store. What no row wants is read and left out, unless
-    the stream's state at the beginning of a later shard is known. Rows for which nothing is left
+    Sample n of the stream is sample n of the store. Samples without a row are read and skipped,
+    unless the stream's state at the beginning of a later shard is known. Rows without a sample
     are untrained samples with the id -1. Memory: one shard's tokens for each replica but one.
 
     Attributes:
-        passed: the stream's states at the beginnings of shards that were passed and not known
-            before, as (shard, state); for whoever keeps them to take out.
+        passed: new states of the stream at the beginnings of passed shards, as (shard, state);
+            the caller removes them when it saves them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class HoleSource:
         while wanted not in self._held:
             self._read()
         sample = self._held.pop(wanted)
-        # One more for each one given, or else every turn of all replicas would begin with a wait.
+        # One more per sample given; else every turn of all replicas would begin with a wait.
         ahead = (self._order.replicas - 1) * self._order.samples_per_shard
         if self._left and len(self._held) < ahead:
             self._read()
@@ -159,11 +159,11 @@ class HoleSource:
         return sample
 
     def state_dict(self) -> State:
-        """Rows given; the way back is the store itself, whose holes a later start is told of."""
+        """Number of rows given; a restart resumes from the store itself, by its holes."""
         return {"given": self._given}
 
     def load_state_dict(self, state: State) -> None:
-        """Go nowhere: only the state of the beginning is known, before anything was read."""
+        """Do nothing: only the state before the first read is ever loaded."""
         assert state == self.state_dict(), "a capture goes on from the holes of its store"
 
 
@@ -173,14 +173,14 @@ _ADVICE: Final = "remove it, and the stream is read from an earlier place"
 
 
 def working_folder(store: Path) -> Path:
-    """Return where a capture keeps what it needs to go on; a finished store has none."""
+    """Return the folder of a capture's resume state; a finished store has none."""
     return store / "capture"
 
 
 class StreamPlaces:
     """States of the stream by the shard that begins there, one sealed file each.
 
-    They belong to the plan whose uid they name. What is lost costs time, nothing else.
+    They belong to the plan with the same uid. A lost file costs only time.
     """
 
     def __init__(self, folder: Path, uid: bytes) -> None:
@@ -188,7 +188,7 @@ class StreamPlaces:
         self._uid = uid.hex()
 
     def load(self) -> dict[int, State]:
-        """Every state that is kept. Raises StoreError: damaged, or of another store."""
+        """Every saved state. Raises StoreError: damaged, or of another store."""
         remove_stale(self._folder)
         found: dict[int, State] = {}
         for path in sorted(self._folder.glob("stream-*.json")):
@@ -204,7 +204,7 @@ class StreamPlaces:
         return found
 
     def save(self, states: Mapping[int, State]) -> None:
-        """Keep states. Raises StoreError: they cannot be written."""
+        """Save states. Raises StoreError: they cannot be written."""
         for shard, state in states.items():
             if not self._folder.is_dir():
                 return  # another job has finished the store

@@ -1,4 +1,4 @@
-"""What a store keeps of a teacher's distributions, from hidden states, on vocabulary shards."""
+"""The stored values of a teacher's distributions, from hidden states, on vocabulary shards."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from megatron_distill.store.sampling import draw_at, uniforms
 
 @dataclass(frozen=True)
 class CapturedPositions:
-    """What is kept of positions: [N] of a rank, or [b, S] of whole sequences.
+    """Stored values of positions: [N] of a rank, or [b, S] of whole sequences.
 
-    integers [.., I] int32: the ids, and behind them how often each was drawn where they were.
+    integers [.., I] int32: the ids, followed by their draw counts if they were drawn.
     floats [.., F] fp32, columns in this order: log-sum-exp at temperature one and at each further
     one, entropy, label's log-probability; of a top-k also the log tail at each temperature, and the
     ids' log-probabilities.
@@ -44,7 +44,7 @@ class CapturedPositions:
     floats: Tensor
 
     def whole(self, batch: Batch, group: dist.ProcessGroup) -> CapturedPositions:
-        """Return the same of whole sequences [b, S], the zig-zag of context ranks undone.
+        """Return the values of whole sequences [b, S], the zig-zag of context ranks undone.
 
         Collective: `group`, two all-gathers of 4 bytes per number, where it has several ranks.
         """
@@ -57,7 +57,7 @@ class CapturedPositions:
         )
 
     def on_host(self) -> CapturedPositions:
-        """Return a copy in the memory of the host."""
+        """Return a copy in host memory."""
         return CapturedPositions(self.integers.cpu(), self.floats.cpu())
 
 
@@ -78,13 +78,13 @@ def _whole_sequences(values_bsC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class PositionCapture:
-    """Turns a teacher's hidden states into what is kept; logits exist for a chunk of tokens only.
+    """Turns a teacher's hidden states into stored values; logits exist for one token chunk only.
 
     Attributes:
-        settings: what is kept.
+        settings: of the capture.
         shard: this rank's columns.
-        group: the ranks that hold the other columns.
-        chunk_tokens: tokens whose logits exist at one time; None: as many as the objective takes.
+        group: the ranks that hold the remaining columns.
+        chunk_tokens: tokens whose logits exist at one time; None: the objective's default.
     """
 
     settings: CaptureSettings
@@ -94,10 +94,10 @@ class PositionCapture:
 
     @torch.no_grad()
     def __call__(self, state: HiddenState, batch: Batch) -> CapturedPositions:
-        """Return what is kept of this rank's positions [N], in (b, s) order.
+        """Return the stored values of this rank's positions [N], in (b, s) order.
 
-        A top-k's numbers have the bits that the objective of a live teacher chooses from the same
-        micro-batch in the same layout.
+        A top-k's values are bitwise equal to the objective's selection from a live teacher, for the
+        same micro-batch and layout.
 
         Collective: tensor group, per chunk those of `row_statistics` and of `select` or `draw_at`.
         """
@@ -156,14 +156,14 @@ class PositionCapture:
 
 
 def _fractions(batch: Batch, settings: CaptureSettings) -> Tensor:
-    """Return uniform numbers [N, M] for this rank's positions, a function of sample and place."""
+    """Return uniform numbers [N, M] for this rank's positions, from sample id and position."""
     assert settings.sampling_seed is not None
     batch = batch.on_host
     length = batch.document_ids_bS.shape[1]
     of_samples = [
         uniforms(
             seed=settings.sampling_seed,
-            sample_id=max(0, sample_id),  # below zero: nothing that is kept
+            sample_id=max(0, sample_id),  # negative ids are not stored
             first=0,
             positions=length,
             draws=settings.k,

@@ -23,7 +23,7 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """What a job has to do: shards of its own, those that were there before, samples to capture."""
+    """A job's work: its shards, the shards found at the start, samples to capture."""
 
     shards: int
     shards_before: int
@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What this start has done so far, over all replicas."""
+    """Progress of this start so far, over all replicas."""
 
     shards: int = 0
     samples: int = 0
@@ -63,15 +63,15 @@ class CaptureProgress:
 
     @property
     def stream(self) -> TextIO:
-        """Where other lines go, so that they come above a bar."""
+        """The stream for other log lines, so that they appear above a bar."""
         return self._reporter.stream
 
     def update(self, done: Done) -> None:
-        """Show how far the capture is."""
+        """Show the progress of the capture."""
         self._reporter.update(done.samples, lambda: list(self._fields(done)))
 
     def close(self, done: Done) -> None:
-        """Take the bar away, and write the last line."""
+        """Remove the bar and write the last line."""
         self._reporter.close()
         self._reporter.count(done.samples)
         status = self._reporter.status(list(self._fields(done)))
@@ -84,13 +84,13 @@ class CaptureProgress:
         if rate is not None:
             yield Field(f"{short_count(rate * work.sequence_length)} tok/s")
         if done.shards:
-            # The last shard may be short, which is not worth asking.
+            # The last shard may be short; this estimate ignores it.
             tokens = min(done.shards * self._samples_per_shard, work.samples) * work.sequence_length
             yield Field(f"{done.file_bytes / tokens:.1f} bytes/token")
 
 
 def summary(folder: str, manifest: Manifest) -> str:
-    """Return what a finished store is, in one line."""
+    """Return a one-line summary of a finished store."""
     totals, tokens = manifest.totals, manifest.tokens
     parts = [
         f"{folder}: {short_count(tokens)} tokens",

@@ -1,4 +1,4 @@
-"""Packs and writes a replica's records in a thread, while the teacher speaks on."""
+"""Packs and writes a replica's records in a thread, while the teacher computes the next ones."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_distill.store import SampleRecord, ShardWriter, StoreWriter
 class ShardFiller:
     """Takes records in the order of their ids, whole shards of them, and commits shard by shard.
 
-    What cannot be written is kept in `failure` and ends the writing; the ranks have to hear of it
-    together, so that it is not raised here.
+    A write error is stored in `failure` and ends the writing. It is not raised here, since the
+    ranks must raise it together.
 
     Attributes:
-        failure: what went wrong, or None.
+        failure: the error, or None.
         shards: committed so far.
         samples: written so far, of the open shard too.
         file_bytes: of the committed shards.
     """
 
     def __init__(self, store: StoreWriter, *, most_waiting: int) -> None:
-        """`most_waiting`: batches of records that wait at most, before `submit` does."""
+        """`most_waiting`: maximum number of queued batches of records before `submit` waits."""
         self._store = store
         self._most_waiting = most_waiting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
@@ -36,18 +36,18 @@ class ShardFiller:
         self.file_bytes = 0
 
     def submit(self, records: Iterable[SampleRecord]) -> None:
-        """Let records be built and written; waits where too many do."""
+        """Queue records to be built and written; waits while the queue is full."""
         while len(self._waiting) >= self._most_waiting:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(self._write, records))
 
     def flush(self) -> None:
-        """Wait until all that was submitted is written."""
+        """Wait until all submitted records are written."""
         while self._waiting:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Forget what waits, and drop an open shard without a trace."""
+        """Drop the queued records, and discard an open shard."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
         self._drop()

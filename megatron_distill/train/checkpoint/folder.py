@@ -1,7 +1,7 @@
-"""Sharded checkpoints of a student: written aside, renamed when complete, found again by step.
+"""Sharded checkpoints of a student: written to a partial folder, renamed, listed by step.
 
     <output>/checkpoints/step_0000020/          complete
-    <output>/checkpoints/step_0000040.partial/  being written, or left behind by a killed run
+    <output>/checkpoints/step_0000040.partial/  being written, or left by a killed run
 
 A folder is complete if and only if it has its final name.
 """
@@ -46,7 +46,7 @@ DESCRIPTION_FILE = "description.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint holds, readable without Megatron: `description.json` in its folder."""
+    """Description of a checkpoint, readable without Megatron: `description.json` in its folder."""
 
     step: int
     tokens: int
@@ -56,9 +56,9 @@ class Description:
     layout: str  # of the run that wrote it
     data: dict[str, Any]  # the loader's position
     balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
-    # What feature losses there were and what they passed through; None: none.
+    # The feature losses and their projectors; None: none.
     features: dict[str, Any] | None = None
-    # The settings of the run that wrote it; empty in imports and those of older versions.
+    # The settings of the run that wrote it; empty in imports and in older versions' checkpoints.
     configuration: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def resolve_checkpoint(path: str) -> Path:
-    """Return the checkpoint folder that a user's path means: itself, or the newest of a run.
+    """Return the checkpoint folder for a user's path: the path itself, or the newest of a run.
 
     Raises CheckpointError when there is none.
     """
@@ -111,10 +111,10 @@ def resolve_checkpoint(path: str) -> Path:
 
 
 def _refuse_pickle(given: Path) -> None:
-    """Raise CheckpointError for what other programs, old Megatron-LM among them, saved whole."""
+    """Raise CheckpointError for unsharded checkpoints, such as those of old Megatron-LM."""
     globs = (f"{folder}*{suffix}" for folder in ("", "*/", "*/*/") for suffix in _PICKLES)
     found = (path for glob in globs for path in sorted(given.glob(glob)))
-    # A checkpoint that a killed run left behind has one of our own.
+    # A partial checkpoint of this library, left by a killed run, contains one such pickle.
     strange = (path for path in found if path.name != COMMON_STATE_FNAME)
     pickle = given if given.suffix in _PICKLES else next(strange, None)
     if pickle is not None and pickle.is_file():
@@ -125,13 +125,13 @@ def _refuse_pickle(given: Path) -> None:
 
 
 def assets_of(checkpoint: Path) -> Path:
-    """Return where a checkpoint, or the run that it belongs to, keeps its Hugging Face files."""
+    """Return the folder of the Hugging Face files of a checkpoint or of its run."""
     own = checkpoint / ASSETS_FOLDER
     return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
 
 
 def sharding_metadata(groups: Groups) -> dict[str, Any]:
-    """Return Megatron-Core's switches for a format that every other layout can read."""
+    """Return Megatron-Core's switches for a format that every layout can read."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -142,7 +142,7 @@ def sharding_metadata(groups: Groups) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One checkpoint on its way: where it is written, and what it will be."""
+    """One checkpoint being written: its folder and its description."""
 
     partial: Path
     final: Path
@@ -162,12 +162,12 @@ class CheckpointFolder:
         self._writer_group: dist.ProcessGroup | None = None
         self._pending: tuple[_Attempt, Future[str | None]] | None = None
         if asynchronous:
-            # The thread talks to the other ranks' threads while these train.
+            # The thread exchanges data with the other ranks' threads while these train.
             self._writer_group = dist.new_group(backend="gloo")
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
 
     def prepare(self) -> None:
-        """Make the folder and remove what a killed run left behind; raises CheckpointError.
+        """Create the folder and remove partial checkpoints of a killed run; raises CheckpointError.
 
         Collective: world, one all-gather of a short object per rank.
         """
@@ -183,8 +183,8 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], description: Description) -> None:
         """Write one checkpoint; with asynchronous saving, start to.
 
-        Raises CheckpointError on all ranks when the folder cannot be written or the disk is full;
-        nothing but a `.partial` folder, which is removed, is left of the attempt.
+        Raises CheckpointError on all ranks when the folder cannot be written or the disk is full.
+        The attempt's `.partial` folder is then removed.
 
         Collective: world, Megatron-Core's checkpoint planning, and barriers.
         """
@@ -207,7 +207,7 @@ class CheckpointFolder:
         self._pending = (attempt, writing)
 
     def poll(self) -> None:
-        """Publish an asynchronous checkpoint that has been written meanwhile.
+        """Publish an asynchronous checkpoint if it is completely written.
 
         Collective: world, one all-reduce of an integer while one is being written.
         """
@@ -224,14 +224,14 @@ class CheckpointFolder:
             self._complete(attempt, writing.result())
 
     def close(self) -> None:
-        """End the writing thread; a checkpoint that was not finished stays partial."""
+        """End the writing thread; an unfinished checkpoint stays partial."""
         if self._writer is not None:
             self._writer.shutdown(wait=True)
             dist.destroy_process_group(self._writer_group)
             self._writer = None
 
     def _begin(self, attempt: _Attempt) -> None:
-        """Make the folder of an attempt, which every rank must see."""
+        """Create the folder of an attempt, which every rank must see."""
         with together():
             if dist.get_rank() == 0:
                 try:
@@ -252,7 +252,7 @@ class CheckpointFolder:
         )
 
     def _check_space(self, snapshot: Snapshot, attempt: _Attempt) -> None:
-        """Refuse to start what the disk cannot hold."""
+        """Raise before a save if the disk has too little space for it."""
         sizes: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(sizes, snapshot.shard_bytes)
         with together():
@@ -267,7 +267,7 @@ class CheckpointFolder:
                     )
 
     def _complete(self, attempt: _Attempt, failure: str | None) -> None:
-        """Give a written checkpoint its final name, and remove what is older than is kept."""
+        """Rename a written checkpoint to its final name, and remove those beyond the limit."""
         with together():
             if dist.get_rank() == 0:
                 if failure is not None:
@@ -286,7 +286,7 @@ class CheckpointFolder:
                 _LOGGER.info("saved %s", attempt.final)
 
     def _failed(self, attempt: _Attempt, reason: str) -> CheckpointError:
-        """Remove the attempt and return the error that says why."""
+        """Remove the attempt and return the error with its reason."""
         shutil.rmtree(attempt.partial, ignore_errors=True)
         return CheckpointError(
             f"saving {attempt.final} failed: {reason}; earlier checkpoints are untouched; free "
@@ -295,7 +295,7 @@ class CheckpointFolder:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a complete checkpoint; killed half-way, it leaves none that looks complete."""
+    """Remove a complete checkpoint; an interrupted removal leaves none that looks complete."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -304,7 +304,7 @@ def _remove(checkpoint: Path) -> None:
 def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read a checkpoint into the tensors that `state` describes, and return the filled state.
 
-    Raises CheckpointError when it does not fit the model or is damaged.
+    Raises CheckpointError when the checkpoint does not fit the model or is damaged.
 
     Collective: world, Megatron-Core's checkpoint planning.
     """

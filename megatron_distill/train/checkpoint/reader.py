@@ -1,4 +1,4 @@
-"""The stored chunks of a sharded checkpoint as tensors that lie in their files."""
+"""The stored chunks of a sharded checkpoint as memory-mapped tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_distill.models.hugging_face.settings import one_line
 from megatron_distill.models.weights import Place, parameters
 
 _METADATA_FILE = ".metadata"
-# What reading a damaged pickle, or torch's archive around one, raises.
+# Errors that torch raises for a damaged pickle or a damaged archive around one.
 _UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -46,10 +46,10 @@ _UNPICKLING_ERRORS = (
 
 
 class MappedChunks:
-    """Chunks by their place in a checkpoint, mapped: what is not looked at is not read.
+    """Chunks by their place in a checkpoint, memory-mapped: only accessed pages are read.
 
-    torch loads a chunk whole, however little of it a rank wants. Raises CheckpointError for files
-    that are missing or damaged.
+    torch loads a whole chunk, however small the part that a rank needs. Raises CheckpointError for
+    files that are missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ class MappedChunks:
             with path.open("rb") as stream, FakeTensorMode():
                 archive = io.BufferedReader(_Part(stream, place.offset, place.length))
                 stored = torch.load(cast(IO[bytes], archive), weights_only=True)
-            # Of a fake tensor torch reads everything but the bytes, and notes where they are.
+            # For a fake tensor torch reads everything but the bytes, and records their offset.
             start = place.offset + stored.untyped_storage()._checkpoint_offset  # noqa: SLF001
         except FileNotFoundError:
             raise CheckpointError(
@@ -87,7 +87,7 @@ class MappedChunks:
                 f"{path} has a tensor at {index.fqn} that differs from the metadata; use another "
                 "checkpoint"
             )
-        # Copy on write, which never happens: torch wants memory that could be written.
+        # Copy on write, which never happens: torch requires writable memory.
         count = shape.numel() * dtype.itemsize
         mapped = np.memmap(path, np.uint8, "c", offset=start, shape=(count,))
         return torch.from_numpy(mapped).view(dtype).view(shape)
@@ -109,7 +109,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 class _Part(io.RawIOBase):
-    """A part of an open file as a file of its own, for reading."""
+    """A part of an open file as a separate read-only file."""
 
     def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
         self._stream, self._start, self._length = stream, start, length
@@ -131,7 +131,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Buffer) -> int:
-        """Fill a buffer as far as the part goes."""
+        """Fill a buffer up to the end of the part."""
         wanted = memoryview(buffer)
         self._stream.seek(self._start + self._at)
         found = self._stream.read(max(0, min(len(wanted), self._length - self._at)))
@@ -143,8 +143,8 @@ class _Part(io.RawIOBase):
 class CheckpointWeights:
     """The weights of a checkpoint of this library under their global names; a `WeightSource`.
 
-    Raises CheckpointError: files that are missing or damaged, a tensor that the architecture has
-    and the checkpoint lacks, or one of another shape.
+    Raises CheckpointError: files that are missing or damaged, a tensor of the architecture that the
+    checkpoint lacks, or one of a different shape.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -173,7 +173,7 @@ class CheckpointWeights:
     def read(
         self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return a window as it lies in one file, or None where it must be put together."""
+        """Return a window that lies in one file, or None where it must be assembled."""
         leading = tuple(1 for _ in place)
         parts = self._parts(key, (*place, *start), torch.Size([*leading, *shape]))
         _, part = next(parts)
@@ -182,7 +182,7 @@ class CheckpointWeights:
     def _parts(
         self, key: str, start: tuple[int, ...], shape: torch.Size
     ) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Yield what of a window each chunk holds, and where in the window it belongs."""
+        """Yield the part of a window in each chunk, and its position in the window."""
         stored = self._stored[key]
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=shape)
         items = create_read_items_for_chunk_list(key, stored, [wanted])

@@ -1,9 +1,9 @@
 """Megatron-Core's sharded checkpoint format, written by the ranks themselves.
 
-Upstream hands the files to forked processes and fetches the results through a server process. Both
-outlive a rank that is killed, a fork beside running threads may hang, and a failure on the first
-rank alone leaves the others waiting. Here every rank writes its own file, at once or in a thread,
-through torch's writer, which exchanges failures: a save that fails anywhere fails on all ranks.
+Megatron-Core passes the files to forked processes and fetches the results through a server process.
+Both outlive a killed rank, and a fork beside running threads may hang. After a failure on the first
+rank alone the remaining ranks keep waiting. Here every rank writes its own file, directly or in a
+thread. torch's writer exchanges failures: a save that fails anywhere fails on all ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from torch.futures import Future
 from megatron_distill.runtime.atomic_files import FlushedFile
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
-_ENTRY_BYTES = 2048  # what torch's archive format puts around one tensor, at most
+_ENTRY_BYTES = 2048  # upper bound on the overhead of one tensor in torch's archive format
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank has to write: its shards, and the rest, which the first rank writes."""
+    """One rank's part of a save: its shards, and the unsharded rest (first rank only)."""
 
     shards: dict[str, Any]
     common: dict[str, Any]
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 def take_snapshot(state: dict[str, Any], *, copied: bool) -> Snapshot:
-    """Split a sharded state into what this rank and what the first rank writes.
+    """Split a sharded state into the parts that this rank and the first rank write.
 
     With `copied` the shards are copied to host memory, so that training may go on while they are
     written; without, they are the live tensors.
@@ -77,11 +77,11 @@ def take_snapshot(state: dict[str, Any], *, copied: bool) -> Snapshot:
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Write what is not sharded, and the format's name; to be called on one rank.
+    """Write the unsharded state and the format's name; call on one rank.
 
     Raises OSError.
     """
-    # Through memory: torch reports a full disk under a name of its own.
+    # Through memory: torch raises a different error for a full disk.
     content = io.BytesIO()
     torch.save(common, content)
     (folder / COMMON_STATE_FNAME).write_bytes(content.getbuffer())
@@ -91,7 +91,7 @@ def write_common(common: dict[str, Any], folder: Path) -> None:
 def write_shards(
     snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Write this rank's shards; return None, or the same reason on every rank why it failed.
+    """Write this rank's shards; return None, or the reason of a failure, the same on every rank.
 
     Collective: `group` (the world), torch's checkpoint planning and one exchange of results.
     """
@@ -108,7 +108,7 @@ def write_shards(
 
 
 class _FlushedFiles(FileSystem):
-    """The local file system, what is written on its way to disk at once."""
+    """The local file system; written bytes start on their way to disk at once."""
 
     @contextmanager
     def create_stream(
@@ -124,7 +124,7 @@ class _FlushedFiles(FileSystem):
 
 
 class RankWriter(torch_checkpoint.FileSystemWriter):
-    """torch's writer of one file per rank, in the calling thread, that says what the disk said."""
+    """torch's writer of one file per rank, in the calling thread; it reports the disk's error."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
@@ -135,14 +135,14 @@ class RankWriter(torch_checkpoint.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch's archive notices only that its file is shorter than it should be.
+            # torch's archive notices only that its file is too short.
             if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
 
 
 def first_failure(error: CheckpointException) -> str:
-    """Return what the lowest failing rank ran into, in a few words."""
+    """Return a short description of the lowest failing rank's error."""
     rank = min(error.failures)
     found, _ = error.failures[rank]
     if isinstance(found, OSError) and found.strerror:

@@ -45,23 +45,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _LOGGER = get_logger(__name__)
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 _SMALL_FILES_BYTES = 2**20  # configuration, index, description; the tokenizer is counted
-_HEADER_BYTES = 2048  # what stands around one stored tensor, at most
+_HEADER_BYTES = 2048  # upper bound on the overhead of one stored tensor
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a conversion has written, for its user."""
+    """Result of a conversion, for its user."""
 
     folder: Path
     family: str
     dtypes: tuple[str, ...]
     parameters: int
     nbytes: int
-    files: int | None  # of weights; None where it is not for the user to know
+    files: int | None  # of weights; None where the number is not shown to the user
 
     @property
     def line(self) -> str:
-        """The sentence that says so."""
+        """The summary in one sentence."""
         where = f" in {self.files} files" if self.files and self.files > 1 else ""
         return (
             f"wrote {self.folder}: {self.family}, {' and '.join(self.dtypes)}, "
@@ -72,7 +72,7 @@ class Written:
 def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrite: bool) -> Written:
     """Write a checkpoint with the weights of a Hugging Face folder, bit for bit.
 
-    `dtype` converts them; None keeps each tensor's own. Raises CheckpointError on all ranks.
+    `dtype` converts them; None preserves each tensor's own. Raises CheckpointError on all ranks.
 
     Collective: world, torch's checkpoint planning and short objects.
     """
@@ -134,8 +134,8 @@ def export_checkpoint(
 ) -> Written:
     """Write a Hugging Face folder from a checkpoint of any layout, bit for bit.
 
-    `dtype` converts; None keeps each tensor's own. `family` is chosen by the architecture where it
-    is None, `tokenizer` is a folder to take that from. Raises CheckpointError on all ranks.
+    `dtype` converts; None preserves each tensor's own. A `family` of None is chosen by the
+    architecture; `tokenizer` is the folder of the tokenizer. Raises CheckpointError on all ranks.
 
     Collective: world, short objects.
     """
@@ -201,7 +201,7 @@ def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
 
 
 def _check_apart(source: Path, output: Path) -> None:
-    """Raise CheckpointError where the output's replacement would remove what is read."""
+    """Raise CheckpointError where replacing the output would remove the input."""
     read, replaced = source.resolve(), output.resolve()
     if replaced == read or replaced in read.parents:
         raise CheckpointError(
@@ -220,7 +220,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _bytes(text: str) -> int:
-    """Return the bytes that `5GB`, `500MB` or a number means; raises CheckpointError."""
+    """Return the number of bytes in `5GB`, `500MB` or a number; raises CheckpointError."""
     units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
     unit = next(unit for unit in units if text.upper().endswith(unit))
     try:
@@ -234,7 +234,7 @@ def _bytes(text: str) -> int:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far the first rank has come; the others' shares are of the same size."""
+    """Show the first rank's progress; all ranks have shares of the same size."""
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -36,12 +36,12 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
 from megatron_distill.train.checkpoint.writer import RankWriter, first_failure
 
-_BLOCK_BYTES = 2**28  # of one tensor: what a rank holds at a time
+_BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one tensor: what is read, held and written at once."""
+    """Rows of one tensor, read, held and written at once."""
 
     parameter: Parameter
     place: Place
@@ -56,19 +56,19 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """The number of bytes of these rows."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class CutSource(WeightSource, Protocol):
-    """A source that knows how its tensors are best cut."""
+    """A weight source with information on how to split its tensors."""
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of a tensor, the same at every place."""
+        """Return the dtype of a tensor, the same in every layer."""
         ...
 
     def cuts(self, key: str, place: Place) -> Sequence[int]:
-        """Return rows, 0 among them, between which a tensor lies in one piece."""
+        """Return row boundaries, 0 among them, between which a tensor is contiguous in a file."""
         ...
 
 
@@ -77,7 +77,7 @@ def blocks_of(
 ) -> list[Block]:
     """Cut all tensors into blocks, in the order of the model's computation.
 
-    `dtype` None keeps each tensor's own.
+    `dtype` None preserves each tensor's own.
     """
     return [
         Block(parameter, place, wanted, start, stop - start)
@@ -116,10 +116,10 @@ def write_blocks(
     *,
     done: Callable[[int], None],
 ) -> str | None:
-    """Write this rank's share of the blocks; return None, or on every rank the same reason why not.
+    """Write this rank's share of the blocks; return None, or a failure's reason on every rank.
 
-    `done` is told the bytes of each block that has been read. Where reading failed on one rank, or
-    it was interrupted, every rank raises CheckpointError or KeyboardInterrupt.
+    `done` is called with the bytes of each block that has been read. Where reading failed on one
+    rank, or it was interrupted, every rank raises CheckpointError or KeyboardInterrupt.
 
     Collective: world, torch's checkpoint planning and one exchange of results.
     """
@@ -139,9 +139,9 @@ def write_blocks(
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Let torch's archives do without checksums, which its reader never looks at.
+    """Disable checksums in torch's archives; its reader never checks them.
 
-    To compute them is to read all that is otherwise passed from file to file by the system alone.
+    A checksum would read bytes that otherwise only the system copies, from file to file.
     """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -152,7 +152,7 @@ def _no_checksums() -> Iterator[None]:
 
 
 def _raise_what_is_not_writing(error: CheckpointException) -> None:
-    """Raise again what torch wraps as if writing had failed."""
+    """Raise the original error that torch wraps as a write error."""
     causes = [cause for _, (cause, _) in sorted(error.failures.items())]
     for kind in (KeyboardInterrupt, CheckpointError):
         for cause in causes:
@@ -161,7 +161,7 @@ def _raise_what_is_not_writing(error: CheckpointException) -> None:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Reads each block when the writer asks for it."""
+    """Reads each block when the writer requests it."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the same memory as a tensor of its own; torch's writer copies parts of larger ones."""
+    """Return the same memory as a separate tensor; torch's writer copies parts of larger ones."""
     plain = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Whether two models are one: tensor by tensor, by their logits, and by the tokens they choose."""
+"""Verification that two models are equal: by tensors, by logits, and by chosen tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GROUP_TIMEOUT_MINUTES = 10
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, and how far apart it is."""
+    """Result of a comparison: the compared parts and their differences."""
 
     tensors: int
     different: dict[str, float]  # name, and the largest difference in it; nan: another shape
@@ -40,11 +40,11 @@ class Comparison:
     scale: float  # the largest logit
     positions: int
     agreeing: int  # positions where both choose the same next token
-    dtypes: str  # in which dtypes the two are, and in which they were compared
+    dtypes: str  # dtypes of both models, and of the comparison
 
     @property
     def is_same(self) -> bool:
-        """Whether the two are one model: equal bits, logits within tolerance, the same tokens."""
+        """Whether the models are equal: same bits, logits within tolerance, the same tokens."""
         return (
             not self.different
             and self.max_difference <= LOGIT_TOLERANCE * self.scale
@@ -54,13 +54,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Probe:
-    """Random tokens to look at two models with; the same numbers give the same tokens."""
+    """Random probe tokens for two models; the same sizes give the same tokens."""
 
     sequences: int
     length: int
 
     def check(self, architecture: Architecture) -> None:
-        """Raise ConfigError for what cannot be looked at, or not by this process."""
+        """Raise ConfigError for a probe that this process or the model cannot compute."""
         if dist.get_world_size() > 1:
             raise ConfigError(
                 "verify compares whole models and runs in one process; leave torchrun out"
@@ -81,13 +81,13 @@ class Probe:
 
 
 def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comparison:
-    """Compare a Hugging Face folder, as `transformers` runs it, with a checkpoint of ours.
+    """Compare a Hugging Face folder, run by `transformers`, with a checkpoint of this library.
 
-    The checkpoint's tensors are rounded to the dtypes that the files have, as an export does it;
-    then bits are compared, and logits that are computed from them in fp32.
+    The checkpoint's tensors are rounded to the dtypes of the files, as in an export. Then bits are
+    compared, and logits computed from them in fp32.
 
     Raises ConfigError in a world of more than one rank or for a probe that the model cannot
-    compute, CheckpointError where a side cannot be read or the architectures differ.
+    compute. Raises CheckpointError where a side cannot be read or the architectures differ.
     """
     described = describe(folder)
     probe.check(described.architecture)
@@ -123,7 +123,7 @@ class _Rounded:
     """A checkpoint's weights in the dtypes of a folder's; a `WeightSource`.
 
     Attributes:
-        of_files, of_checkpoint: the dtypes that were met on either side.
+        of_files, of_checkpoint: the dtypes found on either side.
     """
 
     def __init__(self, weights: CheckpointWeights, files: HuggingFaceWeights) -> None:
@@ -132,7 +132,7 @@ class _Rounded:
         self.of_checkpoint: set[torch.dtype] = set()
 
     def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
-        """Copy a window into `destination`, rounded to the files' dtype on its way."""
+        """Copy a window into `destination`, rounded to the files' dtype."""
         window = torch.empty(destination.shape, dtype=self._weights.dtype(key))
         self._weights.read_into(window, key, place, start)
         wanted = self._files.dtype_at(key, place)
@@ -141,7 +141,7 @@ class _Rounded:
         destination.copy_(window.to(wanted))
 
     def read(self, *_: object) -> Tensor | None:
-        """Return nothing: what is rounded lies in no file."""
+        """Return None: rounded values are in no file."""
         return None
 
 
@@ -150,7 +150,7 @@ def _spelled(dtypes: set[torch.dtype]) -> str:
 
 
 def _our_logits(source: WeightSource, architecture: Architecture, tokens_bs: Tensor) -> Tensor:
-    """Return what our model computes, fp32 [b, s, vocabulary]."""
+    """Return our model's logits, fp32 [b, s, vocabulary]."""
     groups = create_groups(Layout(), timeout_minutes=_GROUP_TIMEOUT_MINUTES)
     try:
         seed_everything(_SEED, groups)
@@ -171,7 +171,7 @@ def _our_logits(source: WeightSource, architecture: Architecture, tokens_bs: Ten
 
 
 def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
-    """Compare two Hugging Face folders as `transformers` runs them, in fp32; raises as above."""
+    """Compare two Hugging Face folders, run by `transformers` in fp32; raises as above."""
     described = [describe(path) for path in (first, second)]
     for description in described:
         probe.check(description.architecture)
@@ -204,7 +204,7 @@ def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
 
 
 def said_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield what a reader wants to know, a line each."""
+    """Yield the report's lines."""
     equal = comparison.tensors - len(comparison.different)
     yield f"dtypes    {comparison.dtypes}"
     yield f"tensors   {equal} of {comparison.tensors} are equal bit for bit"
@@ -263,7 +263,7 @@ def _distance(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def _reference_logits(folder: Path, tokens_bs: Tensor) -> Tensor:
-    """Return what `transformers` computes, fp32 [b, s, vocabulary]."""
+    """Return the logits of `transformers`, fp32 [b, s, vocabulary]."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

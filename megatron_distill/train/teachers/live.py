@@ -1,4 +1,4 @@
-"""A live teacher some of whose layers speak as well, to the stages of the student's layers."""
+"""A live teacher, and one that also sends features of its layers to the student's stages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_distill.runtime.groups import Groups, Layout
 from megatron_distill.signals import HiddenState, WithFeatures
 from megatron_distill.train.pipeline_schedule import run_schedule
 
-# What it is, `output`, `query` or `key`, and of which layer, from 1.
+# The kind of feature, `output`, `query` or `key`, and its layer, counted from 1.
 Feature = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Something of a teacher's layer, the pipeline rank that has it, and one that wants it."""
+    """A feature of a teacher layer, its pipeline rank, and a pipeline rank that needs it."""
 
     feature: Feature
     source: int
@@ -35,7 +35,7 @@ class Route:
 def routes(
     pairs: Sequence[FeaturePair], *, student_layers: int, teacher_layers: int, layout: Layout
 ) -> tuple[Route, ...]:
-    """Return what of the teacher has to go where, each once, in one order on all ranks."""
+    """Return the routes of all teacher features, without duplicates, in one order on all ranks."""
     of_teacher = ranks_of_layers(teacher_layers, layout.without_virtual_stages())
     of_student = ranks_of_layers(student_layers, layout)
     wanted = {
@@ -49,10 +49,10 @@ def routes(
 
 
 class FeatureTeacher:
-    """An online teacher that tells what some of its layers do too.
+    """An online teacher that also returns features of selected layers.
 
-    That is kept for a whole step, in the teacher's type: on the stage of the student's layer for
-    every micro-batch, and on the teacher's own stage until it is sent.
+    Features are held for a whole step, in the teacher's dtype. The stage of the student's layer
+    holds them for every micro-batch; the teacher's own stage holds them until they are sent.
     """
 
     def __init__(self, online: OnlineTeacher, ways: Sequence[Route]) -> None:
@@ -60,7 +60,7 @@ class FeatureTeacher:
         self._routes = tuple(ways)
         self._kept: dict[Feature, Tensor] = {}
         self._micro_batches = 0
-        # Those layers alone that are on this rank.
+        # Only the layers on this rank.
         features = {way.feature for way in ways if way.source == online.groups.pipeline.rank()}
         tap_layers(
             [online.model],
@@ -71,9 +71,9 @@ class FeatureTeacher:
     def signals(self, batches: Sequence[Batch]) -> Sequence[WithFeatures]:
         """Return the teacher's signal of each micro-batch, and the features that this stage needs.
 
-        Collective: those of the online teacher; then, in the pipeline group, a message for each
-        feature and other stage that wants it. For hidden states that is 2 bytes (in bf16) per
-        number and token of this rank's micro-batches, for queries and keys 2 bytes per number of
+        Collective: those of the online teacher; then, in the pipeline group, one message per
+        feature and each different stage that needs it. Hidden states take 2 bytes (in bf16) per
+        value and token of this rank's micro-batches. Queries and keys take 2 bytes per value of
         this tensor rank's heads, the keys of the whole sequence.
         """
         self._micro_batches = len(batches)
@@ -101,7 +101,7 @@ class FeatureTeacher:
         layer: int,
         query: Tensor,
         key: Tensor,
-        mask: Tensor | None,  # noqa: ARG002 - that of the student's layer is the same
+        mask: Tensor | None,  # noqa: ARG002 - the student's layer has the same mask
         *,
         micro_batch: int,
     ) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class FeatureTeacher:
         self._kept[feature][micro_batch] = tensor
 
     def _shapes(self, batches: Sequence[Batch]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of what is kept of a step, by what it is."""
+        """Return the shape of a step's features, by kind."""
         shape, layout = self.online.architecture, self.online.groups.layout
         size, length = batches[0].tokens_bs.shape
         whole = batches[0].document_ids_bS.shape[1]
@@ -139,10 +139,10 @@ def exchange(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> dict[Feature, Tensor]:
-    """Send the kept features where they are wanted; return those wanted here.
+    """Send the stored features to their destinations; return the features for this rank.
 
-    All messages are under way together, numbered alike on both sides, so that no order of sends and
-    receives can block.
+    All messages are in flight together, with the same tags on both sides, so that no order of
+    sends and receives can deadlock.
 
     Collective: `group`, one message of the feature's shape for each route between two ranks of it.
     """
@@ -175,10 +175,10 @@ def exchange(
 
 @dataclass(frozen=True)
 class OnlineTeacher:
-    """A frozen model that answers each micro-batch with its final hidden state and its head shard.
+    """A frozen model; the signal of a micro-batch is its final hidden state and its head shard.
 
-    The hidden states of a whole step are kept on the last stage, in the layout in which the model
-    leaves them (the sequence split under sequence parallelism); no logits are.
+    The last stage holds the hidden states of a whole step, in the model's output layout (split
+    along the sequence under sequence parallelism); no logits are stored.
     """
 
     model: HiddenStateGPT

@@ -13,19 +13,19 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 
 __all__ = ["Lookahead", "StepSource"]
 
-# While a step runs the records of the step after the next are read, those of the next decoded.
+# While a step runs, the next step's records are decoded and those of the step after it are read.
 _STEPS_AHEAD: Final = 2
 
 
 class StepSource(Protocol):
-    """Whatever hands out the micro-batches of one step after another."""
+    """Source of the micro-batches of successive steps."""
 
     def take(self, step: int) -> StepBatches:
         """The micro-batches of this rank for the next step. Raises DataError or StoreError."""
         ...
 
     def state_dict(self) -> State:
-        """Where the steps that were taken end; plain values, the same on all ranks."""
+        """The position after the last step taken; plain values, the same on all ranks."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -34,10 +34,11 @@ class StepSource(Protocol):
 
 
 class Lookahead:
-    """Takes steps from a loader before they are asked for, and says so; a `StepSource`.
+    """Takes steps from a loader ahead of time and announces them; a `StepSource`.
 
     `expect` is called with the micro-batches of each step when they are taken. No step after
-    `last_step` is taken. `stores` identify what the teacher is read from, the same on all ranks.
+    `last_step` is taken. `stores` are the identities of the teacher's stores, the same on all
+    ranks.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class Lookahead:
         return batches
 
     def state_dict(self) -> State:
-        """Where the steps that were handed out end, and which stores spoke of them."""
+        """The position after the last step returned, and the identities of the teacher's stores."""
         return {**self._state, "teacher_stores": self._stores}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after the steps that `state` has taken; before the first step is taken here.
+        """Continue after the steps that `state` has taken; call before the first `take`.
 
-        Raises DataError, on all ranks alike, if the source does not read the same data, and
-        StoreError if other stores spoke of the steps before.
+        Raises on all ranks alike: DataError if the source does not read the same data, StoreError
+        if the steps before were trained on different stores.
 
         Collective: that of the loader.
         """
         assert not self._ahead, "a state is loaded before steps are taken"
-        # Until now there may have been a live teacher.
+        # The state has no stores if the teacher was live until now.
         if state.get("teacher_stores", self._stores) != self._stores:
             raise StoreError(
                 "teacher.store: differs from the stores in the checkpoint; name the same stores "

@@ -1,4 +1,4 @@
-"""The teacher that is a store: nothing is computed, everything is checked."""
+"""Teacher that reads its signals from a store; it checks every record and computes nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["HostBatch", "StoredTeacher", "on_device", "recorded_signal", "requir
 
 @dataclass
 class _Step:
-    """The records of one step on their way: read by one rank, sent to others, decoded by each."""
+    """The records of one step in transit: read by one rank, broadcast, decoded by each rank."""
 
     batches: Sequence[Batch]
     on_host: Sequence[HostBatch]
@@ -51,11 +51,11 @@ class _Step:
 
 
 class StoredTeacher:
-    """Answers micro-batches from stores; on the last pipeline stage, the only one that needs it.
+    """Reads the signals of micro-batches from stores, on the last pipeline stage only.
 
     `stores` are open on the first tensor rank of that stage and None elsewhere. `expect` announces
-    the micro-batches of a step: their records are then read and decoded by a thread of each rank
-    while earlier steps run. Micro-batches that nobody announced are answered as well.
+    the micro-batches of a step: a thread of each rank then reads and decodes their records while
+    earlier steps run. Micro-batches that were not announced are read on request.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class StoredTeacher:
         self._expected: deque[_Step] = deque()
 
     def expect(self, batches: Sequence[Batch]) -> None:
-        """Begin to read what will be asked for next."""
+        """Begin to read the records of a later step."""
         self._expected.append(self._begin(batches))
 
     def signals(self, batches: Sequence[Batch]) -> Sequence[Recorded] | Sequence[None]:
         """Return one signal per micro-batch on the last pipeline stage, None elsewhere.
 
-        Raises StoreError on all ranks alike: a record is missing or damaged, or is not about these
-        tokens; naming shard and sample. A step that was announced may raise it one step early.
+        Raises StoreError on all ranks alike, naming shard and sample, if a record is missing,
+        damaged, or of different tokens. An announced step may raise it one step early.
 
         Collective: world, one all-reduce of 8 bytes per step; tensor group of the last stage, two
         broadcasts per step: 8 bytes per sample and the packed records.
@@ -125,7 +125,7 @@ class StoredTeacher:
         return signals
 
     def _exchange(self, step: _Step) -> None:
-        """Bring the packed records to every rank that needs them, and have them decoded."""
+        """Broadcast the packed records to every rank that needs them, and start decoding."""
         if step.is_exchanged:
             return
         step.is_exchanged = True
@@ -136,7 +136,7 @@ class StoredTeacher:
                 packed = step.reading.result()
             except StoreError as error:
                 failure = error
-        # A failure is rare and its words are long: first one number says whether there is one.
+        # Failures are rare and their messages long: one number first shows if there is any.
         if any_rank(failure is not None, device=self._device):
             agree(failure)
         if not self._is_listener:
@@ -147,7 +147,7 @@ class StoredTeacher:
 
 
 def _read(stores: StoreSet, batches: Sequence[HostBatch]) -> list[bytes]:
-    """Records of all samples, micro-batch by micro-batch, each about the tokens of its row."""
+    """Records of all samples, micro-batch by micro-batch, each checked against its row's tokens."""
     packed = []
     for batch in batches:
         for row, number in enumerate(batch.sample_ids):
@@ -163,7 +163,7 @@ def _read(stores: StoreSet, batches: Sequence[HostBatch]) -> list[bytes]:
 def _broadcast(
     packed: list[bytes], count: int, *, group: dist.ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """What the first rank of the group has: `count` byte strings.
+    """Return the `count` byte strings of the first rank of the group.
 
     Collective: the group, two broadcasts: 8 bytes per string, and the strings.
     """
@@ -186,7 +186,7 @@ def _broadcast(
 
 
 def _sent(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The tensor of the first rank, in the memory of the host."""
+    """Return the tensor of the first rank, in host memory."""
     tensor = tensor if dist.get_backend(group) == "gloo" else tensor.to(device)
     dist.broadcast(tensor, group=group, group_src=0)
     return tensor.cpu()
@@ -194,18 +194,18 @@ def _sent(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Ten
 
 @dataclass(frozen=True)
 class HostBatch:
-    """What decides which records a micro-batch needs, in the memory of the host."""
+    """The parts of a micro-batch that select its records, in host memory."""
 
     tokens_bs: NDArray[np.int64]
     labels_bs: NDArray[np.int64]
-    document_ids_bS: NDArray[np.int64] | None  # None where documents are not told apart
+    document_ids_bS: NDArray[np.int64] | None  # None where documents are not isolated
     sequence_index_s: NDArray[np.int64]
     sample_ids: tuple[int, ...]
     is_trained_b: tuple[bool, ...]  # rows without a trained label need no record
 
     @classmethod
     def of(cls, batch: Batch) -> HostBatch:
-        """Those parts of a micro-batch, read from what the loader copied to the device."""
+        """Return these parts of a micro-batch, from the loader's host copy."""
         host = batch.on_host
         is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1)
         return cls(
@@ -219,7 +219,7 @@ class HostBatch:
 
 
 def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: str) -> None:
-    """Raise StoreError unless a record is about the tokens and documents of a row."""
+    """Raise StoreError unless a record has the tokens and documents of a row."""
     index_s = batch.sequence_index_s
     tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
     for mine, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
@@ -242,9 +242,9 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
 def recorded_signal(
     packed: Sequence[bytes], batch: HostBatch, terms: Sequence[Term], settings: CaptureSettings
 ) -> Recorded:
-    """What the records of a micro-batch say to each term, at this rank's positions.
+    """Return the signal of a micro-batch for each term, at this rank's positions.
 
-    `packed` holds checked records, or nothing for a row that is not trained.
+    `packed` holds checked records, empty for a row that is not trained.
     """
     records = [
         unpack(content, is_checked=True) if content else _blank(settings, number)
@@ -269,10 +269,10 @@ def recorded_signal(
 
 
 def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
-    """At which temperature records are read for a term, and for which support.
+    """Return the temperature and the support with which records are read for a term.
 
-    Ratios of probabilities are known at every temperature, so that renormalised ones are read as
-    they were stored; the objective renormalises them.
+    Ratios of probabilities are known at every temperature. Renormalised ones are therefore read as
+    stored, and the objective renormalises them.
     """
     if term.support != "renormalized":
         return term.temperature, "tail"
@@ -311,7 +311,7 @@ def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
 
 
 def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
-    """A record that says something of the right shape; nobody is trained on it."""
+    """A valid record of the right shapes for a row that is not trained."""
     positions, k, temperatures = settings.sequence_length, settings.k, settings.temperatures
     ids = np.zeros((positions, k), np.int32)
     knows = settings.normalised_over == "vocabulary"
@@ -344,5 +344,5 @@ def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
 
 
 def on_device(signal: Recorded, device: torch.device) -> Recorded:
-    """The same signal in the memory of a device; what terms share stays shared."""
+    """The same signal in device memory; tensors shared between terms stay shared."""
     return signal if device.type == "cpu" else signal.map(lambda values: values.to(device))
