@@ -108,8 +108,7 @@ def measure_rows(
             )
             if RATIO >= 0:
                 gaps = gaps * decay + tl.sum(e * (z_t - z_s), 0)
-                # Estimate of the log normalisers' difference from the first tile; any value is
-                # correct.
+                # The first tile's estimate of the log normalisers' difference; any is correct.
                 odds = tl.log((mass_t / mass_s).to(tl.float32)) / inverse_temperature
                 shift = tl.where(first == 0, odds + (peak_t - peak_s), shift)
                 near_gap, second = _near_tile(z_t, z_s, e, decay, shift, peak_t, near_gap, second,
