@@ -43,7 +43,9 @@ place. ModelOpt is 0.47's Megatron plugin; its top-k is renormalised. All top-k 
 from the teacher's logits first. `fused linear` starts from hidden states: ours is CE and forward KL
 with both heads' products, chunks of 1024 tokens, and `bare products` are these four products alone;
 `into a buffer` adds the weight's gradient to an fp32 matrix that is there already, as training
-does. `fused jsd` is JSD without CE.
+does. `fused jsd` is JSD without CE. A `plain loop` is what a user would write: the mean of the loss
+and its backward, again and again on one leaf, with no memory prepared; each subject loops alone,
+two rounds unrecorded and then twice as many as above.
 """
 
 

@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 600
 # Overhead of the allocators on top of the tensors themselves.
 _SPARE = 1.25
+_LOOP_WARMUP = 2
+# Subjects that are also timed in a plain loop.
+_LOOPED = {
+    ("forward_kl", "ours"),
+    ("forward_kl", "ModelOpt"),
+    ("forward_kl", "torch"),
+    ("jsd", "ours"),
+    ("jsd", "torch"),
+    ("jsd", "TRL"),
+    ("top-k", "ours, renormalized"),
+    ("top-k", "ModelOpt"),
+    ("adaptive_kl", "ours"),
+    ("adaptive_kl", "torch"),
+}
 # Widths of the hidden states of the fused objectives.
 _WIDTHS = {"cpu": (1024,), "cuda": (2048, 4096)}
 
@@ -89,10 +103,47 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
         }
         for number, subject in enumerate(found)
     ]
+    rows += _plain_loops(found, student, teacher, arguments.repeats, device)
     rows.append(_copy(student, device))
     if arguments.tensor == 1:
         widths = _WIDTHS[device.type]
         rows += [row for width in widths for row in _fused_linear(arguments, width, device)]
+    return rows
+
+
+def _plain_loops(
+    found: Sequence[Subject],
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    repeats: int,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """Time a user's loop over the mean and its backward: no memory is prepared, no turns."""
+    rows = []
+    for subject in found:
+        if (subject.family, subject.name) not in _LOOPED:
+            continue
+        gc.collect()
+        logits = student.clone().requires_grad_()
+
+        def step(subject: Subject = subject, logits: torch.Tensor = logits) -> None:
+            logits.grad = None
+            (subject.loss(logits, teacher) / logits.shape[0]).backward()
+
+        dist.barrier()
+        seconds = [_seconds(step, device) for _ in range(_LOOP_WARMUP + 2 * repeats)]
+        timed = seconds[_LOOP_WARMUP:]
+        rows.append(
+            {
+                "family": f"{subject.family}, plain loop",
+                "subject": subject.name,
+                "seconds": median(timed),
+                "best_seconds": min(timed),
+                "value": 0.0,
+                "extra_bytes": 0,
+                "logit_bytes": student.numel() * student.element_size(),
+            }
+        )
     return rows
 
 
