@@ -9,10 +9,9 @@ from megatron_distill.ops.workspace import accumulation_dtype, allocate
 
 __all__ = ["BiasGradient", "WeightGradient"]
 
-# Elements of a product that is accumulated in a wider dtype. Enough for a fast product; few enough
-# to stay in a CPU's cache, and small beside a GPU's chunk.
-_CPU_ELEMENTS = 2**21
-_GPU_ELEMENTS = 2**26
+# Elements of a product that is added to a sum in a wider dtype: enough for a fast product, few
+# enough to stay in a CPU's cache.
+_PRODUCT_ELEMENTS = 2**21
 
 
 class WeightGradient:
@@ -20,6 +19,9 @@ class WeightGradient:
 
     With one chunk it is the product, in the product's dtype; with more, accumulated in fp32 (fp64).
     If ``into`` is given, products are added to it, and its padded columns do not change.
+
+    On a GPU a product of 16-bit tensors is accumulated in fp32 by the matrix product itself: no
+    partial sum is rounded to 16 bits. On a CPU each product is rounded before it is added.
     """
 
     def __init__(
@@ -50,7 +52,10 @@ class WeightGradient:
             return
         total = self._total[: self._columns]
         if total.dtype != self._dtype:
-            self._add_wider(total, gradient, hidden)
+            if total.device.type == "cpu":
+                self._add_wider(total, gradient, hidden)
+            else:
+                _multiply_wider(total, gradient.t(), hidden, adds=not self._is_empty)
         elif self._is_empty:
             torch.mm(gradient.t(), hidden, out=total)
         else:
@@ -79,8 +84,18 @@ class WeightGradient:
                 total[part].add_(product)
 
     def _product_rows(self, hidden: Tensor) -> int:
-        elements = _CPU_ELEMENTS if hidden.device.type == "cpu" else _GPU_ELEMENTS
-        return min(self._columns, max(1, elements // max(hidden.shape[1], 1)))
+        return min(self._columns, max(1, _PRODUCT_ELEMENTS // max(hidden.shape[1], 1)))
+
+
+def _multiply_wider(total: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> None:
+    """``total = left right``, or ``total +=`` it where it ``adds``; total is wider than both.
+
+    CUDA only: torch has no such product on a CPU.
+    """
+    if adds:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
 
 
 class BiasGradient:
