@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -120,12 +120,58 @@ class Architecture:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """Activations to recompute in the backward pass.
+
+    Attributes:
+        modules: of every layer, "attention", "mlp" or "layernorm".
+        layers: number of whole layers of each stage, from its first; None: all of them, 0: none.
+    """
+
+    modules: tuple[str, ...] = ()
+    layers: int | None = 0
+
+    @classmethod
+    def of(
+        cls, setting: str, modules: Sequence[str] = ("attention",), layers: int | None = None
+    ) -> Recompute:
+        """Translate `train.recompute` and its two further keys."""
+        if setting == "full":
+            return cls(layers=layers)
+        return cls(tuple(modules) if setting == "selective" else ())
+
+    def fields(self, *, has_experts: bool) -> dict[str, object]:
+        """Return Megatron-Core's fields."""
+        if self.layers is None:
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        if self.layers:
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": self.layers,
+            }
+        names = {
+            "attention": "core_attn",
+            "mlp": "moe" if has_experts else "mlp",
+            "layernorm": "layernorm",
+        }
+        chosen = [names[module] for module in self.modules]
+        if not chosen:
+            return {}
+        return {"recompute_granularity": "selective", "recompute_modules": chosen}
+
+
+@dataclass(frozen=True)
 class Execution:
     """Settings of computation that do not change the model's function."""
 
     dtype: torch.dtype
     device: torch.device
-    recompute: str = "none"  # "none", "selective" (attention) or "full" (every layer)
+    recompute: Recompute = field(default_factory=lambda: Recompute())
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -216,21 +262,9 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **_recompute_fields(execution),
+        **execution.recompute.fields(has_experts=architecture.moe is not None),
         **_expert_fields(architecture, on_cuda=on_cuda),
     )
-
-
-def _recompute_fields(execution: Execution) -> dict[str, object]:
-    if execution.recompute == "none":
-        return {}
-    if execution.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
 
 
 def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, object]:

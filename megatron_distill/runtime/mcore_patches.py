@@ -295,6 +295,7 @@ def prepare_megatron_core(*, on_cuda: bool) -> None:
         vars(router)["te_general_gemm"] = None
     mend_gradient_norm()
     mend_loading()
+    mend_recomputed_norms()
 
 
 def _patch_for_cpu() -> None:
@@ -355,6 +356,23 @@ def mend_loading() -> None:
         upstream(self, model_param, {**present, **tensors})
 
     kind._set_main_param_and_optimizer_states = set_states  # noqa: SLF001
+
+
+def mend_recomputed_norms() -> None:
+    """Let norms be recomputed without Transformer Engine.
+
+    Upstream takes a missing FP8 setting for one that is on, and asks Transformer Engine for its
+    recipe. A second call does nothing.
+    """
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    upstream = random.CheckpointWithoutOutput.__init__
+    if upstream.__module__ == __name__:
+        return
+
+    def create(self: Any, fp8: Any = None) -> None:
+        upstream(self, fp8=fp8 or None)
+
+    random.CheckpointWithoutOutput.__init__ = create
 
 
 def mend_gathering() -> None:

@@ -104,7 +104,7 @@ def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int])
 def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObjective, Balancing]:
     """Student with Megatron's gradient buffers, teacher, objective and balancing of a case."""
     from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.architecture import Execution, Recompute
     from megatron_distill.models.gpt import build_gpt, vocab_shard
     from megatron_distill.ops import LogitRule
     from megatron_distill.train.balancing import Balancing, Schedules
@@ -112,7 +112,7 @@ def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObj
     from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
     from megatron_distill.train.step import Student
 
-    execution = Execution(torch.float32, torch.device("cpu"), case.recompute)
+    execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(case.recompute))
     shape = {"init_std": 0.2, "vocab_size": VOCABULARY}
     student = small_architecture(
         **shape,
@@ -124,7 +124,7 @@ def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObj
     (teacher,) = build_gpt(
         student if case.same_teacher else small_architecture(**shape, num_layers=2),
         groups=groups,
-        execution=replace(execution, recompute="none"),
+        execution=replace(execution, recompute=Recompute()),
         seed=11 if case.same_teacher else 12,
         interleaved=False,
     )

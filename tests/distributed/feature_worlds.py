@@ -136,12 +136,12 @@ def _rows(whole: Batch, rows: list[int]) -> Batch:
 def build_student(groups: Groups, recompute: str) -> Student:
     """The student with Megatron's gradient buffers, whole on every rank."""
     from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.architecture import Execution, Recompute
     from megatron_distill.models.gpt import build_gpt
     from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
     from megatron_distill.train.step import Student
 
-    execution = Execution(torch.float32, torch.device("cpu"), recompute)
+    execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(recompute))
     chunks = build_gpt(small_architecture(**STUDENT), groups=groups, execution=execution, seed=11)
     plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
     wrapped = wrap_data_parallel(chunks, plain, groups=groups)

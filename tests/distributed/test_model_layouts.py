@@ -83,15 +83,19 @@ def micro_batches(rank: int, size: int) -> list[Batch]:
 
 
 def _trained(
-    rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any], recompute: str
+    rank: int,
+    world: int,
+    layout: dict[str, Any],
+    changes: dict[str, Any],
+    recompute: tuple[Any, ...],
 ) -> tuple[list[tuple[Tensor, Tensor]], Parts, Parts]:
     """Hidden states with their positions, weights, and gradients by their place in the model."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.architecture import Execution, Recompute
         from megatron_distill.models.gpt import build_gpt, run_model
         from megatron_distill.train.pipeline_schedule import run_schedule
 
-        execution = Execution(torch.float32, torch.device("cpu"), recompute)
+        execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(*recompute))
         architecture = small_architecture(init_std=0.2, vocab_size=208, **changes)
         chunks = build_gpt(architecture, groups=groups, execution=execution, seed=11)
         seen: list[tuple[Tensor, Tensor]] = []
@@ -183,17 +187,22 @@ def _in_order(shards: Sequence[tuple[list[tuple[Tensor, Tensor]], Parts, Parts]]
     return torch.stack(found)
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "TP2": (2, {"tensor": 2}, "none"),
-    "TP2+sequence": (2, {"tensor": 2, "sequence": True}, "none"),
-    "PP2": (2, {"pipeline": 2}, "none"),
-    "PP2+virtual": (2, {"pipeline": 2, "virtual_pipeline": 2}, "none"),
-    "CP2": (2, {"context": 2}, "none"),
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[Any, ...]]] = {
+    "TP2": (2, {"tensor": 2}, ("none",)),
+    "TP2+sequence": (2, {"tensor": 2, "sequence": True}, ("none",)),
+    "PP2": (2, {"pipeline": 2}, ("none",)),
+    "PP2+virtual": (2, {"pipeline": 2, "virtual_pipeline": 2}, ("none",)),
+    "CP2": (2, {"context": 2}, ("none",)),
     "TP2+sequence x PP2, recompute": (
-        4, {"tensor": 2, "sequence": True, "pipeline": 2}, "full",
+        4, {"tensor": 2, "sequence": True, "pipeline": 2}, ("full",),
     ),
-    "recompute layers": (1, {}, "full"),
-    "recompute attention": (1, {}, "selective"),
+    "recompute layers": (1, {}, ("full",)),
+    "recompute attention": (1, {}, ("selective",)),
+    "recompute one layer of a stage": (2, {"pipeline": 2}, ("full", (), 1)),
+    "recompute modules": (1, {}, ("selective", ("attention", "mlp", "layernorm"))),
+    "recompute modules TP2+sequence": (
+        2, {"tensor": 2, "sequence": True}, ("selective", ("mlp", "layernorm")),
+    ),
 }  # fmt: skip
 CASES = [
     *[(name, layout) for name in ("gemma2", "gemma3") for layout in LAYOUTS],
@@ -208,7 +217,8 @@ CASES = [
 def alone(pool: Pool) -> dict[str, Any]:
     """The results of one process, for each architecture."""
     return {
-        name: pool.run(1, _trained, {}, changes, "none") for name, changes in ARCHITECTURES.items()
+        name: pool.run(1, _trained, {}, changes, ("none",))
+        for name, changes in ARCHITECTURES.items()
     }
 
 

@@ -211,6 +211,30 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _recompute(config: RunConfig) -> Iterator[Problem]:
+    train = config.train
+    modules = train.recompute_modules
+    if not modules or len(set(modules)) < len(modules):
+        yield Problem(
+            ("train.recompute_modules",),
+            f"train.recompute_modules = {list(modules)}: name at least one module, and each once",
+        )
+    if train.recompute != "selective" and modules != ("attention",):
+        yield without_effect(
+            "train.recompute_modules",
+            modules,
+            f"with train.recompute = {train.recompute}",
+            instead=("attention",),
+        )
+    if train.recompute != "full" and train.recompute_layers is not None:
+        yield without_effect(
+            "train.recompute_layers",
+            train.recompute_layers,
+            f"with train.recompute = {train.recompute}",
+            instead=None,
+        )
+
+
 def _batch(config: RunConfig) -> Iterator[Problem]:
     train = config.train
     if train.global_batch_size % train.micro_batch_size:
@@ -255,6 +279,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _length,
     _schedule,
     _optimizer,
+    _recompute,
     _batch,
     _validation,
     _checkpoint,

@@ -20,6 +20,8 @@ __all__ = [
     "WandbConfig",
 ]
 
+RecomputedModule = Literal["attention", "mlp", "layernorm"]
+
 
 class OptimizerConfig(Section):
     """Adam and its gradient exchange."""
@@ -125,8 +127,20 @@ class TrainConfig(Section):
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Activations to recompute in the backward pass: `none`, `selective` (core "
-        "attention), or `full` (whole layers).",
+        description="Activations of the student to recompute in the backward pass: `none`, "
+        "`selective` (`recompute_modules` of every layer), or `full` (whole layers).",
+    )
+    recompute_modules: tuple[RecomputedModule, ...] = Field(
+        default=("attention",),
+        strict=False,
+        description="With `recompute: selective`: `attention` (scores), `mlp` (feed-forward or "
+        "experts), `layernorm` (outputs of norms).",
+    )
+    recompute_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="With `recompute: full`: number of layers of each pipeline stage (each virtual "
+        "stage), from its first; null: all.",
     )
     max_bad_steps: int = Field(
         default=0,

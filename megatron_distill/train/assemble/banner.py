@@ -16,8 +16,10 @@ from megatron_distill.config import (
     RunConfig,
     SourceConfig,
     TermConfig,
+    TrainConfig,
     ValueScheduleConfig,
 )
+from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.weights import parameters
 from megatron_distill.ops.workspace import chunk_tokens_for
@@ -161,8 +163,7 @@ def run_banner(
     elif config.teacher is not None and config.teacher.store is not None:
         paths = ", ".join(entry.path for entry in config.teacher.store)
         rows.append(("teacher", f"stored, {stored_samples:,} samples: {paths}"))
-    recompute = config.train.recompute
-    execution = config.train.precision + ("" if recompute == "none" else f", recompute {recompute}")
+    execution = config.train.precision + _recomputed(config.train)
     rows += [
         ("layout", f"{_layout(config, world_size)}; {execution}"),
         *_objective(config, feature_pairs),
@@ -247,6 +248,17 @@ def _count(number: int) -> str:
         if number >= limit:
             return f"{number / limit:.3g}{unit}"
     return str(number)
+
+
+def _recomputed(train: TrainConfig) -> str:
+    """Return the recomputed activations in words, empty if there are none."""
+    if train.recompute == "none":
+        return ""
+    if train.recompute == "selective":
+        return f", recompute {' and '.join(train.recompute_modules)}"
+    if train.recompute_layers is None:
+        return ", recompute all layers"
+    return f", recompute {counted(train.recompute_layers, 'layer')} per stage"
 
 
 def _layout(config: JobConfig, world_size: int) -> str:

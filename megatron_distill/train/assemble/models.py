@@ -20,7 +20,7 @@ from megatron_distill.config import (
 )
 from megatron_distill.errors import CheckpointError, ConfigError, counted
 from megatron_distill.losses import Term
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture, Execution, Recompute
 from megatron_distill.models.gpt import HiddenStateGPT, align_head, build_gpt, vocab_shard
 from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.model import (
@@ -419,6 +419,12 @@ def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
         destroy_groups()
 
 
-def execution_on(device: Device, *, precision: str, recompute: str = "none") -> Execution:
+def execution_on(
+    device: Device, *, precision: str, recompute: Recompute | None = None
+) -> Execution:
     """Return the execution settings of models on this device."""
-    return Execution(dtype=PRECISIONS[precision], device=device.torch_device, recompute=recompute)
+    return Execution(
+        dtype=PRECISIONS[precision],
+        device=device.torch_device,
+        recompute=recompute or Recompute(),
+    )

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill import log
-from megatron_distill.config import RunConfig
+from megatron_distill.config import RunConfig, TrainConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture, Execution, Recompute
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
@@ -102,9 +102,7 @@ def _assemble(
     tokenizer, vocabulary = open_tokenizer(config)
     origin = find_origin(config.student, "student", config, vocabulary)
     architecture = origin.architecture
-    execution = execution_on(
-        device, precision=config.train.precision, recompute=config.train.recompute
-    )
+    execution = _execution(config.train, device)
     distillation = assemble_distillation(
         config,
         vocabulary,
@@ -154,6 +152,11 @@ def _assemble(
         device=device.torch_device,
     )
     return parts, _plan(config)
+
+
+def _execution(train: TrainConfig, device: Device) -> Execution:
+    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
+    return execution_on(device, precision=train.precision, recompute=recompute)
 
 
 def _banner(

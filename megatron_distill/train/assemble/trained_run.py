@@ -78,4 +78,5 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
 
 
 def _execution(config: RunConfig, device: Device) -> Execution:
-    return execution_on(device, precision=config.train.precision, recompute=config.train.recompute)
+    # Nothing is trained, so nothing is recomputed.
+    return execution_on(device, precision=config.train.precision)

@@ -115,6 +115,13 @@ WITHOUT_EFFECT: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             "optimizer.overlap_grad_reduce = false",
         ],
     ),
+    "recomputed layers of none": (
+        ["train={recompute_modules: [mlp], recompute_layers: 2}"],
+        [
+            "train.recompute_modules = ['mlp'] has no effect with train.recompute = none",
+            "train.recompute_layers = 2 has no effect with train.recompute = none",
+        ],
+    ),
     "validation of nothing": (
         ["validation.interval=5"],
         [
