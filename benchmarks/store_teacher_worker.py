@@ -24,6 +24,7 @@ def main() -> None:
     overrides = [f"validation.samples={given.samples}"]
     config = load_trained_run(given.run, overrides, world_size=1)
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
+        from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.signals import HiddenState
         from megatron_distill.train.assemble.data import read_validation
         from megatron_distill.train.assemble.models import (
@@ -36,11 +37,13 @@ def main() -> None:
 
         with job_groups(config, trains=False) as groups:
             tokenizer, vocabulary = open_tokenizer(config)
+            origin = find_origin(config.student, "student", config, vocabulary)
             teacher = build_online_teacher(
                 config,
-                find_origin(config.student, "student", config, vocabulary),
+                origin,
                 groups=groups,
                 execution=execution_on(device, precision="fp32"),
+                shard=vocab_shard(origin.architecture, groups, tokens=vocabulary.size),
             )
             held_out = read_validation(
                 config, tokenizer, None, groups=groups, device=torch.device("cpu")

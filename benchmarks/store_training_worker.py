@@ -123,7 +123,12 @@ def _measure(
     records = _records(case, given.k, given.steps)
     reader, settings = _stored(case, given.k, records, place / "store")
     teacher = StoredTeacher(
-        StoreSet([reader]), settings, terms=[term], groups=groups, device=device
+        StoreSet([reader]),
+        settings,
+        terms=[term],
+        vocab_size=settings.vocab_size,
+        groups=groups,
+        device=device,
     )
     loaded = Loaded(_loaded(case, records))
     in_memory = [list(teacher.signals(step.micro_batches)) for step in loaded.steps]

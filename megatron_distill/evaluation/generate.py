@@ -137,6 +137,10 @@ def write_text(
             "top_p": sampling.top_p,
             "top_k": 0,
         }
+    # Rows beyond the tokenizer's ids are padding: never chosen.
+    padding = range(tokenizer.vocab_size, model.config.vocab_size)
+    if padding:
+        how["suppress_tokens"] = list(padding)
     if opened is not None:
         how["eos_token_id"] = list(opened.stop_ids)
     room = model.config.max_position_embeddings - len(ids)

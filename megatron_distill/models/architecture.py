@@ -52,7 +52,7 @@ class Architecture:
     num_attention_heads: int
     num_kv_heads: int
     head_size: int
-    vocab_size: int
+    vocab_size: int  # rows of the weights; the tokenizer may have fewer tokens
     max_position_embeddings: int
     norm: str = "rmsnorm"
     norm_epsilon: float = 1e-5

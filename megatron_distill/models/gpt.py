@@ -149,11 +149,19 @@ def _is_ends(groups: Groups, *, stage: int | None, stages: int) -> tuple[bool, b
     )
 
 
-def vocab_shard(architecture: Architecture, groups: Groups) -> VocabShard:
-    """Return the columns of the vocabulary that this rank's head produces."""
+def vocab_shard(
+    architecture: Architecture, groups: Groups, *, tokens: int | None = None
+) -> VocabShard:
+    """Return the columns of the vocabulary that this rank's head produces.
+
+    `tokens`: ids of the tokenizer; further rows of the model are padding, as those that tensor
+    parallelism adds. None: the tokenizer is unknown, and every row of the model is a token.
+    """
     rank, size = groups.tensor.rank(), groups.tensor.size()
     rows = architecture.padded_vocab_size(size) // size
-    return VocabShard(size=architecture.vocab_size, start=rank * rows, stop=(rank + 1) * rows)
+    real = architecture.vocab_size if tokens is None else tokens
+    assert real <= architecture.vocab_size, (real, architecture.vocab_size)
+    return VocabShard(size=real, start=rank * rows, stop=(rank + 1) * rows)
 
 
 def run_model(
@@ -200,9 +208,9 @@ def align_head(
 ) -> Tensor:
     """Return the rows of a vocabulary-sharded head for another sharding of it.
 
-    Models of one vocabulary may pad it differently, and then a rank's rows differ. A frozen head is
-    resharded once, at the start. `own` and `wanted` are this rank's rows before and after; rows
-    past the real vocabulary are zero. Returns [wanted.stop - wanted.start, H].
+    Models of one tokenizer may have different numbers of rows, and then a rank's rows differ. A
+    frozen head is resharded once, at the start. `own` and `wanted` are this rank's rows before and
+    after; rows past the real vocabulary are zero. Returns [wanted.stop - wanted.start, H].
 
     Collective: `group`, one all-gather of the whole head, unless the shards agree.
     """

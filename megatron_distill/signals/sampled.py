@@ -41,6 +41,10 @@ class Sampled:
         """Number of tokens N."""
         return self.ids.shape[0]
 
+    def within(self, vocab_size: int) -> Sampled:
+        """Draws of ids below ``vocab_size`` alone."""
+        return replace(self, counts=self.counts.masked_fill(self.ids >= vocab_size, 0))
+
     def logit_source(self) -> None:
         """None: there are no logits."""
         return

@@ -62,6 +62,16 @@ class TopK:
         rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(1)], 1).logsumexp(1)
         return replace(self, ids=self.ids[:, :k], log_probs=self.log_probs[:, :k], log_tail=rest)
 
+    def within(self, vocab_size: int) -> TopK:
+        """Ids below ``vocab_size`` alone; the mass of the remaining ones is added to the tail."""
+        is_real = self.ids < vocab_size
+        padding = self.log_probs.masked_fill(is_real, -torch.inf)
+        return replace(
+            self,
+            log_probs=self.log_probs.masked_fill(~is_real, -torch.inf),
+            log_tail=torch.cat([padding, self.log_tail.unsqueeze(1)], 1).logsumexp(1),
+        )
+
     def logit_source(self) -> None:
         """None: there are no logits."""
         return

@@ -49,7 +49,7 @@ class CaptureSettings:
 
     Attributes:
         k: ids per position, or draws where `mode` is sampled.
-        vocab_size: real ids, without padding columns.
+        vocab_size: ids of the tokenizer, without padding columns.
         sequence_length: positions S of a sample.
         mode: the most probable ids, or ids drawn with replacement.
         codec: f32 (every bit), f16 or u8.

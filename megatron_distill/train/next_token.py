@@ -24,13 +24,14 @@ class NextToken:
     """Computes the logits of the next token, the same on every rank.
 
     All ranks call it together with the same tokens, so that each can choose the next token
-    locally. Raises ConfigError for a context-parallel layout.
+    locally. `vocab_size` is as in `logits_after`. Raises ConfigError for a context-parallel layout.
     """
 
     model: HiddenStateGPT
     architecture: Architecture
     groups: Groups
     device: torch.device
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.groups.layout.context > 1:
@@ -52,6 +53,7 @@ class NextToken:
             architecture=self.architecture,
             groups=self.groups,
             device=self.device,
+            vocab_size=self.vocab_size,
         )[:, 0]
 
 
@@ -64,10 +66,12 @@ def logits_after(
     architecture: Architecture,
     groups: Groups,
     device: torch.device,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Return the logits [b, positions, vocabulary] in fp32 behind some positions, on every rank.
 
-    For inspection, not for training: the logits are whole here.
+    For inspection, not for training: the logits are whole here. `vocab_size`: ids of the tokenizer;
+    the columns of further rows are left out. None: all rows of the model.
 
     Collective: those of one forward pass; tensor group, one all-gather of the logits; pipeline
     group, one broadcast of them.
@@ -85,12 +89,15 @@ def logits_after(
     )
     wanted = len(range(*positions.indices(tokens_bs.shape[1])))
     logits_bpG = torch.empty(
-        (tokens_bs.shape[0], wanted, architecture.vocab_size), dtype=torch.float32, device=device
+        (tokens_bs.shape[0], wanted, vocab_size or architecture.vocab_size),
+        dtype=torch.float32,
+        device=device,
     )
     if groups.is_last_stage:
         hidden_NH = hidden_for_head(outputs[0], groups=groups)
         hidden_bpH = hidden_NH.unflatten(0, (tokens_bs.shape[0], -1))[:, positions]
-        logits_bpG = _whole_logits(model, hidden_bpH[:, :wanted], architecture, groups)
+        whole_bpG = _whole_logits(model, hidden_bpH[:, :wanted], architecture, groups)
+        logits_bpG = whole_bpG[..., : logits_bpG.shape[-1]].contiguous()
     if groups.pipeline.size() > 1:
         last_stage = groups.pipeline.size() - 1
         dist.broadcast(logits_bpG, group=groups.pipeline, group_src=last_stage)

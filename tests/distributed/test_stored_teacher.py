@@ -62,6 +62,7 @@ def _teacher(groups: Any, folder: Path) -> Any:
         StoreSet.open([str(folder)]) if reads else None,
         settings(),
         terms=[Term("forward_kl"), Term("forward_kl", temperature=2.0, support="renormalized")],
+        vocab_size=settings().vocab_size,
         groups=groups,
         device=torch.device("cpu"),
     )

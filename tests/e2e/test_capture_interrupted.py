@@ -311,7 +311,7 @@ def test_a_shard_that_was_taken_out_is_written_again(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("store.k=400", "ConfigError: store.k = 400: the teacher's vocabulary has 301 tokens"),
+        ("store.k=400", "ConfigError: store.k = 400: the tokenizer has 301 tokens"),
         ("data.sources.0.paths=/absent/*.jsonl", "DataError: /absent/*.jsonl: the glob matches no"),
         ("teacher.checkpoint=/absent", "/absent"),
     ],

@@ -58,10 +58,6 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("data.sequence_length=64",),
         ("its sequence_length is 32, this run's 64", "capture a store"),
     ),
-    "another vocabulary": (
-        ("teacher.architecture=null", "student.architecture.vocab_size=302"),
-        ("its vocab_size is 301, this run's 302",),
-    ),
     "too many ids": (
         (f"objective.terms=[{{divergence: forward_kl, top_k: {K + 1}}}]",),
         ("contains 12 top-k ids per position, not a top-13", "a larger k"),

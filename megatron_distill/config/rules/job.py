@@ -38,21 +38,6 @@ def _models(job: JobConfig) -> Iterator[Problem]:
             )
 
 
-def _vocabularies(job: JobConfig) -> Iterator[Problem]:
-    sizes = {
-        role: model.architecture.vocab_size
-        for role, model in job.models.items()
-        if model.architecture is not None and model.architecture.vocab_size is not None
-    }
-    if len(set(sizes.values())) > 1:
-        student, teacher = (f"{role}.architecture.vocab_size" for role in ("student", "teacher"))
-        yield Problem(
-            (student, teacher),
-            f"{student} = {sizes['student']} but {teacher} = {sizes['teacher']}: teacher and "
-            "student must share one vocabulary; use models of one tokenizer",
-        )
-
-
 def _pipeline(job: JobConfig) -> Iterator[Problem]:
     parallel, key = job.parallel, "parallel.virtual_pipeline"
     if parallel.virtual_pipeline is None:
@@ -196,7 +181,6 @@ def _backend(job: JobConfig) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _models,
-    _vocabularies,
     _pipeline,
     _sequence,
     _experts,

@@ -86,7 +86,9 @@ class ArchitectureConfig(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=2,
-        description="Vocabulary size before padding; null: that of the tokenizer.",
+        description="Rows of the embedding and of the output head, at least as many as the "
+        "tokenizer has tokens; further rows are padding without probability. null: the tokens of "
+        "the tokenizer.",
     )
     max_position_embeddings: int | None = Field(
         default=None,

@@ -136,7 +136,7 @@ def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups:
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
     with together():  # before the teacher's weights are read
-        settings = _settings(config, origin)
+        settings = _settings(config, vocabulary.size)
         dataset = dataset_settings(config) if dist.get_rank() == 0 else {}
     teacher = teacher_digest(origin, seed=teacher_seed(config), group=groups.world)
     said: list[Plan | None] = [None]
@@ -161,12 +161,11 @@ def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups:
     return said[0]
 
 
-def _settings(config: CaptureConfig, origin: Origin) -> CaptureSettings:
-    store, vocab_size = config.store, origin.architecture.vocab_size
+def _settings(config: CaptureConfig, vocab_size: int) -> CaptureSettings:
+    """Return the settings of a store of `vocab_size` ids, those of the tokenizer."""
+    store = config.store
     if store.mode == "top_k" and store.k > vocab_size:
-        raise ConfigError(
-            f"store.k = {store.k}: the teacher's vocabulary has {vocab_size} tokens; lower it"
-        )
+        raise ConfigError(f"store.k = {store.k}: the tokenizer has {vocab_size} tokens; lower it")
     return CaptureSettings(
         k=store.k,
         vocab_size=vocab_size,
@@ -255,7 +254,10 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
     )
     resources.callback(loader.close)
     execution = execution_on(job.device, precision=config.capture.precision)
-    teacher = build_online_teacher(config, job.origin, groups=groups, execution=execution)
+    shard = vocab_shard(job.origin.architecture, groups, tokens=job.plan.settings.vocab_size)
+    teacher = build_online_teacher(
+        config, job.origin, groups=groups, execution=execution, shard=shard
+    )
     _LOGGER.info(
         "%s",
         capture_banner(
@@ -277,7 +279,7 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
         loader=loader,
         positions=PositionCapture(
             job.plan.settings,
-            vocab_shard(job.origin.architecture, groups),
+            shard,
             groups.tensor,
             config.capture.chunk_tokens,
         ),

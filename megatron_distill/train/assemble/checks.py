@@ -8,7 +8,7 @@ from megatron_distill.config import JobConfig, ModelConfig, RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.store import find_stores
 from megatron_distill.train.assemble.identity import require_files
-from megatron_distill.train.assemble.models import build_terms, check_vocabularies, read_origin
+from megatron_distill.train.assemble.models import build_terms, read_origin
 from megatron_distill.train.assemble.tokenizer import Vocabulary
 from megatron_distill.train.checkpoint.folder import complete_checkpoints
 from megatron_distill.train.metrics import require_installed
@@ -39,15 +39,11 @@ def check_models(config: JobConfig, vocabulary: Vocabulary) -> None:
 
     Reads configurations and the files' headers, no weights. Needs no world.
     """
-    found = {
-        role: read_origin(model, role, config, vocabulary).architecture
-        for role, model in config.models.items()
-        if _is_named(model)
-    }
+    for role, model in config.models.items():
+        if _is_named(model):
+            read_origin(model, role, config, vocabulary)
     if isinstance(config, RunConfig) and vocabulary.is_known:
-        build_terms(config, found["student"])
-        if "teacher" in found:
-            check_vocabularies(config, found["student"], found["teacher"])
+        build_terms(config, vocabulary.size)
 
 
 def _is_named(model: ModelConfig) -> bool:

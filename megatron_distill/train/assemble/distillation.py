@@ -77,8 +77,9 @@ def assemble_distillation(
     """Open or build the teacher; all checks run before its weights are read.
     Raises a MegatronDistillError on all ranks.
     """
-    terms = build_terms(config, student)
-    origin = find_teacher(config, student, vocabulary)
+    terms = build_terms(config, vocabulary.size)
+    shard = vocab_shard(student, groups, tokens=vocabulary.size)
+    origin = find_teacher(config, vocabulary)
     stored = open_stored(
         config, student=student, terms=terms, vocabulary=vocabulary, groups=groups, device=device
     )
@@ -87,10 +88,12 @@ def assemble_distillation(
     online = None
     if origin is not None:
         online = build_online_teacher(
-            config, origin, groups=groups, execution=execution, shard=vocab_shard(student, groups)
+            config, origin, groups=groups, execution=execution, shard=shard
         )
     settings = stored.settings if stored else None
-    objective = build_objective(config, student, terms, settings=settings, groups=groups)
+    objective = build_objective(
+        config, student, terms, settings=settings, shard=shard, groups=groups
+    )
     features = build_features(config, student, online, groups=groups, device=device)
     if features is not None:
         objective = replace(objective, features=features.losses, feature_weights=features.weights)

@@ -57,39 +57,16 @@ def build_student(
     return _build(origin, groups=groups, execution=execution, seed=config.seed)
 
 
-def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabulary) -> Origin | None:
+def find_teacher(config: RunConfig, vocabulary: Vocabulary) -> Origin | None:
     """Return the live teacher's origin; None without a teacher, or where it is a store.
 
-    Raises ConfigError or CheckpointError on all ranks, as `find_origin`, and where the vocabularies
-    differ.
+    Raises ConfigError or CheckpointError on all ranks, as `find_origin`.
 
     Collective: world, short objects.
     """
     if config.teacher is None or config.teacher.store is not None:
         return None
-    origin = find_origin(config.teacher, "teacher", config, vocabulary)
-    check_vocabularies(config, student, origin.architecture)
-    return origin
-
-
-def check_vocabularies(config: RunConfig, student: Architecture, teacher: Architecture) -> None:
-    """Raise ConfigError unless student and teacher have vocabularies of the same size."""
-    if student.vocab_size == teacher.vocab_size:
-        return
-    change = (
-        f"set student.architecture.vocab_size to {teacher.vocab_size} and use the teacher's "
-        "tokenizer"
-    )
-    if config.student.architecture is None:
-        source = "hf" if config.student.hf is not None else "checkpoint"
-        change = (
-            f"choose a student.{source} with {teacher.vocab_size} tokens, or another teacher; a "
-            "student that starts from random weights has student.architecture.vocab_size"
-        )
-    raise ConfigError(
-        f"the teacher's vocabulary has {teacher.vocab_size} tokens and the student's "
-        f"{student.vocab_size}; distillation on logits needs one vocabulary: {change}"
-    )
+    return find_origin(config.teacher, "teacher", config, vocabulary)
 
 
 def build_online_teacher(
@@ -98,9 +75,13 @@ def build_online_teacher(
     *,
     groups: Groups,
     execution: Execution,
-    shard: VocabShard | None = None,
+    shard: VocabShard,
 ) -> OnlineTeacher:
-    """Build the frozen model; its head has the columns of `shard`, or else the model's own."""
+    """Build the frozen model; its head has the columns of `shard`, in which it is asked.
+
+    The model may have more or fewer rows than the model that `shard` belongs to, but all of its
+    real ids.
+    """
     (model,) = _build(
         origin,
         groups=groups,
@@ -110,11 +91,11 @@ def build_online_teacher(
     )
     model.requires_grad_(False)
     model.eval()
-    own = vocab_shard(origin.architecture, groups)
+    own = vocab_shard(origin.architecture, groups, tokens=shard.size)
     head = None
     if groups.is_last_stage:
         weight = model.head_weight().detach()
-        head = align_head(weight, own=own, wanted=shard or own, group=groups.tensor)
+        head = align_head(weight, own=own, wanted=shard, group=groups.tensor)
     return OnlineTeacher(
         model=model,
         architecture=origin.architecture,
@@ -135,11 +116,13 @@ def build_objective(
     terms: Sequence[Term],
     *,
     settings: CaptureSettings | None,
+    shard: VocabShard,
     groups: Groups,
 ) -> TokenObjective:
     """Translate the configured objective for a student of this architecture.
 
-    `settings` are those of the teacher's stores, if there are any.
+    `settings` are those of the teacher's stores, if there are any; `shard` has the columns of this
+    rank's head.
     """
     metrics: tuple[str, ...] = ()
     if settings is not None:
@@ -152,7 +135,7 @@ def build_objective(
         terms=terms,
         metrics=metrics,
         chunk_tokens=config.objective.chunk_tokens,
-        shard=vocab_shard(architecture, groups),
+        shard=shard,
         logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
         groups=groups,
     )
@@ -166,16 +149,16 @@ def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     return (*scalars, "student_entropy", *ranked)
 
 
-def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+def build_terms(config: RunConfig, vocab_size: int) -> tuple[Term, ...]:
     """Translate the configured terms.
 
-    Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
+    Raises ConfigError, on all ranks, for a top-k of more than the tokenizer's `vocab_size` ids.
     """
     for index, term in enumerate(config.objective.terms):
-        if term.top_k is not None and term.top_k > architecture.vocab_size:
+        if term.top_k is not None and term.top_k > vocab_size:
             raise ConfigError(
                 f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
-                f"{architecture.vocab_size} tokens; lower it, or leave it out to compare all"
+                f"{vocab_size} tokens; lower it, or leave it out to compare all"
             )
     schedules = {"weight_schedule", "temperature_schedule"}
     return tuple(
@@ -328,7 +311,9 @@ def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabula
     saved = saved_architecture(description, folder)
     wanted, identity = saved, vocabulary.identity
     if model.architecture is not None:
-        size = vocabulary.size if vocabulary.is_known else saved.vocab_size
+        size = saved.vocab_size
+        if vocabulary.is_known:
+            size = max(size, vocabulary.size)
         wanted = _described(model.architecture, config, size)
     if not vocabulary.is_known:
         identity = description.tokenizer

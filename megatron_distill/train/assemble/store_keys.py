@@ -30,7 +30,7 @@ _SOURCE_KEYS: Final = {
 }
 # Descriptions of digests and names that no single key decides.
 WORDS: Final = {
-    "capture.vocab_size": "the vocabulary of the teacher",
+    "capture.vocab_size": "the number of the tokenizer's tokens",
     "identity.teacher": "the digest of the teacher's weights",
     "identity.tokenizer": "the digest of the tokenizer",
     "identity.dataset": "the digest of data and tokenizer",

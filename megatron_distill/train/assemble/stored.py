@@ -101,7 +101,14 @@ def open_stored(
     assert said[0] is not None
     settings, samples, identities, digest = said[0]
     _check_teacher(config, digest, vocabulary)
-    teacher = StoredTeacher(reading, settings, terms=terms, groups=groups, device=device)
+    teacher = StoredTeacher(
+        reading,
+        settings,
+        terms=terms,
+        vocab_size=vocabulary.size,
+        groups=groups,
+        device=device,
+    )
     return Stored(settings, samples, identities, teacher, corpus)
 
 
@@ -117,12 +124,9 @@ def _open(
         for folder in find_stores([entry.path]):
             if any(store.folder.samefile(folder) for store in stores):
                 raise ConfigError(f"teacher.store: {folder} is named twice; name each store once")
-            store = StoreReader.open(
-                folder,
-                vocab_size=student.vocab_size,
-                sequence_length=config.data.sequence_length,
-            )
+            store = StoreReader.open(folder, sequence_length=config.data.sequence_length)
             _check_tokenizer(store, vocabulary)
+            _check_vocabulary(store, vocabulary, student)
             stores.append(store)
     return StoreSet(stores)
 
@@ -139,6 +143,22 @@ def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
             f"{vocabulary.identity[:12]} as in this run; remove data.tokenizer to use that of the "
             "store, or capture a store with this one"
         )
+
+
+def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Architecture) -> None:
+    """Raise StoreError unless the ids of a store are those of this run.
+
+    Older releases wrote the number of the teacher's rows, padding among them. With the run's
+    tokenizer that is any number above its tokens; without a known one, that of the student's rows.
+    """
+    size, tokens = store.settings.vocab_size, vocabulary.size
+    is_ours = store.identity.tokenizer == vocabulary.identity
+    if size == tokens or (size > tokens and (is_ours or size == student.vocab_size)):
+        return
+    raise StoreError(
+        f"{store.folder}: its vocab_size is {size}, this run's tokenizer has {tokens} tokens; use "
+        "its tokenizer, or capture a store for this run"
+    )
 
 
 def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:

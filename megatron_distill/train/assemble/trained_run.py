@@ -74,7 +74,10 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
         execution = _execution(config, device)
         (model,) = build_student(config, origin, groups=groups, execution=execution)
         model.eval()
-        yield NextToken(model, architecture, groups, device.torch_device), tokenizer
+        next_token = NextToken(
+            model, architecture, groups, device.torch_device, vocab_size=vocabulary.size
+        )
+        yield next_token, tokenizer
 
 
 def _execution(config: RunConfig, device: Device) -> Execution:

@@ -56,6 +56,8 @@ class StoredTeacher:
     `stores` are open on the first tensor rank of that stage and None elsewhere. `expect` announces
     the micro-batches of a step: a thread of each rank then reads and decodes their records while
     earlier steps run. Micro-batches that were not announced are read on request.
+
+    `vocab_size`: ids of the tokenizer; see `recorded_signal`.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class StoredTeacher:
         settings: CaptureSettings,
         *,
         terms: Sequence[Term],
+        vocab_size: int,
         groups: Groups,
         device: torch.device,
     ) -> None:
         self._stores = stores
         self._settings = settings
+        self._vocab_size = vocab_size
         self._terms = tuple(terms)
         self._groups = groups
         self._device = device
@@ -121,7 +125,11 @@ class StoredTeacher:
         signals, remaining = [], iter(packed)
         for batch in batches:
             own = [next(remaining) for _ in batch.sample_ids]
-            signals.append(recorded_signal(own, batch, self._terms, self._settings))
+            signals.append(
+                recorded_signal(
+                    own, batch, self._terms, self._settings, vocab_size=self._vocab_size
+                )
+            )
         return signals
 
     def _exchange(self, step: _Step) -> None:
@@ -240,11 +248,17 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
 
 
 def recorded_signal(
-    packed: Sequence[bytes], batch: HostBatch, terms: Sequence[Term], settings: CaptureSettings
+    packed: Sequence[bytes],
+    batch: HostBatch,
+    terms: Sequence[Term],
+    settings: CaptureSettings,
+    *,
+    vocab_size: int,
 ) -> Recorded:
     """Return the signal of a micro-batch for each term, at this rank's positions.
 
-    `packed` holds checked records, empty for a row that is not trained.
+    `packed` holds checked records, empty for a row that is not trained. Stores of older releases
+    may have ids of padding, from `vocab_size` on; see `TopK.within` and `Sampled.within`.
     """
     records = [
         unpack(content, is_checked=True) if content else _blank(settings, number)
@@ -255,7 +269,8 @@ def recorded_signal(
     for term in terms:
         key = (term.top_k, *_reading(term, settings))
         if key not in known:
-            known[key] = _kept(records, term, settings, batch.sequence_index_s)
+            kept = _kept(records, term, settings, batch.sequence_index_s)
+            known[key] = kept if settings.vocab_size <= vocab_size else kept.within(vocab_size)
         by_term.append(known[key])
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]

@@ -26,10 +26,6 @@ BROKEN = {
         "data.sequence_length = 66: with parallel.context = 2 it must be a multiple of "
         "2 * parallel.context = 4",
     ),
-    "vocabularies": (
-        ["student.architecture.vocab_size=500", "teacher.architecture.vocab_size=501"],
-        "student.architecture.vocab_size = 500 but teacher.architecture.vocab_size = 501",
-    ),
     "source without paths": (
         ["data.sources.0.format=jsonl"],
         "data.sources.0.paths = []: format jsonl needs at least one path",

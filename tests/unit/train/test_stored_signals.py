@@ -57,10 +57,16 @@ def sample_of(sample_id: int, wanted: CaptureSettings) -> Sample:
 
 
 def signal_for(
-    batch: Batch, terms: list[Term], wanted: CaptureSettings, records: list[SampleRecord]
+    batch: Batch,
+    terms: list[Term],
+    wanted: CaptureSettings,
+    records: list[SampleRecord],
+    vocab_size: int | None = None,
 ) -> Recorded:
     packed = [pack(record, wanted, UID) for record in records]
-    return recorded_signal(packed, HostBatch.of(batch), terms, wanted)
+    return recorded_signal(
+        packed, HostBatch.of(batch), terms, wanted, vocab_size=vocab_size or wanted.vocab_size
+    )
 
 
 def assert_same(one: TopK | Sampled, other: TopK | Sampled) -> None:
@@ -95,6 +101,34 @@ def test_each_term_gets_its_own_ids_and_temperature_and_shares_what_is_equal() -
     for name, values in (("entropy", found.entropy), ("label_log_prob", found.label_log_prob)):
         stored = np.concatenate([getattr(record.scalars, f"{name}_S") for record in records])
         np.testing.assert_array_equal(values, stored)
+
+
+def test_ids_of_padding_in_an_older_store_belong_to_the_tail() -> None:
+    wanted, real = exact(), 30
+    records = [record_of(number, wanted) for number in (4, 7)]
+    batch = batch_of(*(sample_of(number, wanted) for number in (4, 7)))
+    (whole,), (kept,) = (
+        signal_for(batch, [Term("forward_kl")], wanted, records, size).by_term
+        for size in (None, real)
+    )
+    assert isinstance(whole, TopK)
+    assert isinstance(kept, TopK)
+    is_padding = whole.ids >= real
+    assert bool(is_padding.any()), "else this test shows nothing"
+    assert bool((kept.log_probs[is_padding] == -torch.inf).all())
+    assert torch.equal(kept.log_probs[~is_padding], whole.log_probs[~is_padding])
+    mass = torch.where(is_padding, whole.log_probs.exp(), 0.0).sum(1)
+    torch.testing.assert_close(kept.log_tail.exp(), whole.log_tail.exp() + mass)
+
+
+def test_draws_of_padding_in_an_older_store_do_not_count() -> None:
+    wanted, real = settings(mode="sampled", sampling_seed=3, codec="f16", vocab_size=40), 30
+    batch = batch_of(sample_of(5, wanted))
+    found = signal_for(batch, [Term("forward_kl")], wanted, [made_up(5, wanted)], real).by_term[0]
+    assert isinstance(found, Sampled)
+    assert bool((found.counts[found.ids >= real] == 0).all())
+    assert bool((found.counts[found.ids < real] > 0).any())
+    assert bool((found.target(Term("forward_kl")).counts.sum(1) <= 1 + 1e-9).all())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -146,7 +180,7 @@ def test_a_row_that_is_not_trained_needs_no_record(mode: str) -> None:
     assert host.is_trained_b == (True, False)
     record = made_up(4, wanted) if mode == "sampled" else record_of(4, wanted)
     terms = [Term("forward_kl", temperature=1.0 if mode == "sampled" else 2.0)]
-    found = recorded_signal([pack(record, wanted, UID), b""], host, terms, wanted)
+    found = recorded_signal([pack(record, wanted, UID), b""], host, terms, wanted, vocab_size=40)
     kept = found.by_term[0]
     assert kept.ids.shape == (2 * LENGTH, wanted.k)
     values = kept.counts if isinstance(kept, Sampled) else kept.log_probs[:, :1]
