@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROWS = 4
 CE_WEIGHT = 0.7
 KD_WEIGHT = 1.3
-STUDENT = {"init_std": 0.2, "vocab_size": 208}
+STUDENT = {"init_std": 0.2, "vocab_size": 224}
 TEACHER = {**STUDENT, "num_layers": 6, "hidden_size": 40, "head_size": 10, "ffn_hidden_size": 56}
 STUDENT_HEADS = Heads(queries=4, groups=2, size=8)
 TEACHER_HEADS = Heads(queries=4, groups=2, size=10)

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[int, Setting]] = {
     "maps, PP2, recompute": (2, Setting(PP2, "full", pairs=MAPS)),
     "maps, PP2+virtual, recompute attention": (2, Setting(VIRTUAL, "selective", pairs=MAPS)),
     "maps, TP2": (2, Setting(TP2, pairs=MAPS)),
+    "maps, TP4 on 2 KV heads": (4, Setting({"tensor": 4}, pairs=MAPS)),
     "maps, TP2+sequence": (2, Setting(SEQUENCE, pairs=MAPS, micro_batch_size=2)),
     "maps, CP2": (2, Setting({"context": 2}, pairs=MAPS, micro_batch_size=2)),
     "maps, CP2xPP2": (4, Setting({"context": 2, **PP2}, "full", pairs=MAPS)),

@@ -30,6 +30,7 @@ from tests.e2e.runs import quick_and_slow
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
+    "TP4": (4, {"tensor": 4}),  # more than the KV heads of most
     "PP2": (2, {"pipeline": 2}),
     "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}),
 }
@@ -53,6 +54,7 @@ def all_cases() -> list[Any]:
             if experts and settings.get("tensor", 1) > 1:
                 settings = {**settings, "sequence": True}  # which experts need under TP
             often = "PP2xEP2" if experts else "TP2xPP2"
+            often = "TP4" if name == "qwen2, windows" else often  # biases, two KV heads
             marks = [] if layout == often and name in OFTEN else [pytest.mark.slow]
             cases.append(pytest.param(name, ranks, settings, marks=marks, id=f"{name}-{layout}"))
     return cases

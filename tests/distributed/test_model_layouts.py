@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_bias": True,
         "rotary_fraction": 0.5,
     },
+    "one KV head": {"num_kv_heads": 1, "qk_norm": True, "qkv_bias": True},
     "uneven": {"num_layers": 5, "sliding_window": 6, "sliding_layers": (1, 4)},
 }
 Parts = dict[tuple[str, tuple[int, ...]], Tensor]
@@ -96,7 +97,7 @@ def _trained(
         from megatron_distill.train.pipeline_schedule import run_schedule
 
         execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(*recompute))
-        architecture = small_architecture(init_std=0.2, vocab_size=208, **changes)
+        architecture = small_architecture(init_std=0.2, vocab_size=224, **changes)
         chunks = build_gpt(architecture, groups=groups, execution=execution, seed=11)
         seen: list[tuple[Tensor, Tensor]] = []
 
@@ -203,11 +204,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[Any, ...]]] = {
     "recompute modules TP2+sequence": (
         2, {"tensor": 2, "sequence": True}, ("selective", ("mlp", "layernorm")),
     ),
+    "TP4 on fewer KV heads": (4, {"tensor": 4}, ("none",)),
+    "TP4+sequence on fewer KV heads, recompute": (
+        4, {"tensor": 4, "sequence": True}, ("selective",),
+    ),
 }  # fmt: skip
 CASES = [
     *[(name, layout) for name in ("gemma2", "gemma3") for layout in LAYOUTS],
     ("biased", "TP2"),
     ("biased", "TP2+sequence"),
+    ("biased", "TP4+sequence on fewer KV heads, recompute"),
+    ("one KV head", "TP4 on fewer KV heads"),
+    ("one KV head", "TP4+sequence on fewer KV heads, recompute"),
     ("uneven", "PP2"),
     ("uneven", "PP2+virtual"),
 ]

@@ -67,6 +67,7 @@ def assert_same_course(found: Course, expected: Course) -> None:
 
 
 TENSOR = "parallel.tensor=2"
+FOUR = "parallel.tensor=4"
 SEQUENCE = "parallel.sequence=true"
 PIPELINE = "parallel.pipeline=2"
 VIRTUAL = "parallel.virtual_pipeline=2"
@@ -81,6 +82,7 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
     "DP2": ("dense", 2, ()),
     "CP2": ("dense", 2, (CONTEXT,)),
     "TP2xPP2": ("dense", 4, (TENSOR, PIPELINE)),
+    "TP4 on 2 KV heads": ("dense", 4, (FOUR,)),
     "EP2": ("moe", 2, (EXPERT,)),
     "micro-batch 1": ("dense", 1, ("train.micro_batch_size=1",)),
     "micro-batch 4": ("dense", 1, ("train.micro_batch_size=4",)),
@@ -201,6 +203,8 @@ GEMMA = (
     "teacher.architecture.attention_softcap=1.5",
     "teacher.architecture.sliding_window=10",
 )
+# Fewer key heads than ranks in both models: all four ranks share one, or two.
+SHARED = (f"{ARCHITECTURE}num_kv_heads=1", "teacher.architecture.num_kv_heads=2", *NORMED)
 SWITCH = (
     f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 1, ffn_hidden_size: 24, renormalize: false}}",
 )
@@ -209,6 +213,8 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "tied PP2": (2, TIED, (PIPELINE,)),
     "tied PP2+virtual": (2, TIED, (PIPELINE, VIRTUAL)),
     "normed heads TP2+sequence": (2, NORMED, (TENSOR, SEQUENCE)),
+    "one KV head TP4": (4, SHARED, (FOUR,)),
+    "one KV head TP2+sequence, PP2": (4, SHARED, (TENSOR, SEQUENCE, PIPELINE)),
     "capped logits TP2": (2, CAPPED, (TENSOR,)),
     "uneven PP2": (2, UNEVEN, (PIPELINE,)),
     "uneven PP2+virtual": (2, UNEVEN, (PIPELINE, VIRTUAL)),

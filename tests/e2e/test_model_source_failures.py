@@ -44,8 +44,8 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("student.keep_layers=[0,3]",), ("student.keep_layers = [0, 3]", "3 layers, 0 to 2,"),
     ),
     "heads": (
-        ("parallel.tensor=4",),
-        ("parallel.tensor = 4", "student", "num_kv_heads = 2", "use 1 or 2"),
+        ("parallel.tensor=8",),
+        ("parallel.tensor = 8", "student", "num_attention_heads = 4", "use 1, 2 or 4"),
     ),
     "stages": (
         ("parallel.pipeline=2", "student.num_layers=1"), ("parallel.pipeline = 2", "num_layers"),

@@ -20,7 +20,7 @@ from tests.e2e.processes import ROOT
 from tests.e2e.runs import Inputs, run
 
 CONFIGS = ROOT / "configs"
-CHAT = CONFIGS / "qwen25_3b_to_1.5b_chat.yaml"
+CHAT = CONFIGS / "qwen25_7b_to_1.5b_chat.yaml"
 CAPTURE = CONFIGS / "llama31_8b_pruned_topk_store_capture.yaml"
 PRUNED = CONFIGS / "llama31_8b_pruned_topk_store.yaml"
 FEATURES = CONFIGS / "llama_features_balanced.yaml"
@@ -51,12 +51,12 @@ def llamas(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def qwens(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two Qwens with the tokenizer and the chat template of Qwen 2.5."""
+    """Two Qwens with the tokenizer and the chat template of Qwen 2.5, padded unequally."""
     folder = tmp_path_factory.mktemp("models")
     (size,) = pool.run(1, write_chat_tokenizer, folder / "tokenizer")
-    for name, layers in (("1.5B", 2), ("3B", 3)):
+    for name, layers, rows in (("1.5B", 2, size + 27), ("7B", 3, size + 40)):
         save_model(
-            folder / name, "qwen2", num_hidden_layers=layers, vocab_size=size,
+            folder / name, "qwen2", num_hidden_layers=layers, vocab_size=rows,
             max_position_embeddings=160,
         )  # fmt: skip
         pool.run(1, give_tokenizer, folder / "tokenizer", folder / name)
@@ -131,8 +131,8 @@ def test_chat_data_train_responses_alone(pool: Pool, qwens: Path, tmp_path: Path
         [{"instruction": f"say {n}", "input": "", "output": "sunny there"} for n in range(80)],
     )
     records = run(
-        pool, 2, CHAT, tmp_path / "run", *HERE, *SHORT, "data.sequence_length=160",
-        f"student.hf={qwens / '1.5B'}", f"teacher.hf={qwens / '3B'}",
+        pool, 4, CHAT, tmp_path / "run", *HERE, *SHORT, "data.sequence_length=160",
+        f"student.hf={qwens / '1.5B'}", f"teacher.hf={qwens / '7B'}",
         f"data.sources.0.paths={chat}", f"data.sources.1.paths={answers}",
         "data.validation_fraction=0.1",
     )  # fmt: skip

@@ -137,11 +137,8 @@ def _extras(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
 def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Problem]:
     sizes = {
         "num_attention_heads": shape.num_attention_heads,
-        "num_kv_heads": shape.kv_heads,
         "ffn_hidden_size": shape.ffn_hidden_size,
     }
-    if shape.num_kv_heads is None:
-        del sizes["num_kv_heads"]
     if shape.moe is not None and shape.moe.ffn_hidden_size is not None:
         sizes["moe.ffn_hidden_size"] = shape.moe.ffn_hidden_size
     for key, size in sizes.items():
@@ -152,6 +149,33 @@ def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Probl
                 f"use {_divisors(size)}",
             )
 
+    yield from _key_heads(shape, name, tensor)
+
+
+def _key_heads(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Problem]:
+    """More ranks than key heads share each of them: their number must be a multiple of the heads.
+
+    The ranks also share the rows of the joint projection, queries, keys and values, evenly.
+    """
+    heads, count = shape.num_attention_heads, shape.kv_heads
+    if shape.num_kv_heads is None or heads % tensor or heads % count:
+        return  # another rule's problem
+    keys = ("parallel.tensor", f"{name}.num_kv_heads")
+    if count % tensor and tensor % count:
+        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+        fitting = [size for size in sizes if count % size == 0 or size % count == 0]
+        yield Problem(
+            keys,
+            f"parallel.tensor = {tensor}: neither divides {name}.num_kv_heads = {count} nor is a "
+            f"multiple of it; use {_listed(fitting)}",
+        )
+    elif tensor > count and (heads + 2 * count) * shape.head_width % tensor:
+        yield Problem(
+            (*keys, f"{name}.head_size"),
+            f"parallel.tensor = {tensor}: does not divide the {heads} + 2 * {count} heads of "
+            f"{name}.head_size = {shape.head_width} that the ranks share where {name}.num_kv_heads "
+            f"= {count} is smaller; use {_divisors(count)}",
+        )
 
 def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) -> Iterator[Problem]:
     if shape.num_layers >= pipeline * chunks:
@@ -199,7 +223,12 @@ def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> 
 
 def _divisors(size: int) -> str:
     """List the divisors of `size`, at most eight of them."""
-    found = [str(number) for number in range(1, size + 1) if size % number == 0]
+    return _listed([number for number in range(1, size + 1) if size % number == 0])
+
+
+def _listed(numbers: list[int]) -> str:
+    """List numbers, at most eight of them."""
+    found = [str(number) for number in numbers]
     if len(found) > 8:
         return f"{', '.join(found[:8])}, ..."
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -119,9 +119,8 @@ class FeatureTeacher:
         shape, layout = self.online.architecture, self.online.groups.layout
         size, length = batches[0].tokens_bs.shape
         whole = batches[0].document_ids_bS.shape[1]
-        heads, key_heads = (
-            count // layout.tensor for count in (shape.num_attention_heads, shape.num_kv_heads)
-        )
+        heads = shape.num_attention_heads // layout.tensor
+        key_heads = max(1, shape.num_kv_heads // layout.tensor)  # at least one, which ranks share
         shared = length // layout.tensor if layout.sequence else length
         return {
             "output": (len(batches), shared, size, shape.hidden_size),

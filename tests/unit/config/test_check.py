@@ -220,6 +220,6 @@ def test_check_layout_reports_rules_and_processes_together(tmp_path):
     )
     found = complaints(check_layout, bad, 4)
     starts = [re.split(r" = |: ", line)[0] for line in found]
-    assert starts.count("parallel.tensor") == 6
+    assert starts.count("parallel.tensor") == 4
     assert "train.global_batch_size" in starts
     assert "parallel.tensor * parallel.pipeline * parallel.context" in starts

@@ -39,8 +39,24 @@ BROKEN = {
         "use 1 or 2",
     ),
     "kv heads over tensor": (
-        ["parallel.tensor=4", "teacher.architecture.num_kv_heads=null"],
-        "parallel.tensor = 4: does not divide student.architecture.num_kv_heads = 2; use 1 or 2",
+        [
+            "parallel.tensor=4",
+            "teacher.architecture.num_kv_heads=null",
+            "student.architecture={num_attention_heads: 12, num_kv_heads: 6, hidden_size: 96}",
+        ],
+        "parallel.tensor = 4: neither divides student.architecture.num_kv_heads = 6 nor is a "
+        "multiple of it; use 1, 2, 3, 6 or 12",
+    ),
+    "shared kv heads over tensor": (
+        [
+            "parallel.tensor=12",
+            "teacher.architecture={num_attention_heads: 12, num_kv_heads: null, hidden_size: 96, "
+            "ffn_hidden_size: 96}",
+            "student.architecture={num_attention_heads: 12, num_kv_heads: 1, hidden_size: 96, "
+            "ffn_hidden_size: 96}",
+        ],
+        "parallel.tensor = 12: does not divide the 12 + 2 * 1 heads of "
+        "student.architecture.head_size = 8",
     ),
     "feed-forward over tensor": (
         ["parallel.tensor=2", "student.architecture.ffn_hidden_size=129"],
@@ -134,6 +150,8 @@ KEPT = [
     ["student.architecture={sliding_window: 8, sliding_layers: [3], sliding_rope_base: 500}"],
     ["student.architecture={attention_softcap: 50, post_norms: true, embedding_scale: 8}"],
     ["student.architecture.moe={num_experts: 4, top_k: 1, renormalize: false}"],
+    ["parallel.tensor=4", "student.architecture.num_kv_heads=2"],
+    ["parallel.tensor=4", "student.architecture.num_kv_heads=1"],
 ]
 
 
@@ -151,7 +169,9 @@ def test_a_rule_that_is_just_kept_says_nothing(tmp_path, overrides):
 
 def test_a_shape_from_a_checkpoint_is_checked_by_the_same_rules():
     shape = ArchitectureConfig(
-        **ARCHITECTURE | {"num_layers": 3}, max_position_embeddings=64, vocab_size=100
+        **ARCHITECTURE | {"num_layers": 3, "ffn_hidden_size": 130},
+        max_position_embeddings=64,
+        vocab_size=100,
     )
     layout = ParallelConfig(tensor=4, pipeline=2, virtual_pipeline=2)
     assert check_architecture(shape, "student", ParallelConfig(), 64) == []
@@ -166,4 +186,4 @@ def test_a_shape_from_a_checkpoint_is_checked_by_the_same_rules():
         "data.sequence_length = 65",
         "parallel.tensor = 4",
     ]
-    assert "teacher.architecture.num_kv_heads = 2" in teacher[1]
+    assert "teacher.architecture.ffn_hidden_size = 130" in teacher[1]
