@@ -13,14 +13,18 @@ from megatron_distill.runtime.launch import Launch, joined_world
 from megatron_distill.train.assemble.trained_config import load_trained_run
 
 
-def main() -> None:
-    """Write log-probabilities of every trained held-out position, most probable first."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--arrays", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write log-probabilities of every trained held-out position, most probable first."""
+    given = _arguments()
     overrides = [f"validation.samples={given.samples}"]
     config = load_trained_run(given.run, overrides, world_size=1)
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:

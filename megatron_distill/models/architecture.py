@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_distill.models.pipeline_stages import StageLayers, even_layers, stage_layers
 from megatron_distill.runtime.groups import Layout
 
 
@@ -172,6 +170,8 @@ class Execution:
     dtype: torch.dtype
     device: torch.device
     recompute: Recompute = field(default_factory=lambda: Recompute())
+    # Layers of each pipeline stage, virtual stages in the order of the forward pass; None: even.
+    layers_per_stage: tuple[int, ...] | None = None
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        pipeline_model_parallel_layout=stage_layers(architecture.num_layers, layout),
+        pipeline_model_parallel_layout=_stage_layers(architecture, layout, execution),
         context_parallel_size=layout.context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1 if expert > 1 else layout.tensor,
@@ -267,6 +267,15 @@ def transformer_config(
     )
 
 
+def _stage_layers(
+    architecture: Architecture, layout: Layout, execution: Execution
+) -> StageLayers | None:
+    layers = execution.layers_per_stage or even_layers(architecture.num_layers, layout.stages)
+    assert sum(layers) == architecture.num_layers, (layers, architecture.num_layers)
+    assert len(layers) == layout.stages, (layers, layout)
+    return stage_layers(layers, layout.pipeline)
+
+
 def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, object]:
     moe = architecture.moe
     if moe is None:
@@ -284,71 +293,6 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
         "moe_token_dispatcher_type": "alltoall" if on_cuda else "allgather",
         "moe_router_dtype": "fp32",
     }
-
-
-class StageLayers(PipelineParallelLayerLayout):
-    """Upstream's table of stages, for models with and without virtual stages in one process.
-
-    Upstream reads the number of virtual stages from a process-wide setting, but a teacher without
-    them may run beside a student that has them. Here a virtual stage of None is the first one.
-    """
-
-    def get_num_layers_to_build(
-        self,
-        layer_type: LayerType = LayerType.decoder,
-        vp_stage: int | None = None,
-        pp_rank: int | None = None,
-    ) -> int:
-        """Return the number of layers of a stage."""
-        return int(self.layout[_rank(pp_rank)][vp_stage or 0].count(layer_type))
-
-    def get_layer_offset(
-        self,
-        layer_type: LayerType = LayerType.decoder,
-        vp_stage: int | None = None,
-        pp_rank: int | None = None,
-    ) -> int:
-        """Return the number of layers in all earlier stages."""
-        before = (vp_stage or 0) * self.pipeline_model_parallel_size + _rank(pp_rank)
-        return sum(
-            stages[virtual].count(layer_type)
-            for rank, stages in enumerate(self.layout)
-            for virtual in range(self.virtual_pipeline_model_parallel_size)
-            if virtual * self.pipeline_model_parallel_size + rank < before
-        )
-
-
-def _rank(pp_rank: int | None) -> int:
-    """Return the pipeline rank; upstream passes None for this rank."""
-    return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-
-
-def stage_layers(num_layers: int, layout: Layout) -> StageLayers | None:
-    """Return the table of stages, or None if all hold the same number, as upstream assumes.
-
-    The remainder goes to the first stages, virtual ones in the order of the forward pass. The last
-    stage, which also has the head, is among those with the fewest layers.
-    """
-    stages = layout.pipeline * (layout.virtual_pipeline or 1)
-    fewest, surplus = divmod(num_layers, stages)
-    if not surplus:
-        return None
-    assert fewest > 0, (num_layers, stages)
-    table = [[LayerType.decoder] * (fewest + (stage < surplus)) for stage in range(stages)]
-    table[0].insert(0, LayerType.embedding)
-    table[-1].append(LayerType.loss)
-    return StageLayers(table, layout.pipeline)
-
-
-def ranks_of_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each layer, for any number of layers and stages."""
-    stages = layout.pipeline * (layout.virtual_pipeline or 1)
-    fewest, surplus = divmod(num_layers, stages)
-    return tuple(
-        stage % layout.pipeline
-        for stage in range(stages)
-        for _ in range(fewest + (stage < surplus))
-    )
 
 
 # Padding, regularisation and initialisation: a further run may change them.

@@ -100,6 +100,8 @@ def build_gpt(
 ) -> list[HiddenStateGPT]:
     """Build this rank's model chunks: one, or one per virtual pipeline stage.
 
+    The stages hold `execution.layers_per_stage`.
+
     `interleaved` false ignores the layout's virtual stages (a forward-only model needs none). With
     a seed the weights are random, a function of (seed, parameter name) alone. Without one they are
     uninitialised, for a checkpoint to fill.

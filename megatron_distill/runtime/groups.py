@@ -36,6 +36,11 @@ class Layout:
         """Number of ranks that together hold one copy of the model and one sequence."""
         return self.tensor * self.pipeline * self.context
 
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages, virtual ones included."""
+        return self.pipeline * (self.virtual_pipeline or 1)
+
     def without_virtual_stages(self) -> Layout:
         """The same layout with one model chunk per pipeline stage."""
         return replace(self, virtual_pipeline=None)

@@ -19,6 +19,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.losses import BalanceState
 from megatron_distill.models.architecture import Architecture, architecture_differences
 from megatron_distill.models.gpt import HiddenStateGPT
+from megatron_distill.models.pipeline_stages import StageLayers, even_layers
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint.folder import (
@@ -69,7 +70,7 @@ class RunState:
                     bad_steps=self.bad_steps,
                     architecture=self.architecture.as_dict(),
                     tokenizer=self.tokenizer_hash,
-                    layout=_layout_name(self.student.groups),
+                    layout=_layout_name(self.student),
                     data=loader.state_dict(),
                     balance=self.balance.as_dict(),
                     features=self._features(),
@@ -85,7 +86,7 @@ class RunState:
         """
         description = Description.read(folder)
         self.require_same(description, folder)
-        same_layout = description.layout == _layout_name(self.student.groups)
+        same_layout = description.layout == _layout_name(self.student)
         state = self._sharded(is_loading=True, with_rng=same_layout)
         loaded = load_state({**state, "optimizer": shards_of(state["optimizer"])}, folder)
         load_chunks(self.student.chunks, loaded)
@@ -205,12 +206,19 @@ def saved_balance(description: Description, folder: Path) -> BalanceState:
         ) from error
 
 
-def _layout_name(groups: Groups) -> str:
-    layout = groups.layout
+def _layout_name(student: Student) -> str:
+    """Name the layout; layers per stage are part of it where they are not spread evenly."""
+    groups, config = student.groups, student.chunks[0].config
+    layout, table = groups.layout, config.pipeline_model_parallel_layout
+    layers: tuple[int, ...] = ()
+    if isinstance(table, StageLayers) and table.layers != even_layers(
+        config.num_layers, layout.stages
+    ):
+        layers = table.layers
     return (
         f"tp{layout.tensor}-pp{layout.pipeline}-vpp{layout.virtual_pipeline or 1}-"
         f"cp{layout.context}-ep{layout.expert}-dp{groups.data.size()}"
-    )
+    ) + (f"-layers{'.'.join(map(str, layers))}" if layers else "")
 
 
 def _sharded_rng(groups: Groups) -> ShardedObject:

@@ -23,6 +23,7 @@ __all__ = [
     "StepFlops",
     "Throughput",
     "forward_flops_per_token",
+    "head_flops_per_token",
     "mfu",
     "peak_flops_per_second",
     "peak_memory_bytes",
@@ -94,8 +95,13 @@ def forward_flops_per_token(
     width = moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
     mlp = 2 * (3 if model.is_gated else 2) * hidden * width
     router = 2 * hidden * moe.num_experts if moe else 0
-    head = 2 * hidden * model.vocab_size
-    return model.num_layers * (projections + attention + mlp + router) + head
+    layers = model.num_layers * (projections + attention + mlp + router)
+    return layers + head_flops_per_token(model)
+
+
+def head_flops_per_token(model: Architecture) -> float:
+    """Return the FLOPs of the output head in one token's forward pass."""
+    return 2.0 * model.hidden_size * model.vocab_size
 
 
 def _attended_positions(model: Architecture, length: int) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import BalanceMode, BalanceState, ValueSchedule
+from megatron_distill.losses import BalanceMode, BalanceState, FeaturePair, ValueSchedule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.test_models import LENGTH, packed_batch
@@ -18,7 +18,7 @@ from tests.reference.llama import Heads, Packed
 
 if TYPE_CHECKING:
     from megatron_distill.models.gpt import HiddenStateGPT
-    from megatron_distill.runtime.groups import Groups
+    from megatron_distill.runtime.groups import Groups, Layout
     from megatron_distill.train.balancing import Balancing
     from megatron_distill.train.features import FeatureLosses
     from megatron_distill.train.objective import TokenObjective
@@ -221,6 +221,19 @@ def build_balancing(setting: Setting, objective: TokenObjective) -> Balancing:
     return Balancing(setting.mode, schedules, per_micro_batch=setting.per_micro_batch)
 
 
+def even_routes(pairs: Sequence[FeaturePair], teacher_layers: int, layout: Layout) -> Any:
+    """The routes of features where both models have even stages."""
+    from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
+    from megatron_distill.train.teachers.live import routes
+
+    ranks = layout.pipeline
+    return routes(
+        pairs,
+        of_student=ranks_of_layers(even_layers(4, layout.stages), ranks),
+        of_teacher=ranks_of_layers(even_layers(teacher_layers, ranks), ranks),
+    )
+
+
 def take_step(rank: int, world: int, setting: Setting) -> Found:
     """Forward and backward of one step, gradients reduced and not applied."""
     with megatron_groups(**setting.layout) as groups:
@@ -229,14 +242,13 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         from megatron_distill.ops import LogitRule
         from megatron_distill.train.objective import TokenObjective
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teachers.live import FeatureTeacher, routes
+        from megatron_distill.train.teachers.live import FeatureTeacher
 
         student = build_student(groups, setting.recompute)
         online = build_teacher(groups, setting.teacher)
         losses = build_losses(setting, groups)
         losses.attach(student.chunks)
-        depth = online.architecture.num_layers
-        ways = routes(losses.pairs, student_layers=4, teacher_layers=depth, layout=groups.layout)
+        ways = even_routes(losses.pairs, online.architecture.num_layers, groups.layout)
         objective = TokenObjective(
             ce_weight=setting.ce_weight,
             terms=(Term("forward_kl", weight=setting.kd_weight),) if setting.kd_weight else (),

@@ -209,10 +209,11 @@ def owners(rank: int, world: int, layout: dict[str, Any], depth: int) -> list[in
 def test_layers_are_looked_for_where_they_are(
     pool: Pool, layout: dict[str, Any], depth: int
 ) -> None:
-    from megatron_distill.models.architecture import ranks_of_layers
+    from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
     from megatron_distill.runtime.groups import Layout
 
     found = pool.run(2, owners, layout, depth)
-    ranks = ranks_of_layers(depth, Layout(**layout))
+    whole = Layout(**layout)
+    ranks = ranks_of_layers(even_layers(depth, whole.stages), whole.pipeline)
     for rank, layers in enumerate(found):
         assert layers == [layer for layer in range(1, depth + 1) if ranks[layer - 1] == rank]

@@ -182,13 +182,14 @@ def test_frequencies_are_those_of_transformers_to_the_last_bit_but_one(
 
 def _stages(rank: int, world: int) -> list[Any]:
     small_architecture()
-    from megatron_distill.models.architecture import stage_layers
-    from megatron_distill.runtime.groups import Layout
+    from megatron_distill.models.pipeline_stages import even_layers, stage_layers
 
     found: list[Any] = []
     for layers, pipeline, virtual in ((5, 2, None), (5, 2, 2), (7, 3, 2), (11, 4, None)):
-        table = stage_layers(layers, Layout(pipeline=pipeline, virtual_pipeline=virtual))
+        counts = even_layers(layers, pipeline * (virtual or 1))
+        table = stage_layers(counts, pipeline)
         assert table is not None
+        assert table.layers == counts
         stages = [(stage, rank) for stage in range(virtual or 1) for rank in range(pipeline)]
         found.append(
             [
@@ -199,8 +200,8 @@ def _stages(rank: int, world: int) -> list[Any]:
                 for stage, rank in stages
             ]
         )
-    assert stage_layers(8, Layout(pipeline=2, virtual_pipeline=2)) is None
-    assert stage_layers(3, Layout()) is None
+    assert stage_layers((2, 2, 2, 2), 2) is None
+    assert stage_layers((3,), 1) is None
     return found
 
 

@@ -218,6 +218,16 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "capped logits TP2": (2, CAPPED, (TENSOR,)),
     "uneven PP2": (2, UNEVEN, (PIPELINE,)),
     "uneven PP2+virtual": (2, UNEVEN, (PIPELINE, VIRTUAL)),
+    "layers per stage PP2": (
+        2,
+        UNEVEN,
+        (PIPELINE, "parallel.layers_per_stage={student: [1, 4], teacher: [1, 2]}"),
+    ),
+    "layers per stage PP2+virtual": (
+        2,
+        UNEVEN,
+        (PIPELINE, VIRTUAL, "parallel.layers_per_stage.student=[1, 1, 2, 1]"),
+    ),
     "uneven PP4": (4, (*UNEVEN, "teacher.architecture.num_layers=4"), ("parallel.pipeline=4",)),
     "one expert each EP2": (2, SWITCH, (EXPERT,)),
     "Gemma-like CP2": (2, GEMMA, (CONTEXT,)),
@@ -226,7 +236,10 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 }
 
 
-QUICK_FAMILIES = ("Gemma-like PP2+virtual, recompute",)
+QUICK_FAMILIES = (
+    "layers per stage PP2",
+    "Gemma-like PP2+virtual, recompute",
+)
 
 
 @pytest.mark.parametrize("family", quick_and_slow(FAMILIES, QUICK_FAMILIES))

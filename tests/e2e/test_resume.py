@@ -37,6 +37,8 @@ COMMON = (
     "data.validation_fraction=0.2",
 )
 TENSOR = "parallel.tensor=2"
+FOUR = "parallel.tensor=4"
+LATE = "parallel.layers_per_stage.student=[1,3]"
 SEQUENCE = "parallel.sequence=true"
 PIPELINE = "parallel.pipeline=2"
 VIRTUAL = "parallel.virtual_pipeline=2"
@@ -101,6 +103,11 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
     "TP2 to CP2": ("dense", (2, (TENSOR,)), (2, (CONTEXT,))),
     "PP2+virtual to TP2+sequence": ("dense", (2, (PIPELINE, VIRTUAL)), (2, (TENSOR, SEQUENCE))),
     "DP2xTP2 to PP2+virtual": ("dense", (4, (TENSOR,)), (2, (PIPELINE, VIRTUAL))),
+    "layers per stage PP2 to PP2+virtual": (
+        "dense", (2, (PIPELINE, LATE)), (2, (PIPELINE, VIRTUAL)),
+    ),
+    "TP4 on 2 KV heads to one rank": ("dense", (4, (FOUR,)), (1, ())),
+    "one rank to TP4 on 2 KV heads": ("dense", (1, ()), (4, (FOUR, SEQUENCE))),
     "whole optimizer, DP2 to TP2": ("dense", (2, (WHOLE,)), (2, (WHOLE, TENSOR))),
     "to a whole optimizer": ("dense", (2, ()), (2, (WHOLE,))),
     "from a whole optimizer": ("dense", (2, (WHOLE,)), (2, ())),

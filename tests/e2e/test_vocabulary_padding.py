@@ -7,6 +7,7 @@ padding that is lost, added or changed on its way out.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,31 @@ def test_a_student_leaves_with_its_own_rows(
         assert after[name].shape == before[name].shape == (304, 32)
         assert torch.equal(after[name][301:], before[name][301:])
         assert not torch.equal(after[name][:301], before[name][:301])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_is_never_written_by_transformers(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+    from megatron_distill.evaluation.generate import Sampling, write_text
+
+    folder = Path(shutil.copytree(models / "student", tmp_path / "student"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][301] *= 1e3  # one of the two has the largest logit of all
+    tensors["lm_head.weight"][302] = -tensors["lm_head.weight"][301]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    largest = reference(folder)(torch.arange(9)[None]).logits.argmax(-1)
+    assert bool((largest >= 301).all()), "else this test shows nothing"
+    seen: list[int] = []
+    monkeypatch.setattr(
+        HuggingFaceTokenizer, "decode", lambda _, ids: "" if seen.extend(ids) else "text"
+    )
+    write_text(folder, "def ", Sampling(max_new_tokens=20, temperature=temperature))
+    assert len(seen) > 10
+    assert max(seen) < 301
 
 
 def test_a_store_serves_a_student_of_another_padding(

@@ -50,6 +50,36 @@ def _pipeline(job: JobConfig) -> Iterator[Problem]:
         yield without_effect(key, parallel.virtual_pipeline, reason, instead=None)
 
 
+def _layers_per_stage(job: JobConfig) -> Iterator[Problem]:
+    """One number per stage; the sum is compared with the depth where that is known."""
+    parallel = job.parallel
+    for role in ("student", "teacher"):
+        layers: tuple[int, ...] | None = getattr(parallel.layers_per_stage, role)
+        if layers is None:
+            continue
+        key, keys = f"parallel.layers_per_stage.{role}", ["parallel.pipeline"]
+        model = job.models.get(role)
+        if model is None or model.store is not None:
+            has = "has no student" if role == "student" else "has no live teacher"
+            yield without_effect(key, list(layers), f"because this job {has}", instead=None)
+            continue
+        stages, words = parallel.pipeline, f"parallel.pipeline = {parallel.pipeline}"
+        if role == "student" and parallel.virtual_pipeline is not None:
+            keys.append("parallel.virtual_pipeline")
+            stages *= parallel.virtual_pipeline
+            words += f" times parallel.virtual_pipeline = {parallel.virtual_pipeline}"
+        if min(layers) < 1:
+            yield Problem(
+                (key,), f"{key} = {list(layers)}: each stage needs a layer; write 1 or more for it"
+            )
+        if len(layers) != stages:
+            yield Problem(
+                (key, *keys),
+                f"{key} = {list(layers)}: {counted(len(layers), 'number')}, but {words} needs one "
+                f"for each of {counted(stages, 'stage')}; list {stages}",
+            )
+
+
 def _sequence(job: JobConfig) -> Iterator[Problem]:
     parallel, length = job.parallel, job.data.sequence_length
     if parallel.sequence and parallel.tensor < 2:
@@ -182,6 +212,7 @@ def _backend(job: JobConfig) -> Iterator[Problem]:
 _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _models,
     _pipeline,
+    _layers_per_stage,
     _sequence,
     _experts,
     _sources,

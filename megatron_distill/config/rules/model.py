@@ -23,6 +23,7 @@ def architecture_problems(
     yield from _tensor(architecture, name, parallel.tensor)
     chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
     yield from _layers(architecture, name, parallel.pipeline, chunks)
+    yield from _layers_per_stage(architecture, role, parallel, chunks)
     yield from _experts(architecture, name, parallel)
 
 
@@ -148,7 +149,6 @@ def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Probl
                 f"parallel.tensor = {tensor}: does not divide {name}.{key} = {size}; "
                 f"use {_divisors(size)}",
             )
-
     yield from _key_heads(shape, name, tensor)
 
 
@@ -177,6 +177,7 @@ def _key_heads(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Pr
             f"= {count} is smaller; use {_divisors(count)}",
         )
 
+
 def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) -> Iterator[Problem]:
     if shape.num_layers >= pipeline * chunks:
         return
@@ -190,6 +191,21 @@ def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) ->
         f"{words}: more stages than {name}.num_layers = {shape.num_layers}; each stage needs a "
         "layer: lower parallel.pipeline or raise the depth",
     )
+
+
+def _layers_per_stage(
+    shape: ArchitectureConfig, role: str, parallel: ParallelConfig, chunks: int
+) -> Iterator[Problem]:
+    layers: tuple[int, ...] | None = getattr(parallel.layers_per_stage, role)
+    if layers is None or len(layers) != parallel.pipeline * chunks:
+        return  # the number of stages is a rule of its own
+    if sum(layers) != shape.num_layers:
+        key, depth = f"parallel.layers_per_stage.{role}", f"{role}.architecture.num_layers"
+        yield Problem(
+            (key, depth),
+            f"{key} = {list(layers)}: {sum(layers)} layers in all, but {depth} = "
+            f"{shape.num_layers}; change the numbers so that their sum is {shape.num_layers}",
+        )
 
 
 def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> Iterator[Problem]:

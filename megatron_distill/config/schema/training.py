@@ -15,6 +15,7 @@ __all__ = [
     "ParallelConfig",
     "RuntimeConfig",
     "ScheduleConfig",
+    "StageLayersConfig",
     "TrainConfig",
     "ValidationConfig",
     "WandbConfig",
@@ -203,6 +204,29 @@ class LoggingConfig(Section):
     )
 
 
+class StageLayersConfig(Section):
+    """Layers of each pipeline stage, first to last; null: chosen by the work of the stages."""
+
+    student: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        strict=False,
+        examples=[[9, 9, 9, 5]],
+        description="The student's. With virtual stages one number per chunk, in the order of the "
+        "forward pass: chunk 0 of every rank, then chunk 1. null: the last stage, which also has "
+        "the output heads of student and live teacher, holds fewer layers where that shortens the "
+        "most expensive stage.",
+    )
+    teacher: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        strict=False,
+        examples=[[20, 20, 20, 20]],
+        description="A live teacher's, which has no virtual stages; null: evenly, the remainder on "
+        "the first stages.",
+    )
+
+
 class ParallelConfig(Section):
     """The layout of student and teacher; the remaining factor is data-parallel."""
 
@@ -226,6 +250,9 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="Expert-parallel size: data-parallel ranks that share the experts.",
+    )
+    layers_per_stage: StageLayersConfig = Field(
+        default=StageLayersConfig(), description="Layers of each pipeline stage."
     )
     sequence: bool = Field(
         default=False,

@@ -21,6 +21,7 @@ from megatron_distill.losses import FeaturePair, RatioBalance, ScoreRule, ValueS
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
+from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.data import read_validation
@@ -31,6 +32,7 @@ from megatron_distill.train.assemble.models import (
     find_teacher,
 )
 from megatron_distill.train.assemble.sources import source_names
+from megatron_distill.train.assemble.stages import student_layers, teacher_layers
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.assemble.tokenizer import Vocabulary
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -165,11 +167,13 @@ def build_features(
         groups=groups,
         device=device,
     )
+    layout = groups.layout
     ways = routes(
         pairs,
-        student_layers=student.num_layers,
-        teacher_layers=teacher.num_layers,
-        layout=groups.layout,
+        of_student=ranks_of_layers(
+            student_layers(config, student, teacher, layout=layout), layout.pipeline
+        ),
+        of_teacher=ranks_of_layers(teacher_layers(config, teacher, layout=layout), layout.pipeline),
     )
     return Features(losses, FeatureTeacher(online, ways))
 

@@ -18,7 +18,9 @@ from megatron_distill.config import (
     TermConfig,
     check_architecture,
 )
+from megatron_distill.data.tokenizers.open import holds_tokenizer
 from megatron_distill.errors import CheckpointError, ConfigError, counted
+from megatron_distill.log import get_logger
 from megatron_distill.losses import Term
 from megatron_distill.models.architecture import Architecture, Execution, Recompute
 from megatron_distill.models.gpt import HiddenStateGPT, align_head, build_gpt, vocab_shard
@@ -40,6 +42,7 @@ from megatron_distill.runtime.groups import (
 )
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.stages import student_layers, teacher_layers
 from megatron_distill.train.assemble.tokenizer import Vocabulary
 from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
@@ -47,13 +50,26 @@ from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import check_same_model, saved_architecture
 from megatron_distill.train.teachers.live import OnlineTeacher
 
+_LOGGER = get_logger(__name__)
 _TEACHER_SEED_OFFSET = 1
 
 
 def build_student(
-    config: RunConfig, origin: Origin, *, groups: Groups, execution: Execution
+    config: RunConfig,
+    origin: Origin,
+    *,
+    groups: Groups,
+    execution: Execution,
+    teacher: Architecture | None = None,
 ) -> list[HiddenStateGPT]:
-    """Build the student's chunks with the weights of its origin, or random ones."""
+    """Build the student's chunks with the weights of its origin, or random ones.
+
+    `teacher` is the live teacher's architecture, whose head counts as work of the last stage.
+    """
+    layers = student_layers(config, origin.architecture, teacher, layout=groups.layout)
+    if len(set(layers)) > 1:
+        _LOGGER.info("student: %s layers per pipeline stage", ", ".join(map(str, layers)))
+    execution = replace(execution, layers_per_stage=layers)
     return _build(origin, groups=groups, execution=execution, seed=config.seed)
 
 
@@ -82,10 +98,11 @@ def build_online_teacher(
     The model may have more or fewer rows than the model that `shard` belongs to, but all of its
     real ids.
     """
+    layers = teacher_layers(config, origin.architecture, layout=groups.layout)
     (model,) = _build(
         origin,
         groups=groups,
-        execution=execution,
+        execution=replace(execution, layers_per_stage=layers),
         seed=teacher_seed(config),
         interleaved=False,
     )
@@ -224,7 +241,14 @@ def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
     if model.hf is None:
         with together():
             return read_origin(model, role, config, vocabulary)
-    described = _described_on_first_rank(Path(model.hf).expanduser())
+    folder = Path(model.hf).expanduser()
+    described = _described_on_first_rank(folder)
+    rows = described.architecture.vocab_size
+    if vocabulary.size < rows and not holds_tokenizer(folder):
+        _LOGGER.warning(
+            "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
+            *(role, model.hf, rows - vocabulary.size, rows),
+        )
     with together():
         return _fitted(_from_hugging_face(model.hf, described), model, role, config, vocabulary)
 

@@ -41,7 +41,6 @@ from megatron_distill.train.assemble.start import note_start, plain_settings
 from megatron_distill.train.assemble.stored import Stored, require_samples
 from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
-from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.loop import LoopPlan, Parts, train
 from megatron_distill.train.metrics import (
     JsonLinesSink,
@@ -117,9 +116,7 @@ def _assemble(
             keep_assets(config, tokenizer)
     config = with_computed_steps(config, tokenizer, distillation.stored, device=device.torch_device)
     require_samples(config, distillation.stored)
-    state = _build_state(
-        config, origin, execution, groups, vocabulary, distillation.objective.features
-    )
+    state = _build_state(config, origin, execution, groups, vocabulary, distillation)
     resources.callback(state.checkpoints.close)
     balancing = build_balancing(config.objective, distillation.objective)
     newest = _checkpoint_to_resume(config, state)
@@ -225,10 +222,17 @@ def _build_state(
     execution: Execution,
     groups: Groups,
     vocabulary: Vocabulary,
-    features: FeatureLosses | None,
+    distillation: Distillation,
 ) -> RunState:
     """Build the student, its optimizer and its schedule, at step 0."""
-    chunks = build_student(config, origin, groups=groups, execution=execution)
+    online, features = distillation.online, distillation.objective.features
+    chunks = build_student(
+        config,
+        origin,
+        groups=groups,
+        execution=execution,
+        teacher=online.architecture if online else None,
+    )
     if features is not None:
         features.attach(chunks)
     wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)

@@ -18,6 +18,7 @@ _ONE_PROCESS = (
     "parallel.tensor=1",
     "parallel.pipeline=1",
     "parallel.virtual_pipeline=null",
+    "parallel.layers_per_stage={student: null, teacher: null}",
     "parallel.context=1",
     "parallel.expert=1",
     "parallel.sequence=false",

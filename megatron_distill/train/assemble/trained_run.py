@@ -48,7 +48,14 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
             device=device.torch_device,
             resources=resources,
         )
-        chunks = build_student(config, origin, groups=groups, execution=execution)
+        online = distillation.online
+        chunks = build_student(
+            config,
+            origin,
+            groups=groups,
+            execution=execution,
+            teacher=online.architecture if online else None,
+        )
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses import FeaturePair
-from megatron_distill.models.architecture import Architecture, ranks_of_layers
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.runtime.groups import Groups, Layout
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState, WithFeatures
 from megatron_distill.train.pipeline_schedule import run_schedule
 
@@ -33,11 +33,12 @@ class Route:
 
 
 def routes(
-    pairs: Sequence[FeaturePair], *, student_layers: int, teacher_layers: int, layout: Layout
+    pairs: Sequence[FeaturePair], *, of_student: Sequence[int], of_teacher: Sequence[int]
 ) -> tuple[Route, ...]:
-    """Return the routes of all teacher features, without duplicates, in one order on all ranks."""
-    of_teacher = ranks_of_layers(teacher_layers, layout.without_virtual_stages())
-    of_student = ranks_of_layers(student_layers, layout)
+    """Return the routes of all teacher features, without duplicates, in one order on all ranks.
+
+    `of_student` and `of_teacher` are the pipeline ranks of the layers; see `ranks_of_layers`.
+    """
     wanted = {
         ((what, pair.teacher), of_student[pair.student - 1])
         for pair in pairs

@@ -26,6 +26,20 @@ BROKEN = {
         "data.sequence_length = 66: with parallel.context = 2 it must be a multiple of "
         "2 * parallel.context = 4",
     ),
+    "numbers of layers over stages": (
+        ["parallel={pipeline: 2, layers_per_stage: {student: [4]}}"],
+        "parallel.layers_per_stage.student = [4]: 1 number, but parallel.pipeline = 2 needs one "
+        "for each of 2 stages; list 2",
+    ),
+    "a stage without layers": (
+        ["parallel={pipeline: 2, layers_per_stage: {student: [4, 0]}}"],
+        "parallel.layers_per_stage.student = [4, 0]: each stage needs a layer; write 1 or more",
+    ),
+    "numbers of layers over virtual stages": (
+        ["parallel={pipeline: 2, virtual_pipeline: 2, layers_per_stage: {student: [2, 2]}}"],
+        "parallel.layers_per_stage.student = [2, 2]: 2 numbers, but parallel.pipeline = 2 times "
+        "parallel.virtual_pipeline = 2 needs one for each of 4 stages; list 4",
+    ),
     "source without paths": (
         ["data.sources.0.format=jsonl"],
         "data.sources.0.paths = []: format jsonl needs at least one path",

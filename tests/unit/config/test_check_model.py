@@ -118,6 +118,16 @@ BROKEN = {
         "student.architecture.post_norms = true: not supported with experts "
         "(student.architecture.moe); set post_norms=false or moe=null",
     ),
+    "layers per stage": (
+        ["parallel={pipeline: 2, layers_per_stage: {student: [3, 2]}}"],
+        "parallel.layers_per_stage.student = [3, 2]: 5 layers in all, but "
+        "student.architecture.num_layers = 4; change the numbers so that their sum is 4",
+    ),
+    "layers per stage of the teacher": (
+        ["parallel={pipeline: 2, layers_per_stage: {teacher: [1, 2]}}"],
+        "parallel.layers_per_stage.teacher = [1, 2]: 3 layers in all, but "
+        "teacher.architecture.num_layers = 4",
+    ),
     "one expert of weight one": (
         ["student.architecture.moe={num_experts: 4, top_k: 1}"],
         "student.architecture.moe.top_k = 1: with renormalize = true",
@@ -140,18 +150,23 @@ BROKEN = {
 
 KEPT = [
     ["student.architecture.num_kv_heads=1"],
+    ["parallel.tensor=4", "student.architecture.num_kv_heads=2"],
+    ["parallel.tensor=4", "student.architecture.num_kv_heads=1"],
     ["teacher.architecture={hidden_size: 66, head_size: 8}"],
     ["student.architecture={head_size: 15, positions: learned}"],
     ["teacher.architecture.max_position_embeddings=64"],
     ["parallel={pipeline: 2, virtual_pipeline: 2}", "teacher.architecture.num_layers=2"],
     [EXPERTS, "parallel={expert: 2, tensor: 2, sequence: true}"],
     ["parallel={pipeline: 2, virtual_pipeline: 2}", "student.architecture.num_layers=5"],
+    [
+        "parallel={pipeline: 2, virtual_pipeline: 2, layers_per_stage: {student: [1, 2, 1, 1], "
+        "teacher: [3, 1]}}",
+        "student.architecture.num_layers=5",
+    ],
     ["student.architecture={head_size: 15, rotary_fraction: 0.4}"],
     ["student.architecture={sliding_window: 8, sliding_layers: [3], sliding_rope_base: 500}"],
     ["student.architecture={attention_softcap: 50, post_norms: true, embedding_scale: 8}"],
     ["student.architecture.moe={num_experts: 4, top_k: 1, renormalize: false}"],
-    ["parallel.tensor=4", "student.architecture.num_kv_heads=2"],
-    ["parallel.tensor=4", "student.architecture.num_kv_heads=1"],
 ]
 
 

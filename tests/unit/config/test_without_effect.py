@@ -69,6 +69,13 @@ WITHOUT_EFFECT: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             "objective.terms.0.divergence = 'reverse_kl'",
         ],
     ),
+    "stages of no live teacher": (
+        ["teacher=null", "parallel.layers_per_stage.teacher=[4]"],
+        [
+            "parallel.layers_per_stage.teacher = [4] has no effect because this job has no live "
+            "teacher",
+        ],
+    ),
     "support without top-k": (
         ["objective.terms=[{support: raw}]"],
         [

@@ -1,0 +1,113 @@
+"""The layers of each pipeline stage: their number by default, and Megatron-Core's table of them.
+
+Stages are in the order of the forward pass: with virtual stages first chunk 0 of every pipeline
+rank, then chunk 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+__all__ = [
+    "StageLayers",
+    "balanced_layers",
+    "even_layers",
+    "ranks_of_layers",
+    "stage_layers",
+]
+
+
+def even_layers(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage where all cost the same; the remainder goes to the first."""
+    fewest, surplus = divmod(num_layers, stages)
+    return tuple(fewest + (stage < surplus) for stage in range(stages))
+
+
+def balanced_layers(num_layers: int, stages: int, *, heads: float) -> tuple[int, ...]:
+    """Return the layers of each stage whose most expensive stage is cheapest.
+
+    `heads`: the work of the output heads, which the last stage has besides its layers, in layers.
+    Among equally good tables, the last stage has the most layers. Every stage has one at least,
+    where there are enough.
+    """
+    best = even_layers(num_layers, stages)
+    if stages == 1:
+        return best
+
+    def cost(layers: tuple[int, ...]) -> float:
+        return max(*layers[:-1], layers[-1] + heads)
+
+    for last in range(best[-1] - 1, 0, -1):
+        layers = (*even_layers(num_layers - last, stages - 1), last)
+        if cost(layers) < cost(best):
+            best = layers
+    return best
+
+
+class StageLayers(PipelineParallelLayerLayout):
+    """Upstream's table of stages, for models with and without virtual stages in one process.
+
+    Upstream reads the number of virtual stages from a process-wide setting, but a teacher without
+    them may run beside a student that has them. Here a virtual stage of None is the first one.
+    """
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of each stage, in the order of the forward pass."""
+        return tuple(
+            stages[virtual].count(LayerType.decoder)
+            for virtual in range(self.virtual_pipeline_model_parallel_size)
+            for stages in self.layout
+        )
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return the number of layers of a stage."""
+        return int(self.layout[_rank(pp_rank)][vp_stage or 0].count(layer_type))
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return the number of layers in all earlier stages."""
+        before = (vp_stage or 0) * self.pipeline_model_parallel_size + _rank(pp_rank)
+        return sum(
+            stages[virtual].count(layer_type)
+            for rank, stages in enumerate(self.layout)
+            for virtual in range(self.virtual_pipeline_model_parallel_size)
+            if virtual * self.pipeline_model_parallel_size + rank < before
+        )
+
+
+def _rank(pp_rank: int | None) -> int:
+    """Return the pipeline rank; upstream passes None for this rank."""
+    return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+
+
+def stage_layers(layers: Sequence[int], pipeline: int) -> StageLayers | None:
+    """Return the table of stages, or None if all hold the same number, as upstream assumes.
+
+    `layers` of each stage; `pipeline` ranks.
+    """
+    assert all(count > 0 for count in layers), layers
+    if len(set(layers)) == 1:
+        return None
+    table = [[LayerType.decoder] * count for count in layers]
+    table[0].insert(0, LayerType.embedding)
+    table[-1].append(LayerType.loss)
+    return StageLayers(table, pipeline)
+
+
+def ranks_of_layers(layers: Sequence[int], pipeline: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each layer, from the layers of each stage."""
+    return tuple(stage % pipeline for stage, count in enumerate(layers) for _ in range(count))
