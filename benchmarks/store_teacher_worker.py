@@ -25,25 +25,43 @@ def main() -> None:
     config = load_trained_run(given.run, overrides, world_size=1)
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.signals import HiddenState
-        from megatron_distill.train.assemble.data import read_validation
+        from megatron_distill.train.assemble.data import RunSamples, read_validation
         from megatron_distill.train.assemble.models import (
             build_online_teacher,
             execution_on,
             find_origin,
             job_groups,
         )
+        from megatron_distill.train.assemble.sources import data_options
         from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
-        with job_groups(config, trains=False) as groups:
-            tokenizer, vocabulary = open_tokenizer(config)
+        data, parallel = config.data, config.parallel
+        length = data.sequence_length
+        options = data_options(data, Path(config.output))
+        with job_groups(parallel, config.runtime, seed=config.seed, trains=False) as groups:
+            tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
             teacher = build_online_teacher(
-                config,
-                find_origin(config.student, "student", config, vocabulary),
+                find_origin(
+                    config.student,
+                    "student",
+                    vocabulary,
+                    parallel=parallel,
+                    sequence_length=length,
+                ),
+                seed=config.seed,
+                sequence_length=length,
                 groups=groups,
                 execution=execution_on(device, precision="fp32"),
             )
+            samples = RunSamples(
+                data=data,
+                options=options,
+                tokenizer=tokenizer,
+                seed=config.seed,
+                held_out=given.samples,
+            )
             held_out = read_validation(
-                config, tokenizer, None, groups=groups, device=torch.device("cpu")
+                samples, config.train, groups=groups, device=torch.device("cpu")
             )
             batches = [batch for step in held_out for batch in step.micro_batches]
             parts, sums, labels = [], [], []

@@ -50,7 +50,13 @@ def poisoned_step(
         moments = _as_bits(_moments(state))
         said = ""
         try:
-            train(parts, _plan(found), TerminationRequest())
+            train(
+                parts,
+                _plan(
+                    found.train, found.validation, found.checkpoint, found.optimizer.clip_grad_norm
+                ),
+                TerminationRequest(),
+            )
         except TrainingError as error:
             said = str(error)
         return said, _as_bits(weights) == before, _as_bits(_moments(state)) == moments

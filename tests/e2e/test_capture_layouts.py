@@ -61,14 +61,25 @@ def whole_logits(
         find_origin,
         job_groups,
     )
+    from megatron_distill.train.assemble.sources import data_options
     from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
-    with job_groups(config, trains=False) as groups:
-        _, vocabulary = open_tokenizer(config)
+    length = config.data.sequence_length
+    options = data_options(config.data, Path(config.folder))
+    with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
+        _, vocabulary = open_tokenizer(config.data, config.models, config.folder, options)
         assert config.teacher is not None
-        origin = find_origin(config.teacher, "teacher", config, vocabulary)
+        origin = find_origin(
+            config.teacher,
+            "teacher",
+            vocabulary,
+            parallel=config.parallel,
+            sequence_length=length,
+        )
         execution = execution_on(CPU, precision="fp32")
-        teacher = build_online_teacher(config, origin, groups=groups, execution=execution)
+        teacher = build_online_teacher(
+            origin, seed=config.seed, sequence_length=length, groups=groups, execution=execution
+        )
         flags = np.full(tokens.shape, FULLY_TRAINED, np.uint8)
         samples = [
             Sample(*row) for row in zip(tokens, docs, flags, range(len(tokens)), strict=True)

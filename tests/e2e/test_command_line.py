@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_distill.commands.shipped import shipped_folder
+from megatron_distill.commands.job import shipped_folder
 from tests.distributed.pool import Pool
 from tests.e2e.processes import PATIENCE, ROOT, SIGNALLING_TORCHRUN
 from tests.e2e.runs import Inputs, course, environment, run, step_records

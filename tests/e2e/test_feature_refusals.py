@@ -69,7 +69,13 @@ def poisoned_step(
         before = [weight.detach().clone() for weight in weights]
         said = ""
         try:
-            train(parts, _plan(found), TerminationRequest())
+            train(
+                parts,
+                _plan(
+                    found.train, found.validation, found.checkpoint, found.optimizer.clip_grad_norm
+                ),
+                TerminationRequest(),
+            )
         except TrainingError as error:
             said = str(error)
         same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))

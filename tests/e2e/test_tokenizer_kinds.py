@@ -217,10 +217,10 @@ def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     path = inputs.write("of_a_folder", f"student:\n  hf: {folder}\nteacher:\n  hf: {folder}\n")
     model = load_tokenizer(folder / "tokenizer.model")
-    _check_models(load_config(path, []), model)
+    _check_models(load_config(path, []).models, model)
     other = SentencePieceTokenizer(sentencepiece_model("suffix"), name="other")
     with pytest.raises(ConfigError, match="use one tokenizer for data and models"):
-        _check_models(load_config(path, []), other)
+        _check_models(load_config(path, []).models, other)
 
 
 @pytest.mark.slow

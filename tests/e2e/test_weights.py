@@ -139,7 +139,13 @@ def train_and_look_at_the_teacher(
             for chunk in parts.state.student.chunks
             for name, tensor in chunk.named_parameters()
         }
-        train(parts, _plan(config), TerminationRequest())
+        train(
+            parts,
+            _plan(
+                config.train, config.validation, config.checkpoint, config.optimizer.clip_grad_norm
+            ),
+            TerminationRequest(),
+        )
         own = {id(parameter) for parameter in model.parameters()}
         wrapped = [p for chunk in parts.state.student.wrapped for p in chunk.parameters()]
         held = [

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron_distill.config import (
     PARAMETERS,
     ArchitectureConfig,
-    JobConfig,
     ModelConfig,
-    RunConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    RuntimeConfig,
     TermConfig,
     check_architecture,
 )
@@ -41,7 +42,7 @@ from megatron_distill.runtime.groups import (
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.tokenizer import Vocabulary
-from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint.folder import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import check_same_model, saved_architecture
@@ -51,37 +52,25 @@ _TEACHER_SEED_OFFSET = 1
 
 
 def build_student(
-    config: RunConfig, origin: Origin, *, groups: Groups, execution: Execution
+    origin: Origin, *, seed: int, groups: Groups, execution: Execution
 ) -> list[HiddenStateGPT]:
     """Build the student's chunks with the weights of its origin, or random ones."""
-    return _build(origin, groups=groups, execution=execution, seed=config.seed)
+    return _build(origin, groups=groups, execution=execution, seed=seed)
 
 
-def find_teacher(config: RunConfig, student: Architecture, vocabulary: Vocabulary) -> Origin | None:
-    """Return the live teacher's origin; None without a teacher, or where it is a store.
+def check_vocabularies(section: ModelConfig, student: Architecture, teacher: Architecture) -> None:
+    """Raise ConfigError unless student and teacher have vocabularies of the same size.
 
-    Raises ConfigError or CheckpointError on all ranks, as `find_origin`, and where the vocabularies
-    differ.
-
-    Collective: world, short objects.
+    `section` describes the student, for the key to change.
     """
-    if config.teacher is None or config.teacher.store is not None:
-        return None
-    origin = find_origin(config.teacher, "teacher", config, vocabulary)
-    check_vocabularies(config, student, origin.architecture)
-    return origin
-
-
-def check_vocabularies(config: RunConfig, student: Architecture, teacher: Architecture) -> None:
-    """Raise ConfigError unless student and teacher have vocabularies of the same size."""
     if student.vocab_size == teacher.vocab_size:
         return
     change = (
         f"set student.architecture.vocab_size to {teacher.vocab_size} and use the teacher's "
         "tokenizer"
     )
-    if config.student.architecture is None:
-        source = "hf" if config.student.hf is not None else "checkpoint"
+    if section.architecture is None:
+        source = "hf" if section.hf is not None else "checkpoint"
         change = (
             f"choose a student.{source} with {teacher.vocab_size} tokens, or another teacher; a "
             "student that starts from random weights has student.architecture.vocab_size"
@@ -93,20 +82,17 @@ def check_vocabularies(config: RunConfig, student: Architecture, teacher: Archit
 
 
 def build_online_teacher(
-    config: JobConfig,
     origin: Origin,
     *,
+    seed: int,
+    sequence_length: int,
     groups: Groups,
     execution: Execution,
     shard: VocabShard | None = None,
 ) -> OnlineTeacher:
     """Build the frozen model; its head has the columns of `shard`, or else the model's own."""
     (model,) = _build(
-        origin,
-        groups=groups,
-        execution=execution,
-        seed=teacher_seed(config),
-        interleaved=False,
+        origin, groups=groups, execution=execution, seed=teacher_seed(seed), interleaved=False
     )
     model.requires_grad_(False)
     model.eval()
@@ -120,45 +106,45 @@ def build_online_teacher(
         architecture=origin.architecture,
         head_weight=head,
         groups=groups,
-        sequence_length=config.data.sequence_length,
+        sequence_length=sequence_length,
     )
 
 
-def teacher_seed(config: JobConfig) -> int:
+def teacher_seed(seed: int) -> int:
     """Return the seed of a teacher's random weights, which differs from the student's."""
-    return config.seed + _TEACHER_SEED_OFFSET
+    return seed + _TEACHER_SEED_OFFSET
 
 
 def build_objective(
-    config: RunConfig,
-    architecture: Architecture,
+    section: ObjectiveConfig,
     terms: Sequence[Term],
+    architecture: Architecture,
     *,
-    settings: CaptureSettings | None,
+    metrics: tuple[str, ...],
     groups: Groups,
 ) -> TokenObjective:
     """Translate the configured objective for a student of this architecture.
 
-    `settings` are those of the teacher's stores, if there are any.
+    `metrics` are the names of figures that are measured beside the losses.
     """
-    metrics: tuple[str, ...] = ()
-    if settings is not None:
-        metrics = _stored_metrics(settings)
-    elif config.teacher is not None:
-        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
-        metrics += ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
     return TokenObjective(
-        ce_weight=config.objective.ce_weight,
+        ce_weight=section.ce_weight,
         terms=terms,
         metrics=metrics,
-        chunk_tokens=config.objective.chunk_tokens,
+        chunk_tokens=section.chunk_tokens,
         shard=vocab_shard(architecture, groups),
         logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
         groups=groups,
     )
 
 
-def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
+def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a live teacher."""
+    ranked = ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
+    return ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement", *ranked)
+
+
+def stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     """Return the names of the reported metrics of a stored teacher."""
     is_whole = settings.normalised_over == "vocabulary"
     scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
@@ -166,16 +152,16 @@ def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     return (*scalars, "student_entropy", *ranked)
 
 
-def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ...]:
+def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term, ...]:
     """Translate the configured terms.
 
     Raises ConfigError, on all ranks, for a top-k larger than the vocabulary.
     """
-    for index, term in enumerate(config.objective.terms):
-        if term.top_k is not None and term.top_k > architecture.vocab_size:
+    for index, term in enumerate(sections):
+        if term.top_k is not None and term.top_k > vocab_size:
             raise ConfigError(
                 f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
-                f"{architecture.vocab_size} tokens; lower it, or leave it out to compare all"
+                f"{vocab_size} tokens; lower it, or leave it out to compare all"
             )
     schedules = {"weight_schedule", "temperature_schedule"}
     return tuple(
@@ -184,8 +170,17 @@ def build_terms(config: RunConfig, architecture: Architecture) -> tuple[Term, ..
             parameters=term.parameters,
             temperatures=_temperatures(term),
         )
-        for term in config.objective.terms
+        for term in sections
     )
+
+
+def export_source(student: ModelConfig) -> Path | None:
+    """Return the Hugging Face folder of the student's initial weights, if there is one."""
+    if student.hf is not None:
+        return Path(student.hf).expanduser()
+    if student.checkpoint is not None:
+        return assets_of(resolve_checkpoint(student.checkpoint))
+    return None
 
 
 def _temperatures(term: TermConfig) -> tuple[float, float] | None:
@@ -230,7 +225,14 @@ class Origin:
             fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
 
 
-def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+def find_origin(
+    model: ModelConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    *,
+    parallel: ParallelConfig,
+    sequence_length: int,
+) -> Origin:
     """Return the origin of a section's model, with an architecture that fits this run.
 
     Raises ConfigError or CheckpointError on all ranks: nothing there, another tokenizer, a
@@ -238,44 +240,53 @@ def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
 
     Collective: world, short objects.
     """
-    if model.hf is None:
-        with together():
-            return read_origin(model, role, config, vocabulary)
-    described = _described_on_first_rank(Path(model.hf).expanduser())
+    described = None
+    if model.hf is not None:
+        described = _described_on_first_rank(Path(model.hf).expanduser())
     with together():
-        return _fitted(_from_hugging_face(model.hf, described), model, role, config, vocabulary)
+        return read_origin(
+            model,
+            role,
+            vocabulary,
+            parallel=parallel,
+            sequence_length=sequence_length,
+            described=described,
+        )
 
 
-def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+def read_origin(
+    model: ModelConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    *,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    described: ModelDescription | None = None,
+) -> Origin:
     """Return the result of `find_origin`, in a process without a world.
 
-    Raises ConfigError or CheckpointError. An unknown vocabulary size is not compared.
+    `described` is that of `model.hf`, where it is known. Raises ConfigError or CheckpointError. An
+    unknown vocabulary size is not compared.
     """
     if model.hf is not None:
         folder = Path(model.hf).expanduser()
-        origin = _from_hugging_face(model.hf, _described_and_checked(folder))
+        found = described or _described_and_checked(folder)
+        origin = Origin(found.architecture, lambda: HuggingFaceWeights(folder, found))
     elif model.checkpoint is not None:
-        origin = _from_checkpoint(model, config, vocabulary)
+        origin = _from_checkpoint(model.checkpoint, model.architecture, vocabulary, sequence_length)
     elif model.architecture is not None:
-        origin = Origin(_described(model.architecture, config, vocabulary.size))
+        origin = Origin(_described(model.architecture, sequence_length, vocabulary.size))
     else:
         raise ConfigError(
             f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
         )
-    return _fitted(origin, model, role, config, vocabulary)
-
-
-def _fitted(
-    origin: Origin, model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary
-) -> Origin:
-    """Return the origin with the selected layers; raises ConfigError if it does not fit."""
     if model.keep_layers is not None or model.num_layers is not None:
         origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
     architecture = origin.architecture
     if vocabulary.is_known and architecture.vocab_size < vocabulary.size:
         raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
     shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    problems = check_architecture(shape, role, config.parallel, config.data.sequence_length)
+    problems = check_architecture(shape, role, parallel, sequence_length)
     if problems:
         raise ConfigError("\n".join(problems))
     return origin
@@ -316,28 +327,26 @@ def _described_on_first_rank(folder: Path) -> ModelDescription:
     return ModelDescription(family, Architecture.from_dict(fields))
 
 
-def _from_hugging_face(source: str, described: ModelDescription) -> Origin:
-    folder = Path(source).expanduser()
-    return Origin(described.architecture, lambda: HuggingFaceWeights(folder, described))
-
-
-def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabulary) -> Origin:
-    assert model.checkpoint is not None
-    folder = resolve_checkpoint(model.checkpoint)
+def _from_checkpoint(
+    checkpoint: str, shape: ArchitectureConfig | None, vocabulary: Vocabulary, sequence_length: int
+) -> Origin:
+    folder = resolve_checkpoint(checkpoint)
     description = Description.read(folder)
     saved = saved_architecture(description, folder)
     wanted, identity = saved, vocabulary.identity
-    if model.architecture is not None:
+    if shape is not None:
         size = vocabulary.size if vocabulary.is_known else saved.vocab_size
-        wanted = _described(model.architecture, config, size)
+        wanted = _described(shape, sequence_length, size)
     if not vocabulary.is_known:
         identity = description.tokenizer
     check_same_model(description, wanted, identity, folder)
     return Origin(wanted, lambda: CheckpointWeights(folder, saved))
 
 
-def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int) -> Architecture:
-    """Return the architecture of a section, with `vocab_size` as its default vocabulary."""
+def _described(
+    described: ArchitectureConfig, sequence_length: int, vocab_size: int
+) -> Architecture:
+    """Return the architecture of a section, with defaults for its length and vocabulary."""
     fields = described.model_dump()
     moe = fields["moe"]
     if moe is not None:
@@ -347,7 +356,7 @@ def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int
         "num_kv_heads": heads,
         "head_size": described.hidden_size // heads,
         "vocab_size": vocab_size,
-        "max_position_embeddings": config.data.sequence_length,
+        "max_position_embeddings": sequence_length,
     }
     for name, value in defaults.items():
         if fields[name] is None:
@@ -396,13 +405,14 @@ def _shallower(origin: Origin, kept: tuple[int, ...]) -> Origin:
 
 
 @contextmanager
-def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
+def job_groups(
+    parallel: ParallelConfig, runtime: RuntimeConfig, *, seed: int, trains: bool
+) -> Iterator[Groups]:
     """Create the process groups of a job and their random state.
 
     Only a training job splits its stages into chunks. The groups are destroyed afterwards, so that
     another job may follow in the same processes. Raises ConfigError on all ranks.
     """
-    parallel = config.parallel
     layout = Layout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -411,9 +421,9 @@ def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
         expert=parallel.expert,
         sequence=parallel.sequence,
     )
-    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    groups = create_groups(layout, timeout_minutes=-(-runtime.timeout_seconds // 60))
     try:
-        seed_everything(config.seed, groups)
+        seed_everything(seed, groups)
         yield groups
     finally:
         destroy_groups()
