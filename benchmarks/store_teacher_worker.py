@@ -9,20 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_distill.config import RunConfig
 from megatron_distill.runtime.launch import Launch, joined_world
 from megatron_distill.train.assemble.trained_config import load_trained_run
 
 
-def main() -> None:
-    """Write log-probabilities of every trained held-out position, most probable first."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--arrays", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    given = parser.parse_args()
-    overrides = [f"validation.samples={given.samples}"]
-    config = load_trained_run(given.run, overrides, world_size=1)
+def distributions(
+    config: RunConfig,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.signals import HiddenState
         from megatron_distill.train.assemble.data import RunSamples, read_validation
@@ -58,7 +53,7 @@ def main() -> None:
                 options=options,
                 tokenizer=tokenizer,
                 seed=config.seed,
-                held_out=given.samples,
+                held_out=config.validation.samples,
             )
             held_out = read_validation(
                 samples, config.train, groups=groups, device=torch.device("cpu")
@@ -74,6 +69,20 @@ def main() -> None:
                 parts.append(logits_NV.log_softmax(1))
                 sums.append(logits_NV.logsumexp(1))
                 labels.append(batch.labels_bs.reshape(-1)[trained])
+    return parts, sums, labels
+
+
+def main() -> None:
+    """Write log-probabilities of every trained held-out position, most probable first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--arrays", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    overrides = [f"validation.samples={given.samples}"]
+    config = load_trained_run(given.run, overrides, world_size=1)
+    parts, sums, labels = distributions(config)
     log_probs_NV, labels_N = torch.cat(parts), torch.cat(labels)
     label_log_probs = log_probs_NV.gather(1, labels_N[:, None])
     descending, ids = log_probs_NV.sort(dim=1, descending=True, stable=True)
@@ -86,7 +95,7 @@ def main() -> None:
     entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(1)
     figures = {
         "positions": len(labels_N),
-        "vocab_size": vocabulary.size,
+        "vocab_size": log_probs_NV.shape[1],
         "cross_entropy": -float(label_log_probs.mean()),
         "entropy": float(entropy_N.mean()),
         "top_1": float(descending[:, 0].exp().mean()),

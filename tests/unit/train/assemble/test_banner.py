@@ -184,7 +184,13 @@ def test_a_capture_says_what_is_stored() -> None:
         memory=MemoryOfRank.of_capture(
             RankParameters(teacher=150_000),
             dtype=torch.float32,
-            logits=chunk_logits(None, 128, student, tensor=2, device=CPU),
+            logits=chunk_logits(
+                config.capture.chunk_tokens,
+                config.capture.micro_batch_size * config.data.sequence_length,
+                student,
+                tensor=config.parallel.tensor,
+                device=CPU,
+            ),
         ),
         world_size=4,
     )
