@@ -66,7 +66,7 @@ def test_interpreted(some: str) -> None:
 
 @pytest.mark.slow
 def test_the_oracles_of_all_losses_interpreted() -> None:
-    tests = ("divergences", "objective_terms", "known_defects_degenerate")
+    tests = ("divergences", "objective_terms", "degenerate_rows")
     files = [f"tests/unit/losses/test_{name}.py" for name in tests]
     assert_passed(child(*PYTEST, "-k", NOT_INTERPRETED, *files, interpreted=True))
 

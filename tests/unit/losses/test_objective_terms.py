@@ -161,36 +161,6 @@ def test_given_samples() -> None:
     assert "topk_mass" not in ours[1]
 
 
-@pytest.mark.parametrize("terms", [BETWEEN, KEPT], ids=["between", "kept"])
-def test_masked_tokens_change_nothing_even_if_they_are_not_finite(terms: list[Term]) -> None:
-    problem = Problem.random(vocab=80)
-    oracle = expected(problem, terms, PLAIN, PLAIN)
-    unused = (problem.ce_weights_N == 0) & (problem.kd_weights_N == 0)
-    no_kd = problem.kd_weights_N == 0
-    assert bool(unused.any())
-    problem.hidden_NH[unused] = torch.nan
-    problem.teacher_hidden[no_kd] = torch.nan
-    ours = found(
-        problem, HiddenState(problem.teacher_hidden, problem.teacher_weight), terms, chunk_tokens=8
-    )
-    assert_close(ours, oracle)
-    assert not ours[2][unused].any()
-
-
-@pytest.mark.parametrize("terms", [BETWEEN, KEPT], ids=["between", "kept"])
-@pytest.mark.parametrize("tokens", [0, 4])
-def test_nothing_to_distil(terms: list[Term], tokens: int) -> None:
-    problem = Problem.random(tokens=tokens, vocab=50)
-    zeros = torch.zeros(tokens)
-    empty = problem.with_weights(zeros, zeros)
-    signal = HiddenState(problem.teacher_hidden, problem.teacher_weight)
-    total, report, hidden_gradient, weight_gradient = found(empty, signal, terms, chunk_tokens=8)
-    assert float(total) == 0.0
-    assert all(float(value) == 0.0 for value in report.values())
-    assert not hidden_gradient.any()
-    assert not weight_gradient.any()
-
-
 def test_combinations_that_are_not_defined() -> None:
     problem = Problem.random(vocab=50)
     teacher = problem.teacher_hidden @ problem.teacher_weight.t()
