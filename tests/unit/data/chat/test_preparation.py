@@ -245,7 +245,7 @@ def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
         workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
         parent.kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=240)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
