@@ -120,8 +120,8 @@ def test_softcap_and_scale_in_loss_and_gradient(student_rule: Rule, temperature:
         assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
 
 
-@pytest.mark.parametrize("rule", [(None, 1.0), (2.0, 0.5)])
-def test_gradcheck_through_the_public_entry(rule: Rule) -> None:
+def test_gradcheck_through_the_public_entry() -> None:
+    rule: Rule = (2.0, 0.5)
     problem = Problem.random(6, 3, 11, seed=5, dtype=torch.float64)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rule)
     terms = [Term(weight=0.5), Term(temperature=2.0, scale_by_temperature_squared=True)]
@@ -151,21 +151,6 @@ def test_given_logits_equal_the_head_that_makes_them() -> None:
     assert_same(
         run(problem, signal=DenseLogits(logits)), run(problem, teacher_rule=(4.0, 0.5)), 2e-6
     )
-
-
-def test_divergence_of_the_objective_is_the_token_divergence() -> None:
-    problem = Problem.random(seed=13)
-    tokens = token_divergence(
-        problem.hidden_NH @ problem.weight_GH.t(),
-        DenseLogits(problem.teacher_hidden @ problem.teacher_weight.t()),
-        divergence="forward_kl",
-        temperature=2.0,
-        scale_by_temperature_squared=True,
-    )
-    term = Term(temperature=2.0, scale_by_temperature_squared=True)
-    report = run(problem, [term])[1]
-    expected = (tokens * problem.kd_weights_N).sum()
-    assert float(report["forward_kl_t2"]) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_labels_alone_need_no_teacher() -> None:
