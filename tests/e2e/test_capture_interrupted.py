@@ -7,11 +7,9 @@ another; jobs side by side; a start in another layout; other settings; a complet
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,29 +74,6 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_files(
     assert contents(store) == undisturbed
     for name in there:
         assert before[f"{name}.json"] == undisturbed[f"shards/{name}.json"]
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_it_arrives(
-    config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
-    store, chance = tmp_path / "store", random.Random(3)
-    given = arguments(config, store)
-    for _ in range(8):
-        before = len(shards_of(store))
-        with torchrun(tmp_path, given, script=SCRIPT) as started:
-            if chance.random() < 0.7:
-                started.wait_until(
-                    lambda before=before: (  # type: ignore[misc]
-                        len(shards_of(store)) > before or (store / "manifest.json").exists()
-                    )
-                )
-            time.sleep(chance.uniform(0.0, 1.5))
-            started.look()
-            kill_everything(started)
-    with torchrun(tmp_path, given, script=SCRIPT) as started:
-        assert started.wait() == 0, started.log.read_text()
-    assert contents(store) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
