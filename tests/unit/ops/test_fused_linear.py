@@ -111,7 +111,7 @@ def test_with_a_buffer_for_the_weight_nothing_grows_with_the_vocabulary(
 ) -> None:
     monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
     monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
-    monkeypatch.setattr(weight_gradient, "_CPU_ELEMENTS", VOCAB)
+    monkeypatch.setattr(weight_gradient, "_PRODUCT_ELEMENTS", VOCAB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     blocks_of_a_row = 3 if dtype == torch.float32 else 5
     working = []
