@@ -41,7 +41,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 # One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts.
-OFTEN = ("llama3.1", "qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
+OFTEN = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
 
 
 def all_cases() -> list[Any]:

@@ -108,7 +108,7 @@ checkpoint:
 logging:
   progress: false
 runtime:
-  timeout_seconds: 120
+  timeout_seconds: 240
   threads: 1
 """
 

@@ -135,7 +135,7 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
     tokens = np.stack([record.tokens_S1 for record in records])
     documents = np.stack([record.document_ids_S1 for record in records])
     arguments = (config, list(overrides), tokens, documents)
-    found: np.ndarray = pool.run(1, whole_logits, *arguments, timeout=120.0)[0]
+    found: np.ndarray = pool.run(1, whole_logits, *arguments)[0]
     return found
 
 
@@ -235,7 +235,7 @@ def write_hugging_face(rank: int, world: int, folder: Path, tokenizer: Path) -> 
 def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
     pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
 ) -> None:
-    pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer, timeout=120.0)
+    pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer)
     models = {"hf": tmp_path / "Llama-0B", "checkpoint": tmp_path / "imported"}
     overrides = ["teacher.architecture=null", "store.samples=6"]
     stores = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,29 +94,6 @@ def test_each_term_gets_its_own_ids_and_temperature_and_shares_what_is_equal() -
     for name, values in (("entropy", found.entropy), ("label_log_prob", found.label_log_prob)):
         stored = np.concatenate([getattr(record.scalars, f"{name}_S") for record in records])
         np.testing.assert_array_equal(values, stored)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_context_rank_gets_its_own_positions(rank: int) -> None:
-    wanted = exact()
-    records = [record_of(number, wanted) for number in (1, 2)]
-    whole_batch = batch_of(*(sample_of(number, wanted) for number in (1, 2)))
-    batch = whole_batch.context_shard(rank, 2)
-    terms = [Term("forward_kl")]
-    whole = signal_for(whole_batch, terms, wanted, records)
-    part = signal_for(batch, terms, wanted, records)
-    rows = (batch.sequence_index_s + torch.tensor([[0], [LENGTH]])).reshape(-1)
-    whole_k, part_k = whole.by_term[0], part.by_term[0]
-    assert isinstance(whole_k, TopK)
-    expected = replace(
-        whole_k,
-        ids=whole_k.ids[rows],
-        log_probs=whole_k.log_probs[rows],
-        log_tail=whole_k.log_tail[rows],
-    )
-    assert_same(part_k, expected)
-    assert whole.entropy is not None
-    torch.testing.assert_close(part.entropy, whole.entropy[rows], rtol=0, atol=0)
 
 
 def test_draws_are_handed_on_in_their_places() -> None:
