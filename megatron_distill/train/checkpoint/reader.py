@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -58,8 +58,8 @@ _UNPICKLING_ERRORS: tuple[type[Exception], ...] = (
 )
 
 # Besides torch's own tensors, in the states of random generators.
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
-_PLAIN = [
+_RECONSTRUCT: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+_PLAIN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     _RECONSTRUCT,
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),  # of numpy 1
     np.ndarray,
