@@ -260,7 +260,7 @@ def test_another_tokenizer_is_refused(
     assert "data.tokenizer.path" in said
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "description"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
 def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -269,6 +269,10 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     shard = folder / "__0_0.distcp"
     if damage == "truncate":
         shard.write_bytes(shard.read_bytes()[:1000])
+    elif damage == "flip":
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
     elif damage == "remove":
         shard.unlink()
     else:
