@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_distill.data.text.corpora import stdlib_files
+from megatron_distill.data.text.files import stdlib_files
 from megatron_distill.data.tokenizers.open import train_bpe
 
 SEQUENCE_LENGTH = 2048

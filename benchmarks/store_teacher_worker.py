@@ -9,48 +9,53 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_distill.config import RunConfig
 from megatron_distill.runtime.launch import Launch, joined_world
 from megatron_distill.train.assemble.trained_config import load_trained_run
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--arrays", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Write log-probabilities of every trained held-out position, most probable first."""
-    given = _arguments()
-    overrides = [f"validation.samples={given.samples}"]
-    config = load_trained_run(given.run, overrides, world_size=1)
+def distributions(
+    config: RunConfig,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.signals import HiddenState
-        from megatron_distill.train.assemble.data import read_validation
+        from megatron_distill.train.assemble.data import RunSamples, read_validation
         from megatron_distill.train.assemble.models import (
             build_online_teacher,
             execution_on,
             find_origin,
             job_groups,
         )
+        from megatron_distill.train.assemble.sources import data_options
         from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
-        with job_groups(config, trains=False) as groups:
-            tokenizer, vocabulary = open_tokenizer(config)
-            origin = find_origin(config.student, "student", config, vocabulary)
+        data, parallel = config.data, config.parallel
+        length = data.sequence_length
+        options = data_options(data, Path(config.output))
+        with job_groups(parallel, config.runtime, seed=config.seed, trains=False) as groups:
+            tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
+            origin = find_origin(
+                config.student, "student", vocabulary, parallel=parallel, sequence_length=length
+            )
             teacher = build_online_teacher(
-                config,
                 origin,
+                seed=config.seed,
+                sequence_length=length,
                 groups=groups,
                 execution=execution_on(device, precision="fp32"),
                 shard=vocab_shard(origin.architecture, groups, tokens=vocabulary.size),
             )
+            samples = RunSamples(
+                data=data,
+                options=options,
+                tokenizer=tokenizer,
+                seed=config.seed,
+                held_out=config.validation.samples,
+            )
             held_out = read_validation(
-                config, tokenizer, None, groups=groups, device=torch.device("cpu")
+                samples, config.train, groups=groups, device=torch.device("cpu")
             )
             batches = [batch for step in held_out for batch in step.micro_batches]
             parts, sums, labels = [], [], []
@@ -63,6 +68,20 @@ def main() -> None:
                 parts.append(logits_NV.log_softmax(1))
                 sums.append(logits_NV.logsumexp(1))
                 labels.append(batch.labels_bs.reshape(-1)[trained])
+    return parts, sums, labels
+
+
+def main() -> None:
+    """Write log-probabilities of every trained held-out position, most probable first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--arrays", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    overrides = [f"validation.samples={given.samples}"]
+    config = load_trained_run(given.run, overrides, world_size=1)
+    parts, sums, labels = distributions(config)
     log_probs_NV, labels_N = torch.cat(parts), torch.cat(labels)
     label_log_probs = log_probs_NV.gather(1, labels_N[:, None])
     descending, ids = log_probs_NV.sort(dim=1, descending=True, stable=True)
@@ -75,7 +94,7 @@ def main() -> None:
     entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(1)
     figures = {
         "positions": len(labels_N),
-        "vocab_size": vocabulary.size,
+        "vocab_size": log_probs_NV.shape[1],
         "cross_entropy": -float(label_log_probs.mean()),
         "entropy": float(entropy_N.mean()),
         "top_1": float(descending[:, 0].exp().mean()),

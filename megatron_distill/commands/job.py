@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+import megatron_distill
 from megatron_distill.commands.command import Command, with_launch
-from megatron_distill.commands.shipped import config_file
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from megatron_distill.config.schema import JobConfig
     from megatron_distill.runtime.launch import Device, Launch
 
-__all__ = ["Job"]
+__all__ = ["Job", "config_file", "shipped_folder"]
 
 J = TypeVar("J", bound="JobConfig")
 
 _LOGGER = get_logger(__name__)
+# In a repository, and in a wheel within the package.
+_SHIPPED: Final = "configs"
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,28 @@ def _objection(given: argparse.Namespace) -> str | None:
     if "=" in first and not Path(first).exists():
         return f"the first word is {first}; give a YAML file before the changes to it"
     return None
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped configurations."""
+    assert megatron_distill.__file__ is not None
+    package = Path(megatron_distill.__file__).resolve().parent
+    installed = package / _SHIPPED
+    return installed if installed.is_dir() else package.parent / _SHIPPED
+
+
+def config_file(name: str) -> Path:
+    """Return the file of `name`: an existing path, or else the shipped file of that name.
+
+    `tiny.yaml` and `configs/tiny.yaml` name the same shipped file. A name without a file is
+    returned unchanged, so that reading it raises the error.
+    """
+    path = Path(name)
+    if path.exists() or path.is_absolute() or ".." in path.parts:
+        return path
+    parts = path.parts[1:] if path.parts[:1] == (_SHIPPED,) else path.parts
+    shipped = shipped_folder().joinpath(*parts)
+    if not shipped.is_file():
+        return path
+    _LOGGER.info("configuration: %s, shipped with megatron-distill", shipped)
+    return shipped

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import Command
-from megatron_distill.commands.shipped import config_file
+from megatron_distill.commands.job import config_file
 from megatron_distill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,23 +51,28 @@ def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None
     from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
     from megatron_distill.data.sources import open_training
     from megatron_distill.train.assemble.checks import check_models, check_start
-    from megatron_distill.train.assemble.failed_start import without_empty_folders
     from megatron_distill.train.assemble.sources import data_options, source_specs
     from megatron_distill.train.assemble.tokenizer import Vocabulary, read_tokenizer
+    from megatron_distill.train.run_folder import without_empty_folders
 
     check_start(config)
-    tokenizer = read_tokenizer(config)
-    check_models(config, Vocabulary(tokenizer.vocab_size, tokenizer.identity))
-    with without_empty_folders(Path(config.folder) / "cache"):
+    data, folder = config.data, Path(config.output)
+    options = data_options(data, folder, shows_progress=config.logging.progress)
+    tokenizer = read_tokenizer(data, config.models, config.output, options)
+    check_models(
+        config.models,
+        Vocabulary(tokenizer.vocab_size, tokenizer.identity),
+        parallel=config.parallel,
+        sequence_length=data.sequence_length,
+        terms=config.objective.terms,
+    )
+    with without_empty_folders(folder / "cache"):
         source = open_training(
-            source_specs(config.data.sources),
-            tokenizer=tokenizer,
-            options=data_options(config),
-            seed=config.seed,
+            source_specs(data.sources), tokenizer=tokenizer, options=options, seed=config.seed
         )
     console = Console(width=width, highlight=False, soft_wrap=True)
     has_colour = console.color_system is not None
-    isolate_documents = config.data.isolate_documents
+    isolate_documents = data.isolate_documents
     totals = Totals()
     console.print(legend(has_colour=has_colour))
     for number in range(counted):
@@ -80,7 +85,7 @@ def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None
                     sample, tokenizer, isolate_documents=isolate_documents, has_colour=has_colour
                 )
             )
-    console.rule(f"the first {counted} samples of {config.data.sequence_length} positions")
+    console.rule(f"the first {counted} samples of {data.sequence_length} positions")
     for line in (*totals.lines(), *histogram(totals.lengths, width=console.width)):
         console.print(line, markup=False)
 

@@ -13,7 +13,6 @@ from megatron_distill.data.chat.conversations import (
     line_blocks,
     table_blocks,
 )
-from megatron_distill.data.text.corpora import stdlib_files
 from megatron_distill.data.text.documents import (
     ReadFile,
     jsonl_reader,
@@ -21,7 +20,7 @@ from megatron_distill.data.text.documents import (
     read_whole,
     table_reader,
 )
-from megatron_distill.data.text.files import expand_paths, expand_saved
+from megatron_distill.data.text.files import expand_paths, expand_saved, stdlib_files
 from megatron_distill.errors import DataError
 
 __all__ = ["FORMATS", "Format", "SourceSpec", "source_files"]

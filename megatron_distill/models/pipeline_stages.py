@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 __all__ = [
     "StageLayers",
     "balanced_layers",
+    "configured_layers",
     "even_layers",
     "ranks_of_layers",
     "stage_layers",
@@ -106,6 +108,15 @@ def stage_layers(layers: Sequence[int], pipeline: int) -> StageLayers | None:
     table[0].insert(0, LayerType.embedding)
     table[-1].append(LayerType.loss)
     return StageLayers(table, pipeline)
+
+
+def configured_layers(config: TransformerConfig) -> tuple[int, ...]:
+    """Return the layers of each stage of a built model."""
+    table = config.pipeline_model_parallel_layout
+    if isinstance(table, StageLayers):
+        return table.layers
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    return even_layers(config.num_layers, config.pipeline_model_parallel_size * chunks)
 
 
 def ranks_of_layers(layers: Sequence[int], pipeline: int) -> tuple[int, ...]:

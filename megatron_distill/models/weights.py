@@ -224,17 +224,30 @@ _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
 
 
-def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
-    """Yield the sharding description of every tensor of the model on this rank."""
+def sharded_parameters(
+    chunks: Sequence[torch.nn.Module], groups: Groups
+) -> Iterator[tuple[Tensor, list[ShardedTensor]]]:
+    """Yield every tensor of the model on this rank, with the sharding description of its parts.
+
+    Most tensors are one part; gate and up projection are one tensor and two parts.
+    """
     for chunk in chunks:
         state = cast(MegatronModule, chunk).sharded_state_dict(
             metadata={"dp_cp_group": groups.data_context}
         )
         for value in nested_values(state):
             parts = value.build() if isinstance(value, ShardedTensorFactory) else value
-            for part in nested_values({"part": parts}):
-                if isinstance(part, ShardedTensor):
-                    yield part
+            found = [
+                part for part in nested_values({"part": parts}) if isinstance(part, ShardedTensor)
+            ]
+            if found:
+                yield value.data, found
+
+
+def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
+    """Yield the sharding description of every part of every tensor of the model on this rank."""
+    for _, parts in sharded_parameters(chunks, groups):
+        yield from parts
 
 
 @torch.no_grad()

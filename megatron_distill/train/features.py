@@ -344,15 +344,14 @@ class Projectors:
             group["lr"] = rate
         self._adam.step()
 
-    def sharded_state(self) -> dict[str, Any]:
-        """Describe parameters and moments to a checkpoint; the first rank writes them."""
-        return {key: _replicated(key, tensor) for key, tensor in self._tensors()}
+    def sharded_state(self) -> dict[str, ShardedTensor]:
+        """Describe parameters and moments to a checkpoint, by the tensors themselves."""
+        return {
+            key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in self._tensors()
+        }
 
-    def load(self, state: Mapping[str, Tensor], *, applied_steps: int) -> None:
-        """Restore the state loaded for `sharded_state`, and the number of applied steps."""
-        with torch.no_grad():
-            for key, tensor in self._tensors():
-                tensor.copy_(state[key])
+    def set_steps(self, applied_steps: int) -> None:
+        """Set the number of updates that Adam has applied."""
         for moments in self._adam.state.values():
             moments["step"].fill_(applied_steps)
 
@@ -378,7 +377,3 @@ def _adam(
         betas=optimization.betas,
         eps=optimization.epsilon,
     )
-
-
-def _replicated(key: str, tensor: Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, tensor, replica_id=dist.get_rank())

@@ -1,22 +1,12 @@
-"""Megatron's data parallelism, optimizer and learning-rate schedule around a student.
-
-Optimizer entries of a checkpoint: moments only, independent of the layout.
-
-Megatron-Core also saves its parameter groups. Their number depends on the layout, and their
-settings would silently override the configuration of a resumed run. Both come from the run here;
-besides its moments, Adam needs only the number of applied steps.
-"""
+"""Megatron's data parallelism, optimizer and learning-rate schedule around a student."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -194,11 +184,6 @@ def apply_gradients(
     return Update(norm, applied=True)
 
 
-# Entry names of a bf16 model's fp32 weights, with the distributed optimizer and without it.
-_SHARDED_MASTER = "optimizer.state.param."
-_MASTER = "optimizer.state.fp32_param."
-
-
 def allocate_moments(optimizer: ChainedOptimizer) -> None:
     """Allocate the state that the first step of torch's Adam would create.
 
@@ -222,85 +207,6 @@ def allocate_adam(adam: torch.optim.Adam) -> None:
             }
 
 
-def without_layout(state: dict[str, Any], *, has_master_weights: bool) -> dict[str, Any]:
-    """Return an optimizer's sharded state in a form that any optimizer class can load.
-
-    The fp32 master weights of a bf16 model get one name in either optimizer. Where the model itself
-    is fp32, they equal its weights and are left out.
-    """
-    kept: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            kept[key] = without_layout(value, has_master_weights=has_master_weights)
-        elif not _is_master(value):
-            kept[key] = value
-        elif has_master_weights:
-            value.key = value.key.replace(_SHARDED_MASTER, _MASTER, 1)
-            kept[key] = value
-    return kept
-
-
-def _is_master(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedBase) and leaf.key.startswith(_SHARDED_MASTER)
-
-
-def shards_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an optimizer's sharded state that belongs in a checkpoint."""
-    shards, _ = extract_matching_values(state, lambda leaf: isinstance(leaf, ShardedBase))
-    return shards
-
-
-def load_optimizer(
-    optimizer: ChainedOptimizer,
-    state: dict[str, Any],
-    shards: dict[str, Any],
-    *,
-    applied_steps: int,
-) -> None:
-    """Resume an optimizer from a checkpoint.
-
-    `state` is the optimizer's own sharded state, `shards` the loaded entries of `shards_of(state)`,
-    `applied_steps` the number of steps of the saved optimizer.
-    """
-    filled = _filled(state, shards)
-    single = len(optimizer.chained_optimizers) == 1
-    for part in [filled] if single else filled.values():
-        _set_steps(part, applied_steps)
-    optimizer.load_state_dict(filled)
-    for adam in _torch_adams(optimizer):
-        # Megatron shares one step tensor between all parameters; each would increment it.
-        for moments in adam.state.values():
-            moments["step"] = moments["step"].clone()
-
-
 def _torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
     inner = [part.optimizer for part in optimizer.chained_optimizers]
     return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
-
-
-def _filled(own: Any, loaded: Any) -> Any:
-    """Put the loaded values in place of the sharded leaves."""
-    if isinstance(own, dict):
-        return {key: _filled(value, _at(loaded, key)) for key, value in own.items()}
-    if isinstance(own, list):
-        return [_filled(value, _at(loaded, index)) for index, value in enumerate(own)]
-    if isinstance(own, ShardedBase):
-        assert loaded is not None
-        return loaded
-    return own.unwrap() if isinstance(own, LocalNonpersistentObject) else own
-
-
-def _at(loaded: Any, place: Any) -> Any:
-    """Return an entry of a dict or a list, None if it is absent because it holds no shard."""
-    if isinstance(loaded, list):
-        return loaded[place] if place < len(loaded) else None
-    return None if loaded is None else loaded.get(place)
-
-
-def _set_steps(part: dict[str, Any], steps: int) -> None:
-    """Set the number of steps in every field that Megatron-Core's optimizers read."""
-    inner = part.get("optimizer", part)
-    for group in inner["param_groups"]:
-        group["step"] = steps
-    if "state" in inner:
-        inner["state"]["common_step"] = torch.tensor(float(steps))

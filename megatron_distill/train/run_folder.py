@@ -1,13 +1,14 @@
-"""The folder of a run: created, described, and locked by one run at a time."""
+"""The folder of a run or a store: locked by one run at a time, restored after a failed start."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -83,3 +84,112 @@ def take_lock(path: Path, *, named: str) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
+
+
+class FolderAsFound:
+    """The content of a folder before a start, restored unless the start succeeds.
+
+    Every rank creates it before the folder exists; only the first rank reads and removes files.
+
+    Args:
+        folder: of a run or a store.
+        kept_file: name of a file in it that a start rewrites.
+        prepared: path within it of prepared data; costly to make, so complete data stays.
+        work: paths within it of results; if results of another start exist, nothing is removed.
+    """
+
+    def __init__(
+        self, folder: Path, *, kept_file: str | None, prepared: str, work: Sequence[str]
+    ) -> None:
+        self._folder = folder
+        self._prepared = folder / prepared
+        self._work = [folder / path for path in work]
+        self._file = None if kept_file is None else folder / kept_file
+        self._is_left_alone = True
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # the later write to this folder reports the error
+                self._look()
+
+    def _look(self) -> None:
+        folder = self._folder
+        self._missing = _missing(folder)
+        self._names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        self._held = {path for path in self._work if _has_content(path)}
+        self._content = _content(self._file)
+        self._is_left_alone = False
+
+    def has_started(self) -> None:
+        """Mark the start as succeeded: the folder's content stays."""
+        self._is_left_alone = True
+
+    @contextmanager
+    def put_back_on_failure(self) -> Iterator[None]:
+        """Restore the folder when the block exits before `has_started`.
+
+        Enter it only once this start holds the folder.
+        """
+        try:
+            yield
+        finally:
+            if not self._is_left_alone:
+                with suppress(OSError):  # the start's own error is the one to report
+                    self._put_back()
+
+    def _put_back(self) -> None:
+        if any(_has_content(path) for path in self._work if path not in self._held):
+            return  # of another start, which held the folder while this one waited
+        if self._file is not None and self._content is not None:
+            self._file.write_bytes(self._content)
+        is_prepared = _has_content(self._prepared)
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if path.name in self._names:
+                continue
+            if not (is_prepared and self._prepared.is_relative_to(path)):
+                _remove(path)
+            elif path != self._prepared:
+                for inner in path.iterdir():
+                    if inner != self._prepared:
+                        _remove(inner)
+        if is_prepared:
+            _LOGGER.info("%s remains: prepared conversations, which the next start uses",
+                         self._prepared)  # fmt: skip
+        for path in self._missing:
+            path.rmdir()  # fails, and ends the loop, if the folder is not empty
+
+
+@contextmanager
+def without_empty_folders(folder: Path) -> Iterator[None]:
+    """On exit remove a folder and its parents, if the block made them and they are empty.
+
+    Harmless beside a job that works in the same folder; needs no world.
+    """
+    missing = _missing(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()  # fails, and ends the loop, if the folder is not empty
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return the folder and its parents that do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _content(path: Path | None) -> bytes | None:
+    return path.read_bytes() if path is not None and path.is_file() else None
+
+
+def _has_content(path: Path) -> bool:
+    """Return whether a file is not empty, or a folder contains such a file at any depth."""
+    if path.is_dir():
+        return any(_has_content(inner) for inner in path.iterdir())
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

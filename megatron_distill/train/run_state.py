@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -18,18 +17,20 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_distill.errors import CheckpointError
 from megatron_distill.losses import BalanceState
 from megatron_distill.models.architecture import Architecture, architecture_differences
-from megatron_distill.models.gpt import HiddenStateGPT
-from megatron_distill.models.pipeline_stages import StageLayers, even_layers
+from megatron_distill.models.pipeline_stages import configured_layers, even_layers
 from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.checkpoint.folder import (
-    CheckpointFolder,
-    Description,
-    load_state,
-    sharding_metadata,
+from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
+from megatron_distill.train.checkpoint.shards import Shard
+from megatron_distill.train.checkpoint.state import (
+    model_shards,
+    optimizer_shards,
+    replicated_shards,
+    set_steps,
 )
 from megatron_distill.train.features import FeatureLosses, Projectors
-from megatron_distill.train.optimizer import load_optimizer, shards_of, without_layout
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.lookahead import StepSource
 from megatron_distill.train.validation import evaluating
@@ -61,9 +62,8 @@ class RunState:
     def save(self, loader: StepSource) -> None:
         """Write a checkpoint of this step; see `CheckpointFolder.save`."""
         with evaluating(self.student):
-            state = self._sharded(is_loading=False)
             self.checkpoints.save(
-                {**state, "optimizer": shards_of(state["optimizer"])},
+                self._shards(),
                 Description(
                     step=self.step,
                     tokens=self.tokens,
@@ -76,6 +76,7 @@ class RunState:
                     features=self._features(),
                     configuration=self.configuration,
                 ),
+                _random_states(self.student.groups),
             )
 
     def restore(self, folder: Path, loader: StepSource) -> None:
@@ -87,20 +88,22 @@ class RunState:
         description = Description.read(folder)
         self.require_same(description, folder)
         same_layout = description.layout == _layout_name(self.student)
-        state = self._sharded(is_loading=True, with_rng=same_layout)
-        loaded = load_state({**state, "optimizer": shards_of(state["optimizer"])}, folder)
-        load_chunks(self.student.chunks, loaded)
+        groups = self.student.groups
+        rank, world = groups.world.rank(), groups.world.size()
+        with together():
+            chunks = MappedChunks(folder)
+        load_shards(self._shards(), chunks, rank=rank, world=world)
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
         self.balance = saved_balance(description, folder)
         applied = self.step - self.bad_steps
-        load_optimizer(
-            self.optimizer, state["optimizer"], loaded["optimizer"], applied_steps=applied
-        )
+        set_steps(self.optimizer, applied)
         if self._projectors is not None:
-            self._projectors.load(loaded["projectors"], applied_steps=applied)
+            self._projectors.set_steps(applied)
         if same_layout:
-            _restore_rng(loaded["rng"])
+            with together():
+                (states,) = chunks.object(_random_key(groups))
+            _restore_rng(states)
         # Set from the counters: the schedule in checkpoints of older releases is a step ahead.
         self.schedule.step(applied)
         loader.load_state_dict(description.data)
@@ -117,35 +120,13 @@ class RunState:
     def _features(self) -> dict[str, Any] | None:
         return self.features.as_dict() if self.features else None
 
-    def _sharded(self, *, is_loading: bool, with_rng: bool = True) -> dict[str, Any]:
-        groups = self.student.groups
-        metadata = sharding_metadata(groups)
-        state = sharded_model(self.student.chunks, groups)
-        state["optimizer"] = without_layout(
-            self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata),
-            has_master_weights=self.student.chunks[0].config.bf16,
-        )
+    def _shards(self) -> list[Shard]:
+        chunks, groups = self.student.chunks, self.student.groups
+        shards = model_shards(chunks, groups)
+        shards += optimizer_shards(self.optimizer, chunks, groups)
         if self._projectors is not None:
-            state["projectors"] = self._projectors.sharded_state()
-        if with_rng:
-            state["rng"] = _sharded_rng(groups)
-        return state
-
-
-def sharded_model(chunks: Sequence[HiddenStateGPT], groups: Groups) -> dict[str, Any]:
-    """Return the sharded description of every parameter, one entry per model chunk."""
-    metadata = sharding_metadata(groups)
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {
-        name: chunk.sharded_state_dict(metadata=metadata)
-        for name, chunk in zip(names, chunks, strict=True)
-    }
-
-
-def load_chunks(chunks: Sequence[HiddenStateGPT], state: dict[str, Any]) -> None:
-    """Copy a loaded state into the model chunks."""
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
+            shards += replicated_shards(self._projectors.sharded_state(), groups)
+        return shards
 
 
 def check_same_model(
@@ -209,20 +190,20 @@ def saved_balance(description: Description, folder: Path) -> BalanceState:
 def _layout_name(student: Student) -> str:
     """Name the layout; layers per stage are part of it where they are not spread evenly."""
     groups, config = student.groups, student.chunks[0].config
-    layout, table = groups.layout, config.pipeline_model_parallel_layout
-    layers: tuple[int, ...] = ()
-    if isinstance(table, StageLayers) and table.layers != even_layers(
-        config.num_layers, layout.stages
-    ):
-        layers = table.layers
+    layout, layers = groups.layout, configured_layers(config)
+    is_even = layers == even_layers(config.num_layers, layout.stages)
     return (
         f"tp{layout.tensor}-pp{layout.pipeline}-vpp{layout.virtual_pipeline or 1}-"
         f"cp{layout.context}-ep{layout.expert}-dp{groups.data.size()}"
-    ) + (f"-layers{'.'.join(map(str, layers))}" if layers else "")
+    ) + ("" if is_even else f"-layers{'.'.join(map(str, layers))}")
 
 
-def _sharded_rng(groups: Groups) -> ShardedObject:
-    rank, size = torch.distributed.get_rank(groups.world), groups.world.size()
+def _random_key(groups: Groups) -> str:
+    return f"rng/shard_{groups.world.rank()}_{groups.world.size()}"
+
+
+def _random_states(groups: Groups) -> dict[str, bytes]:
+    """Return this rank's random states, by their name in a checkpoint."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -230,7 +211,9 @@ def _sharded_rng(groups: Groups) -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("rng", states, (size,), (rank,), replica_id=0)
+    content = io.BytesIO()
+    torch.save([states], content)
+    return {_random_key(groups): content.getvalue()}
 
 
 def _restore_rng(states: dict[str, Any]) -> None:

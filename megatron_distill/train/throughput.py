@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOPs utilisation.
+"""Tokens per second, model FLOPs utilisation, and the memory of a rank.
 
 Model FLOPs of a GPT per token, and their share of a device's peak.
 
@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.ops.workspace import chunk_tokens_for
+from megatron_distill.runtime.groups import Layout
 
 __all__ = [
+    "MemoryOfRank",
+    "RankParameters",
     "StepFlops",
     "Throughput",
+    "chunk_logits",
     "forward_flops_per_token",
     "head_flops_per_token",
     "mfu",
@@ -29,6 +35,8 @@ __all__ = [
     "peak_memory_bytes",
     "step_flops_per_token",
 ]
+
+_FP32: Final = 4
 
 
 @dataclass(frozen=True)
@@ -213,3 +221,85 @@ def _peak_resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameter counts of both models on this rank; `experts` are a part of `student`."""
+
+    student: int = 0
+    experts: int = 0
+    teacher: int = 0
+
+    @classmethod
+    def of(
+        cls, student: Sequence[torch.nn.Module], teacher: torch.nn.Module | None
+    ) -> RankParameters:
+        """Count the parameters of the built models."""
+        mine = [parameter for chunk in student for parameter in chunk.parameters()]
+        return cls(
+            student=sum(parameter.numel() for parameter in mine),
+            # Megatron-Core marks parameters that differ between data-parallel ranks.
+            experts=sum(p.numel() for p in mine if not getattr(p, "allreduce", True)),
+            teacher=sum(p.numel() for p in teacher.parameters()) if teacher else 0,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryOfRank:
+    """Bytes of one rank by formula; excludes the activations of the layers."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    teacher: int
+    loss_chunk: int
+
+    @classmethod
+    def of_run(
+        cls,
+        mine: RankParameters,
+        *,
+        dtype: torch.dtype,
+        logits: int,
+        layout: Layout,
+        world_size: int,
+        is_distributed: bool,
+    ) -> MemoryOfRank:
+        """Weights in the run's precision, fp32 gradients, and Adam's moments in fp32.
+
+        With bf16 the optimizer also has fp32 weights; if it `is_distributed`, its state is sharded
+        over the data and context ranks. `logits`: of one model in a chunk.
+        """
+        width = dtype.itemsize
+        state = _FP32 * (2 if width == _FP32 else 3)
+        replicas = world_size // (layout.tensor * layout.pipeline)
+        expert_ranks = layout.expert if layout.expert > 1 else layout.tensor
+        expert_replicas = world_size // (layout.pipeline * expert_ranks)
+        if not is_distributed:
+            replicas = expert_replicas = 1
+        dense = mine.student - mine.experts
+        heads = 2 if mine.teacher else 1
+        return cls(
+            weights=mine.student * width,
+            gradients=mine.student * _FP32,
+            optimizer=state * (-(-dense // replicas) + -(-mine.experts // expert_replicas)),
+            teacher=mine.teacher * width,
+            loss_chunk=heads * width * logits,
+        )
+
+    @classmethod
+    def of_capture(cls, mine: RankParameters, *, dtype: torch.dtype, logits: int) -> MemoryOfRank:
+        """The frozen teacher and one chunk of its logits."""
+        return cls(0, 0, 0, mine.teacher * dtype.itemsize, dtype.itemsize * logits)
+
+
+def chunk_logits(
+    chosen: int | None, tokens: int, model: Architecture, *, tensor: int, device: torch.device
+) -> int:
+    """Return the logits of one rank and one model in a chunk of the configured size, or else ours.
+
+    tokens: of this rank in one micro-batch. tensor: ranks that share the vocabulary.
+    """
+    columns = model.padded_vocab_size(tensor) // tensor
+    return columns * min(tokens, chosen or chunk_tokens_for(columns, device))

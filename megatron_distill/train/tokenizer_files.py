@@ -1,7 +1,8 @@
-"""The files of a tokenizer, written where a run, a store or an export loads it from."""
+"""The files of a tokenizer and of a later export, written where a run or a store needs them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megatron_distill.data.tokenizers.open import (
@@ -12,9 +13,23 @@ from megatron_distill.data.tokenizers.open import (
     is_hugging_face,
     load_tokenizer,
 )
-from megatron_distill.models.hugging_face.assets import TOKENIZER_FILES, copy_tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.models.hugging_face.assets import (
+    ASSETS_FOLDER,
+    CONFIG_FILE,
+    TOKENIZER_FILES,
+    copy_assets,
+    copy_tokenizer,
+)
+from megatron_distill.runtime.atomic_files import whole_folder
 
-__all__ = ["copy_model_tokenizer", "keep_with_model", "tokenizer_bytes", "write_tokenizer"]
+__all__ = [
+    "copy_model_tokenizer",
+    "keep_assets",
+    "keep_with_model",
+    "tokenizer_bytes",
+    "write_tokenizer",
+]
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -57,3 +72,35 @@ def tokenizer_bytes(folder: Path) -> int:
     for place in (folder, folder / OTHER_KINDS_FOLDER):
         own |= {*place.glob("*.model"), *place.glob("*.tiktoken*")}
     return sum(path.stat().st_size for path in own if path.is_file())
+
+
+def keep_assets(output: str, source: Path | None, tokenizer: Tokenizer) -> None:
+    """Write what an export of a run's student needs into the run's folder `output`; on one rank.
+
+    These are the tokenizer, and configuration and generation settings from `source`, the Hugging
+    Face folder of the student's initial weights. An earlier start's copy is not replaced. Raises
+    ConfigError where they cannot be written.
+    """
+    folder = Path(output) / ASSETS_FOLDER
+    if folder.is_dir():
+        return
+    try:
+        with whole_folder(folder) as partial:
+            if source is not None and source.is_dir():
+                copy_assets(source, partial)
+            keep_with_model(tokenizer, partial)
+            if not (partial / CONFIG_FILE).is_file():
+                (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"output={output}: cannot keep the tokenizer there ({error.strerror}); free "
+            "disk space or change `output`"
+        ) from error
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }

@@ -36,7 +36,7 @@ def megatron_groups(**layout: Any) -> Iterator[Groups]:
         seed_everything,
     )
 
-    groups = create_groups(Layout(**layout), timeout_minutes=1)
+    groups = create_groups(Layout(**layout), timeout_minutes=5)
     seed_everything(1, groups)
     try:
         yield groups

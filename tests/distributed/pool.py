@@ -30,7 +30,9 @@ import torch.distributed as dist
 WORLD_SIZE = 4
 # After one rank has failed, the remaining ranks get this long to notice and report a traceback.
 GRACE_SECONDS = 5.0
-START_SECONDS = 120.0
+START_SECONDS = 240.0
+# Nothing takes that long but a hang, however busy the machine is.
+PATIENCE = 240.0
 
 
 def _loopback_interface() -> str:
@@ -155,8 +157,13 @@ class _Worker:
         if self.process.pid is None or not self.process.is_alive():
             return self.ending()
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
-        return self.stack_file.read_text()
+        # The outermost frame is written last; a busy machine may take a while to begin.
+        deadline = time.monotonic() + 10.0
+        while not (stack := self.stack_file.read_text()).endswith("in <module>\n"):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return stack
 
 
 class Pool:
@@ -207,7 +214,7 @@ class Pool:
         self._workers = []
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
     ) -> list[Any]:
         """Call `function(rank, world_size, *args)` on each rank of a fresh gloo group.
 

@@ -130,7 +130,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 QUICK = (
-    "PP2+virtual, recompute", "TP2+sequence", "CP2", "DP2, recompute", "MLP, PP2xTP2+sequence",
+    "PP2+virtual, recompute", "CP2", "DP2, recompute", "MLP, PP2xTP2+sequence",
     "maps, TP2+sequence x PP2, recompute",
 )  # fmt: skip
 

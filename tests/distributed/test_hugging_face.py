@@ -42,7 +42,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 # One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts.
-OFTEN = ("llama3.1", "qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
+OFTEN = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
 
 
 def all_cases() -> list[Any]:
@@ -77,9 +77,9 @@ def through_a_layout(
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
         from megatron_distill.models.weights import fill
         from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+        from megatron_distill.train.checkpoint.state import model_shards
         from megatron_distill.train.convert.convert import export_checkpoint
         from megatron_distill.train.next_token import logits_after
-        from megatron_distill.train.run_state import sharded_model
 
         described = describe(folder)
         weights = HuggingFaceWeights(folder, described)
@@ -100,7 +100,7 @@ def through_a_layout(
         checkpoints = CheckpointFolder(out / "run" / "checkpoints", keep=1, asynchronous=False)
         checkpoints.prepare()
         checkpoints.save(
-            sharded_model(chunks, groups),
+            model_shards(chunks, groups),
             Description(
                 step=1, tokens=0, bad_steps=0, architecture=shape.as_dict(), tokenizer="",
                 layout="", data={},

@@ -30,12 +30,6 @@ def fail_on_last_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def crash_on_first_rank(rank: int, world_size: int) -> None:
-    if rank == 0:
-        os._exit(3)
-    dist.barrier()
-
-
 def abort_on_first_rank(rank: int, world_size: int) -> None:
     if rank == 0:
         os.abort()
@@ -83,12 +77,6 @@ def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None
     assert len(pair.run(2, summed_rank, 0)) == 2
 
 
-def test_crash_names_the_exit_code_and_the_next_call_works(pair: Pool) -> None:
-    with pytest.raises(AssertionError, match="rank 0: process ended with exit code 3"):
-        pair.run(2, crash_on_first_rank)
-    assert len(pair.run(2, summed_rank, 0)) == 2
-
-
 def test_a_signal_shows_where_it_came(pair: Pool) -> None:
     said = "rank 0: process ended with exit code -6\nFatal Python error: Aborted"
     with pytest.raises(AssertionError, match=f"{said}(.|\n)*in abort_on_first_rank"):
@@ -98,7 +86,7 @@ def test_a_signal_shows_where_it_came(pair: Pool) -> None:
 
 def test_hang_shows_where_it_hangs_and_the_next_call_works(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="no answer in time(.|\n)*hang_on_first_rank"):
-        pair.run(2, hang_on_first_rank, timeout=1.0)
+        pair.run(2, hang_on_first_rank, timeout=4.0)  # time enough to be asked, on a busy machine
     assert len(pair.run(2, summed_rank, 0)) == 2
 
 
@@ -120,11 +108,11 @@ def test_workers_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     environment = dict(os.environ, PYTHONPATH=root, TMPDIR=str(tmp_path))
     finished = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=240
     )
     workers = [int(word) for word in finished.stdout.split()]
     assert len(workers) == 2, finished.stderr
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, f"workers {workers} outlive the killed parent"
         time.sleep(0.05)

@@ -41,7 +41,7 @@ data:
   shuffle_buffer: 16
   shuffle_samples: 40
 runtime:
-  timeout_seconds: 120
+  timeout_seconds: 240
   threads: 1
 """
 

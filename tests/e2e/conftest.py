@@ -21,7 +21,7 @@ def inputs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """One corpus, one tokenizer and the configurations that all end-to-end tests vary."""
     found = Inputs(tmp_path_factory.mktemp("e2e"))
     write_corpus(found.corpus)
-    assert pool.run(1, train_tokenizer, found, timeout=120.0) == [301]
+    assert pool.run(1, train_tokenizer, found) == [301]
     for name, student in (("dense", STUDENT), ("gpt", GPT_LIKE), ("moe", MOE)):
         found.write(name, student, TEACHER)
     return found

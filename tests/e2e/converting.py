@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import sys
 from pathlib import Path
-from unittest.mock import Mock, patch
 
 from tests.distributed.pool import Pool
-from tests.e2e.failing import Ending, file_size_limit, script
+from tests.e2e.failing import Ending, call_script
+from tests.e2e.runs import SECONDS
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-
-
-def call_tool(
-    rank: int, world: int, words: list[str], limits: dict[int, int], free: int | None
-) -> Ending:
-    """Call the tool as torchrun would: `limits` bytes a file on some ranks, `free` on the disk."""
-    places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    disk = patch("shutil.disk_usage", return_value=Mock(free=free))
-    said = io.StringIO()
-    with (
-        patch.dict(os.environ, places),
-        patch.object(sys, "argv", [str(TOOL), *words]),
-        disk if free is not None else contextlib.nullcontext(),
-        contextlib.redirect_stderr(said),
-        file_size_limit(limits.get(rank)),
-    ):
-        status = script(TOOL).main()
-    return Ending(status, said.getvalue())
 
 
 def convert(
@@ -42,7 +20,7 @@ def convert(
 ) -> list[Ending]:
     """Call the tool on every rank; ranks that do not end together are a failure."""
     texts = [str(word) for word in words]
-    return pool.run(world, call_tool, texts, limits or {}, free, timeout=30.0)
+    return pool.run(world, call_script, TOOL, texts, limits, None, free, timeout=SECONDS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

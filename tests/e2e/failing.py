@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock, patch
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECONDS
@@ -20,10 +21,11 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "pretrain_distill.py"
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended: exit status, and what it wrote to stderr."""
+    """How one rank ended: exit status, and what it wrote to stderr and to stdout."""
 
     status: int
     said: str
+    written: str = ""
 
 
 def script(path: Path) -> ModuleType:
@@ -50,18 +52,37 @@ def file_size_limit(limit: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def call_script(rank: int, world: int, arguments: Sequence[str], limits: dict[int, int]) -> Ending:
-    """Call the script's main function as torchrun would, `limits` bytes a file on some ranks."""
-    places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ.update(places)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), file_size_limit(limits.get(rank)):
-            status = script(SCRIPT).main(arguments)
-    finally:
-        for name in places:
-            del os.environ[name]
-    return Ending(status, said.getvalue())
+def call_script(
+    rank: int,
+    world: int,
+    path: Path,
+    words: Sequence[str],
+    limits: dict[int, int] | None = None,
+    variables: dict[str, str] | None = None,
+    free: int | None = None,
+) -> Ending:
+    """Call a script's main function as torchrun would, or alone on one rank.
+
+    `limits` are the bytes that a file may have on some ranks, `free` those free on the disk.
+    """
+    places = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(variables or {})}
+    disk = patch("shutil.disk_usage", return_value=Mock(free=free))
+    said, written = io.StringIO(), io.StringIO()
+    with (
+        patch.dict(os.environ, places),
+        disk if free is not None else contextlib.nullcontext(),
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(written),
+        file_size_limit((limits or {}).get(rank)),
+    ):
+        status = script(path).main(words)
+    return Ending(status, said.getvalue(), written.getvalue())
+
+
+def call_alone(pool: Pool, path: Path, *words: object) -> Ending:
+    """Call a script in one pool worker."""
+    (ending,) = pool.run(1, call_script, path, [str(word) for word in words], timeout=SECONDS)
+    return ending  # type: ignore[no-any-return]
 
 
 def call(
@@ -74,7 +95,7 @@ def call(
 ) -> list[Ending]:
     """Call the script on every rank; no answer within SECONDS is a failure."""
     arguments = ["--config", str(config), f"output={output}", *overrides]
-    return pool.run(world, call_script, arguments, limits or {}, timeout=SECONDS)
+    return pool.run(world, call_script, SCRIPT, arguments, limits, timeout=SECONDS)
 
 
 def message(endings: Sequence[Ending]) -> str:

@@ -108,7 +108,7 @@ checkpoint:
 logging:
   progress: false
 runtime:
-  timeout_seconds: 120
+  timeout_seconds: 240
   threads: 1
 """
 
@@ -229,7 +229,10 @@ def assembled(
     from megatron_distill.train.assemble.models import job_groups
     from megatron_distill.train.assemble.run import _assemble
 
-    with job_groups(config, trains=True) as groups, ExitStack() as resources:
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
+        ExitStack() as resources,
+    ):
         yield config, _assemble(config, CPU, groups, resources)[0]
 
 

@@ -50,7 +50,13 @@ def poisoned_step(
         moments = _as_bits(_moments(state))
         said = ""
         try:
-            train(parts, _plan(found), TerminationRequest())
+            train(
+                parts,
+                _plan(
+                    found.train, found.validation, found.checkpoint, found.optimizer.clip_grad_norm
+                ),
+                TerminationRequest(),
+            )
         except TrainingError as error:
             said = str(error)
         return said, _as_bits(weights) == before, _as_bits(_moments(state)) == moments
@@ -112,9 +118,7 @@ def test_a_step_that_is_not_finite_is_not_applied(
     # A weight of 1e30 leaves the loss finite and the square of the gradient not.
     weight = ("objective.ce_weight=1e30",) if poison == "gradient" else ()
     overrides = [f"output={tmp_path}", SAVE, *weight, *layout]
-    found = pool.run(
-        2, poisoned_step, inputs.folder / "dense.yaml", overrides, poison, timeout=120.0
-    )
+    found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides, poison)
     said, weights_stay, moments_stay = found[0]
     assert found[1] == found[0]
     assert said.startswith("step 1: the loss is ")

@@ -90,10 +90,10 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
         "dense", 2, (*MAGNITUDE, *CHANGING), ("train.micro_batch_size=1",),
     ),
 }  # fmt: skip
-QUICK_LAYOUTS = ("PP2+virtual x DP2, gathered late",)
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK_LAYOUTS))
+# Quickly: tests/distributed/test_balanced_step.py.
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, []))
 def test_balanced_steps_are_those_of_one_rank(train: Runner, layout: str) -> None:
     name, world, balance, overrides = LAYOUTS[layout]
     expected = train(name, 1, *balance)

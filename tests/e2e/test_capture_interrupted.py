@@ -7,11 +7,9 @@ another; jobs side by side; a start in another layout; other settings; a complet
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,29 +74,6 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_files(
     assert contents(store) == undisturbed
     for name in there:
         assert before[f"{name}.json"] == undisturbed[f"shards/{name}.json"]
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_it_arrives(
-    config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
-    store, chance = tmp_path / "store", random.Random(3)
-    given = arguments(config, store)
-    for _ in range(8):
-        before = len(shards_of(store))
-        with torchrun(tmp_path, given, script=SCRIPT) as started:
-            if chance.random() < 0.7:
-                started.wait_until(
-                    lambda before=before: (  # type: ignore[misc]
-                        len(shards_of(store)) > before or (store / "manifest.json").exists()
-                    )
-                )
-            time.sleep(chance.uniform(0.0, 1.5))
-            started.look()
-            kill_everything(started)
-    with torchrun(tmp_path, given, script=SCRIPT) as started:
-        assert started.wait() == 0, started.log.read_text()
-    assert contents(store) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -242,12 +217,8 @@ def short(inputs: Inputs) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("store.k=13", "store.k is 12 in the store, not 13"),
         ("store.codec=u8", "store.codec is 'f32' in the store, not 'u8'"),
-        ("store.samples=10", "store.samples is 9 in the store, not 10"),
         ("seed=8", "; seed is 7 in the store, not 8"),
-        ("data.shuffle_buffer=4", "data.shuffle_buffer is 16 in the store, not 4"),
-        ("data.isolate_documents=false", "data.isolate_documents is True in the store, not False"),
         (
             "teacher.architecture.norm_epsilon=0.001",
             "digest of the teacher's weights is 'sha256:",
@@ -277,35 +248,22 @@ def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Pa
     assert (store / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_killed_after_the_manifest_it_is_tidied_up(pool: Pool, short: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    assert run_in(pool, 1, short, store) is True
-    before = contents(store)
-    (store / "capture").mkdir()
-    (store / "capture" / "stream-000001.json").write_text("{}")
-    assert run_in(pool, 1, short, store) is True
-    assert contents(store) == before
-    assert not (store / "capture").exists()
-
-
-def test_killed_before_the_manifest_it_is_finished(pool: Pool, short: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    assert run_in(pool, 1, short, store) is True
-    before = contents(store)
-    (store / "manifest.json").unlink()
-    assert run_in(pool, 1, short, store) is True
-    assert contents(store) == before
-
-
-def test_a_shard_that_was_taken_out_is_written_again(
+def test_what_a_killed_capture_left_or_lacks_is_put_right(
     pool: Pool, short: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store) is True
     before = contents(store)
-    (store / "shards" / "logits-000001.json").unlink()
+    # Killed after the manifest, before it, and a shard that was taken out.
+    (store / "capture").mkdir()
+    (store / "capture" / "stream-000001.json").write_text("{}")
     assert run_in(pool, 1, short, store) is True
     assert contents(store) == before
+    assert not (store / "capture").exists()
+    for name in ("manifest.json", "shards/logits-000001.json"):
+        (store / name).unlink()
+        assert run_in(pool, 1, short, store) is True
+        assert contents(store) == before
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,29 @@ def whole_logits(
         find_origin,
         job_groups,
     )
+    from megatron_distill.train.assemble.sources import data_options
     from megatron_distill.train.assemble.tokenizer import open_tokenizer
 
-    with job_groups(config, trains=False) as groups:
-        _, vocabulary = open_tokenizer(config)
+    length = config.data.sequence_length
+    options = data_options(config.data, Path(config.folder))
+    with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
+        _, vocabulary = open_tokenizer(config.data, config.models, config.folder, options)
         assert config.teacher is not None
-        origin = find_origin(config.teacher, "teacher", config, vocabulary)
+        origin = find_origin(
+            config.teacher,
+            "teacher",
+            vocabulary,
+            parallel=config.parallel,
+            sequence_length=length,
+        )
         execution = execution_on(CPU, precision="fp32")
-        shard = vocab_shard(origin.architecture, groups, tokens=vocabulary.size)
         teacher = build_online_teacher(
-            config, origin, groups=groups, execution=execution, shard=shard
+            origin,
+            seed=config.seed,
+            sequence_length=length,
+            groups=groups,
+            execution=execution,
+            shard=vocab_shard(origin.architecture, groups, tokens=vocabulary.size),
         )
         flags = np.full(tokens.shape, FULLY_TRAINED, np.uint8)
         samples = [
@@ -128,7 +141,7 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
     tokens = np.stack([record.tokens_S1 for record in records])
     documents = np.stack([record.document_ids_S1 for record in records])
     arguments = (config, list(overrides), tokens, documents)
-    found: np.ndarray = pool.run(1, whole_logits, *arguments, timeout=120.0)[0]
+    found: np.ndarray = pool.run(1, whole_logits, *arguments)[0]
     return found
 
 
@@ -228,7 +241,7 @@ def write_hugging_face(rank: int, world: int, folder: Path, tokenizer: Path) -> 
 def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
     pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
 ) -> None:
-    pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer, timeout=120.0)
+    pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer)
     models = {"hf": tmp_path / "Llama-0B", "checkpoint": tmp_path / "imported"}
     overrides = ["teacher.architecture=null", "store.samples=6"]
     stores = []
@@ -243,7 +256,7 @@ def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
         assert getattr(one.identity, name) == getattr(other.identity, name)
     assert one.identity.settings["teacher"] == "Llama-0B"
     assert other.identity.settings["teacher"] == "imported"
-    assert one.settings.vocab_size == 301, "the ids of the tokenizer, not the rows of the model"
+    assert one.settings.vocab_size == 301, "the tokenizer's ids, not the rows of the model"
     kept = (stores[0] / "tokenizer" / "tokenizer.json").read_bytes()
     assert kept == (inputs.tokenizer / "tokenizer.json").read_bytes()
     for record, same in zip(samples_of(stores[0]), samples_of(stores[1]), strict=True):

@@ -6,10 +6,6 @@ ranks; a configuration printed and read again.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ import pytest
 from megatron_distill.config import load_capture_config
 from tests.distributed.pool import Pool
 from tests.e2e.captures import SCRIPT, shards_of, write_capture
-from tests.e2e.failing import Ending, message, script
+from tests.e2e.failing import Ending, call_script, message, script
 from tests.e2e.runs import SECONDS, Inputs
 
 
@@ -26,23 +22,9 @@ def config(inputs: Inputs) -> Path:
     return write_capture(inputs, "script", samples=5, per_shard=2)
 
 
-def call_script(rank: int, world: int, arguments: Sequence[str]) -> Ending:
-    """Call the script's main function as torchrun would."""
-    places = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ.update(places)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            status = script(SCRIPT).main(arguments)
-    finally:
-        for name in places:
-            del os.environ[name]
-    return Ending(status, said.getvalue())
-
-
 def call(pool: Pool, world: int, config: Path, *overrides: str) -> list[Ending]:
     arguments = ["--config", str(config), *overrides]
-    return pool.run(world, call_script, arguments, timeout=SECONDS)
+    return pool.run(world, call_script, SCRIPT, arguments, timeout=SECONDS)
 
 
 def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(

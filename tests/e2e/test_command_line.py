@@ -21,10 +21,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_distill.commands.shipped import shipped_folder
+from megatron_distill.commands.job import shipped_folder
 from tests.distributed.pool import Pool
+from tests.e2e.failing import call_alone
 from tests.e2e.processes import PATIENCE, ROOT, SIGNALLING_TORCHRUN
-from tests.e2e.runs import Inputs, course, environment, run, step_records
+from tests.e2e.runs import Inputs, course, environment, quick_and_slow, run, step_records
 from tests.support.chat_fixtures import chat_tokenizer
 
 PROGRAM = (sys.executable, "-m", "megatron_distill.cli")
@@ -71,7 +72,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("manner", ENDINGS)
+@pytest.mark.parametrize("manner", quick_and_slow(ENDINGS, ("error", "killed")))
 def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
     starter = (
         "import sys; from megatron_distill.runtime.torchrun import run_ranks\n"
@@ -169,23 +170,27 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
     assert "convert export --checkpoint run --hf DIR\n" in ours.stderr
 
 
-def test_a_chat_without_a_template_names_the_tokenizer(chatting: Path) -> None:
+GENERATE = ROOT / "launch" / "generate.py"
+
+
+def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:
     bare = chatting / "bare"
     shutil.copytree(chatting / "tokenizer", bare)
     (bare / "chat_template.jinja").unlink()
-    words = ("--chat", "--processes", "2", f"data.tokenizer.path={bare}", "parallel.tensor=2")
-    done = program(chatting, "generate", "run", *words)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    words = ("--chat", f"data.tokenizer.path={bare}")
+    done = call_alone(pool, GENERATE, chatting / "run", *words)
+    assert done.status == 1
+    assert done.said.splitlines()[-1] == (
         f"error: --chat: the tokenizer {bare} has no chat template; add a chat_template.jinja to "
         "its folder, or leave --chat out"
     )
 
 
-def test_a_chat_that_the_model_cannot_see_whole_is_refused(chatting: Path) -> None:
-    done = program(chatting, "generate", "run", "--chat", "--prompt", "sunny " * 70)
-    assert done.returncode == 1
-    assert "data.sequence_length = 64; shorten --prompt" in done.stderr.splitlines()[-1]
+def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool: Pool, chatting: Path) -> None:
+    words = ("--chat", "--prompt", "sunny " * 70)
+    done = call_alone(pool, GENERATE, chatting / "run", *words)
+    assert done.status == 1
+    assert "data.sequence_length = 64; shorten --prompt" in done.said.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_store_keeps_the_masks_of_conversations(pool: Pool, inputs: Inputs, co
     capture = write_capture(inputs, "chat-capture", samples=32, per_shard=8)
     store = inputs.folder / "chat-store"
     shared = [chat, "data.distill_on_prompt=true", f"data.cache={inputs.folder / 'chat-cache'}"]
-    (captured,) = pool.run(1, capture_here, capture, [*shared, f"store.path={store}"], timeout=120)
+    (captured,) = pool.run(1, capture_here, capture, [*shared, f"store.path={store}"])
     assert captured is True
     changes = [*shared, *STEPS, "objective.terms.0.top_k=12"]
     live = run(pool, 1, config, inputs.folder / "chat-live", *changes)

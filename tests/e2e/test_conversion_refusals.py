@@ -75,10 +75,7 @@ WORDS = "embedding.word_embeddings.weight"
 # what happens to a checkpoint -> what the message must hold
 DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no metadata": (lambda f: (f / METADATA).unlink(), (METADATA, "is missing")),
-    "empty metadata": (cut(METADATA, 0), (METADATA, "damaged")),
     "cut metadata": (cut(METADATA, 999), (METADATA, "damaged")),
-    "garbage for metadata": (fill(METADATA, b"\x80\x05garbage"), (METADATA, "damaged")),
-    "text for metadata": (fill(METADATA, b"not a pickle"), (METADATA, "damaged")),
     "another object": (fill(METADATA, pickle.dumps({"a": 1})), (METADATA, "damaged")),
     "an object that only looks alike": (
         fill(METADATA, pickle.dumps(Namespace(storage_meta=None, storage_data={}))),
@@ -86,18 +83,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "a shard gone": (lambda f: (f / SHARD).unlink(), ("is damaged", SHARD)),
     "a cut shard": (cut(SHARD, 5000), ("is damaged",)),
-    "an empty shard": (cut(SHARD, 0), ("is damaged",)),
     "no description": (lambda f: (f / DESCRIPTION).unlink(), ("no complete checkpoint",)),
     "cut description": (cut(DESCRIPTION, 30), (DESCRIPTION, "damaged")),
-    "bytes for a description": (fill(DESCRIPTION, b"\xff\xfe"), (DESCRIPTION, "damaged")),
     "another width": (describe_as(hidden_size=40), (WORDS, "[203, 32]", "[203, 40]")),
-    "another vocabulary": (describe_as(vocab_size=204), (WORDS, "[203, 32]", "[204, 32]")),
-    "another depth": (describe_as(num_layers=4), ("[3, 32]", "[4, 32]")),
     "biases": (describe_as(qkv_bias=True), ("has no tensor", "linear_qkv.bias")),
-    "experts": (
-        describe_as(moe={"num_experts": 2, "top_k": 1, "ffn_hidden_size": 48}),
-        ("has no tensor", "router"),
-    ),
     "another release": (describe_as(wings=2), ("another release", "wings")),
     "no architecture": (
         lambda f: (f / DESCRIPTION).write_text(
@@ -124,8 +113,7 @@ def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) 
 @pytest.mark.parametrize(
     "place",
     [
-        "iter_0000010/mp_rank_00/model_optim_rng.pt", "mp_rank_00/model_optim_rng.pt",
-        "mp_rank_00_000/model_rng.pt", "model.pt", "pytorch_model.bin",
+        "iter_0000010/mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_rng.pt", "model.pt",
     ],
 )  # fmt: skip
 def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) -> None:
@@ -143,15 +131,10 @@ def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) ->
 
 WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "float64": (("--dtype", "float64"), ("--dtype float64", "bfloat16")),
-    "int8": (("--dtype", "int8"), ("--dtype int8", "float32")),
     "a size of words": (("--max-shard-size", "large"), ("--max-shard-size large", "5GB")),
-    "no size": (("--max-shard-size", ""), ("--max-shard-size", "5GB")),
     "nothing": (("--max-shard-size", "0"), ("--max-shard-size 0",)),
-    "negative": (("--max-shard-size=-5GB",), ("--max-shard-size -5GB",)),
-    "endless": (("--max-shard-size", "infGB"), ("--max-shard-size infGB",)),
     "unknown family": (("--family", "bloom"), ("--family bloom", "gpt2, llama")),
     "another family": (("--family", "gpt2"), ("gpt2: ", "norm 'layernorm' vs 'rmsnorm'")),
-    "no window": (("--family", "gemma2"), ("gemma2: ", "post_norms True vs False")),
     "no tokenizer": (("--tokenizer", "/proc"), ("--tokenizer /proc", "no tokenizer files")),
 }
 

@@ -30,7 +30,7 @@ def settings_of(
 
     config = (load_capture_config if is_capture else load_config)(path, overrides)
     try:
-        found = dataset_settings(config)
+        found = dataset_settings(config.data, config.seed)
     except DataError as error:
         return str(error)
     assert dataset_digest(found, "a") != dataset_digest(found, "b")

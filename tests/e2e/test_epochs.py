@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -23,13 +20,18 @@ from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
 from megatron_distill.errors import DataError
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.processes import ROOT, SCRIPT
-from tests.e2e.runs import Inputs, course, environment, failure, run
+from tests.e2e.failing import call
+from tests.e2e.runs import Inputs, course, failure, run, step_records
 from tests.e2e.test_conversations import SECTIONS, write_chat
 from tests.support.indexed_corpus import write_indexed
 
-BATCH, LENGTH, HELD_OUT = 64, 32, 0.1
-COMMON = (f"train.global_batch_size={BATCH}", "schedule.warmup_steps=2")
+BATCH, LENGTH, HELD_OUT = 32, 32, 0.1
+COMMON = (
+    f"train.global_batch_size={BATCH}",
+    "train.micro_batch_size=16",
+    "objective.chunk_tokens=512",
+    "schedule.warmup_steps=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,18 @@ def tokenizer(inputs: Inputs) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def samples(inputs: Inputs, tokenizer: Tokenizer) -> int:
+def corpus(inputs: Inputs) -> Path:
+    """A fifth of the session's, so that two epochs are few steps."""
+    lines = inputs.corpus.read_text().splitlines(keepends=True)
+    path = inputs.folder / "few.jsonl"
+    path.write_text("".join(lines[::5]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def samples(corpus: Path, tokenizer: Tokenizer) -> int:
     """Packed samples of the corpus, from its own tokens: every one but the first is a label."""
-    texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     trained = [t for t in texts if not is_held_out(content_digest(t.encode()), HELD_OUT)]
     tokens = sum(len(row) + 1 for row in tokenizer.encode_batch(trained))
     return math.ceil((tokens - 1) / LENGTH)
@@ -48,16 +59,16 @@ def samples(inputs: Inputs, tokenizer: Tokenizer) -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_epochs_are_the_steps_of_that_many_passes(
-    pool: Pool, inputs: Inputs, tmp_path: Path, samples: int, world: int
+    pool: Pool, inputs: Inputs, tmp_path: Path, corpus: Path, samples: int, world: int
 ) -> None:
-    config = inputs.folder / "dense.yaml"
+    config, of = inputs.folder / "dense.yaml", (*COMMON, f"data.sources.0.paths={corpus}")
     steps = math.ceil(2 * samples / BATCH)
     assert steps > 4
-    counted = run(pool, world, config, tmp_path / "epochs", *COMMON, "train.epochs=2")
-    given = run(pool, world, config, tmp_path / "steps", *COMMON, f"train.steps={steps}")
+    counted = run(pool, world, config, tmp_path / "epochs", *of, "train.epochs=2")
+    given = run(pool, world, config, tmp_path / "steps", *of, f"train.steps={steps}")
     assert course(counted) == course(given)
     assert counted[-1]["step"] == steps
-    halves = (*COMMON, "train.epochs=2", "checkpoint.save=true")
+    halves = (*of, "train.epochs=2", "checkpoint.save=true")
     run(pool, world, config, tmp_path / "halves", *halves, stop_after=3)
     assert course(run(pool, world, config, tmp_path / "halves", *halves)) == course(counted)
     kept = (tmp_path / "halves" / "config.yaml").read_text()
@@ -134,28 +145,16 @@ def test_a_large_corpus_of_documents_is_refused_by_name(
         samples_per_epoch(spec, tokenizer=tokenizer, options=options(tmp_path), seed=3)
 
 
-def test_settings_without_effect_are_logged_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    changes = (
-        "parallel.sequence=true", "checkpoint.save=false", "train.steps=2",
-        "schedule.warmup_steps=1", "logging.progress=false",
-    )  # fmt: skip
-    config = str(ROOT / "configs" / "tiny.yaml")
-    found = subprocess.run(
-        (*torchrun, str(SCRIPT), "--config", config, f"output={tmp_path / 'run'}", *changes),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-        env=environment(),
-    )
-    warned = [line.split(": ", 1)[1] for line in found.stderr.splitlines() if "WARNING" in line]
+def test_settings_without_effect_are_logged_once_and_the_run_goes_on(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    changes = ("parallel.sequence=true", "checkpoint.save=false", "checkpoint.interval=10")
+    short = ("train.steps=2", "schedule.warmup_steps=1")
+    first, second = call(pool, inputs.folder / "dense.yaml", tmp_path, *short, *changes)
+    warned = [line.split(": ", 1)[1] for line in first.said.splitlines() if "WARNING" in line]
     assert warned == [
         "parallel.sequence = true has no effect with parallel.tensor = 1",
         "checkpoint.interval = 10 has no effect with checkpoint.save = false",
     ]
-    assert [line["step"] for line in islice(_records(tmp_path / "run"), 2)] == [1, 2]
-
-
-def _records(folder: Path) -> list[dict[str, int]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert "WARNING" not in second.said
+    assert [record["step"] for record in step_records(tmp_path)] == [1, 2]

@@ -14,16 +14,9 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run
-from tests.e2e.test_features import LOSSES, MAPS, MLP, PIPELINE, SHARED, TENSOR
+from tests.e2e.test_features import LOSSES, MAPS, MLP, PIPELINE, SHARED, TENSOR, saved_features
 
-
-@pytest.fixture(scope="module")
-def saved(pool: Pool, inputs: Inputs) -> Path:
-    """A run with projectors and one checkpoint, not to be changed."""
-    output = inputs.folder / "saved-features"
-    short = ("train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true")
-    run(pool, 1, inputs.folder / "dense.yaml", output, LOSSES, MLP, *short)
-    return output
+saved = saved_features
 
 
 def test_only_a_run_of_the_same_features_goes_on(
@@ -69,7 +62,13 @@ def poisoned_step(
         before = [weight.detach().clone() for weight in weights]
         said = ""
         try:
-            train(parts, _plan(found), TerminationRequest())
+            train(
+                parts,
+                _plan(
+                    found.train, found.validation, found.checkpoint, found.optimizer.clip_grad_norm
+                ),
+                TerminationRequest(),
+            )
         except TrainingError as error:
             said = str(error)
         same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))

@@ -69,10 +69,10 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
     "no accumulation": (1, (), ("train.micro_batch_size=8",)),
 }  # fmt: skip
-QUICK = ("PP2+virtual, recompute",)
 
 
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
+# Quickly: tests/distributed/test_feature_layouts.py.
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
 def test_a_course_is_that_of_one_rank(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
@@ -178,8 +178,8 @@ def test_projectors_train_and_are_saved_without_weight_decay(
     assert all(ours != theirs for ours, theirs in zip(after, before, strict=True))
 
 
-@pytest.fixture(scope="module")
-def saved(pool: Pool, inputs: Inputs) -> Path:
+@pytest.fixture(scope="module", name="saved")
+def saved_features(pool: Pool, inputs: Inputs) -> Path:
     """A run with projectors and one checkpoint, not to be changed."""
     output = inputs.folder / "saved-features"
     short = ("train.steps=2", "schedule.warmup_steps=1", "checkpoint.save=true")

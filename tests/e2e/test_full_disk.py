@@ -86,7 +86,7 @@ def test_a_real_disk_that_fills_up_while_saving(
     overrides = [f"output={output}", SAVE, "checkpoint.interval=1", "checkpoint.keep=9"]
     overrides.append(f"checkpoint.asynchronous={asynchronous}")
     config = inputs.folder / "dense.yaml"
-    said = pool.run(2, failure_on_a_disk_that_looks_empty, config, overrides, timeout=120.0)
+    said = pool.run(2, failure_on_a_disk_that_looks_empty, config, overrides)
     assert said[0] == said[1]
     assert said[0].startswith(f"CheckpointError: saving {output}/checkpoints/step_")
     assert "No space left on device" in said[0]

@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
 }
 
 
-QUICK_LAYOUTS = ("TP2+sequence", "PP2+virtual")
+QUICK_LAYOUTS = ("TP2+sequence",)
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK_LAYOUTS))

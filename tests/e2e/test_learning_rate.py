@@ -42,44 +42,52 @@ def rate(updates: int, form: str, *, warmup: int = WARMUP, decay: int | None = N
     return PEAK if form == "constant" else FLOOR + FORMS[form](done) * (PEAK - FLOOR)
 
 
-@pytest.mark.parametrize("form", ["cosine", "linear", "constant"])
 def test_a_step_has_the_rate_of_the_updates_before_it(
-    pool: Pool, inputs: Inputs, tmp_path: Path, form: str
+    pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config = inputs.folder / "dense.yaml"
-    found = run(pool, 1, config, tmp_path, *COMMON, f"schedule.decay={form}")
-    expected = [rate(updates, form) for updates in range(STEPS)]
+    found = run(pool, 1, config, tmp_path, *COMMON, "schedule.decay=cosine")
+    expected = [rate(updates, "cosine") for updates in range(STEPS)]
     assert [one["learning_rate"] for one in found] == pytest.approx(expected, rel=1e-9)
     assert expected[0] == 0
     assert expected[-1] > FLOOR
 
 
-@pytest.mark.parametrize("steps", [3, 4])
-def test_a_warm_up_as_long_as_the_run_is_cut_at_its_end(
-    pool: Pool, inputs: Inputs, tmp_path: Path, steps: int
-) -> None:
-    length = (f"train.steps={steps}", "schedule.warmup_steps=4")
-    found = run(pool, 1, inputs.folder / "dense.yaml", tmp_path, *length)
-    expected = [PEAK * updates / 4 for updates in range(steps)]
-    assert [one["learning_rate"] for one in found] == pytest.approx(expected, rel=1e-9)
+def rates_of(rank: int, world: int, config: Path, cases: list[list[str]]) -> list[list[float]]:
+    """The rates that each case's assembled schedule gives its steps; to be called in the pool."""
+    found = []
+    for overrides in cases:
+        with assembled(rank, world, config, overrides) as (settings, parts):
+            rates = []
+            for _ in range(settings.train.steps):
+                rates.append(parts.state.optimizer.param_groups[0]["lr"])
+                parts.state.schedule.step(1)
+            found.append(rates)
+    return found
 
 
-@pytest.mark.parametrize("form", ["linear", "cosine", "exponential", "minus_sqrt"])
-def test_the_forms_of_a_final_decay(pool: Pool, inputs: Inputs, tmp_path: Path, form: str) -> None:
-    config = inputs.folder / "dense.yaml"
-    wsd = ("schedule.decay=wsd", f"schedule.wsd_decay_steps={WSD}")
-    # Left out, the form is linear.
-    chosen = () if form == "linear" else (f"schedule.wsd_decay_form={form}",)
-    found = run(pool, 1, config, tmp_path, *COMMON, *wsd, *chosen)
-    expected = [rate(updates, form, decay=WSD) for updates in range(STEPS)]
-    assert [one["learning_rate"] for one in found] == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_warm_up_from_another_rate(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.folder / "dense.yaml"
-    first = "schedule.initial_learning_rate=0.001"
-    found = run(pool, 1, config, tmp_path, *COMMON, first)
-    rates = [one["learning_rate"] for one in found]
+def test_the_forms_of_warm_ups_and_decays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    wsd = ["schedule.decay=wsd", f"schedule.wsd_decay_steps={WSD}"]
+    by_form = {
+        **{form: [f"schedule.decay={form}"] for form in ("linear", "constant")},
+        **{f"wsd {form}": [*wsd, f"schedule.wsd_decay_form={form}"]
+           for form in ("cosine", "exponential", "minus_sqrt")},
+        "wsd linear": wsd,  # left out, the form is linear
+    }  # fmt: skip
+    cases = [[*COMMON, *changes] for changes in by_form.values()]
+    expected = [
+        [rate(updates, form.split()[-1], decay=WSD if "wsd" in form else None)
+         for updates in range(STEPS)]
+        for form in by_form
+    ]  # fmt: skip
+    # A warm-up as long as the run is cut at its end.
+    cases += [[f"train.steps={steps}", "schedule.warmup_steps=4"] for steps in (3, 4)]
+    expected += [[PEAK * updates / 4 for updates in range(steps)] for steps in (3, 4)]
+    given = [[f"output={tmp_path / str(number)}", *case] for number, case in enumerate(cases)]
+    (found,) = pool.run(1, rates_of, inputs.folder / "dense.yaml", given)
+    assert found == [pytest.approx(rates, rel=1e-9) for rates in expected]
+    first = [f"output={tmp_path / 'first'}", *COMMON, "schedule.initial_learning_rate=0.001"]
+    ((rates,),) = pool.run(1, rates_of, inputs.folder / "dense.yaml", [first])
     assert rates[:3] == pytest.approx([0.001, 0.002, 0.003], rel=1e-9)
 
 

@@ -286,7 +286,6 @@ def test_several_stores_share_the_steps_by_weight(
     arguments = [*SHORT, ONE_TERM, "data.sources=[]", stores]
     said = pool.run(
         1, _sample_numbers, inputs.folder / "dense.yaml", [*arguments, f"output={tmp_path}"],
-        timeout=120.0,
     )[0]  # fmt: skip
     of_first = [number for number in said if number < STEPS * ROWS]
     assert len(of_first) == 3 * (len(said) - len(of_first))

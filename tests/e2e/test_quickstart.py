@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> N
     said, _ = child.communicate(timeout=SECONDS)
     assert child.returncode == 130, said
     assert "The same command goes on from here" in said
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=SECONDS)
     assert not alive
     done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
     assert done < 12

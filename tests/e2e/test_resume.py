@@ -27,8 +27,8 @@ from tests.e2e.runs import (
     run,
 )
 
-STEPS = 9
-STOP = 5
+STEPS = 6
+STOP = 4
 COMMON = (
     f"train.steps={STEPS}",
     "checkpoint.save=true",
@@ -85,7 +85,7 @@ def test_in_the_same_layout_every_bit_is_the_same(
         for folder in ("cut", "whole")
     ]
     assert validations[0] == validations[1]
-    assert [record["step"] for record in validations[0]] == [3, 6, 9]
+    assert [record["step"] for record in validations[0]] == [3, 6]
 
 
 def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_the_newest_are_kept_and_leftovers_go(
     leftover.mkdir(parents=True)
     (leftover / "__0_0.distcp").write_bytes(b"half a file")
     (tmp_path / "checkpoints" / "step_0000098.old.partial").mkdir()
-    run(pool, 2, config, tmp_path, *overrides, stop_after=5)
-    assert checkpoints(tmp_path) == ["step_0000004", "step_0000005"]
-    shutil.copytree(tmp_path / "checkpoints" / "step_0000005", leftover)
+    run(pool, 2, config, tmp_path, *overrides, stop_after=3)
+    assert checkpoints(tmp_path) == ["step_0000002", "step_0000003"]
+    shutil.copytree(tmp_path / "checkpoints" / "step_0000003", leftover)
     (leftover / "description.json").write_text('{"step": 99}')
     found = run(pool, 2, config, tmp_path, *overrides)
     assert [record["step"] for record in found] == list(range(1, STEPS + 1))
-    assert checkpoints(tmp_path) == ["step_0000008", "step_0000009"]
+    assert checkpoints(tmp_path) == ["step_0000004", "step_0000006"]
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +221,12 @@ def test_a_finished_run_stays_as_it_is(
     assert checkpoints(output) == ["step_0000002"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, world: int
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
 ) -> None:
     output = copied(saved, tmp_path)
     changes = ["student.architecture.hidden_size=48", "student.architecture.qk_norm=true"]
-    said = failure(pool, world, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
+    said = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
     assert said.startswith("CheckpointError: ")
     for part in (
         str(output / "checkpoints" / "step_0000002"),
@@ -268,7 +267,7 @@ def test_another_tokenizer_is_refused(
     assert "data.tokenizer.path" in said
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "description"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
 def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -277,6 +276,10 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     shard = folder / "__0_0.distcp"
     if damage == "truncate":
         shard.write_bytes(shard.read_bytes()[:1000])
+    elif damage == "flip":
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
     elif damage == "remove":
         shard.unlink()
     else:

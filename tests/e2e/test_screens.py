@@ -35,7 +35,7 @@ def shown(rank: int, world: int, config_path: Path, overrides: Sequence[str]) ->
 
 def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> Any:
     """Return the parameters that this rank holds, and the rows of padding among them."""
-    from megatron_distill.train.assemble.banner import RankParameters
+    from megatron_distill.train.throughput import RankParameters
 
     with assembled(rank, world, config_path, overrides) as (_, parts):
         shape = parts.state.architecture

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,9 @@ import pytest
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import STUDENT, TEACHER, Inputs, environment, failure, quick_and_slow, run
+from tests.e2e.failing import call_alone
+from tests.e2e.runs import STUDENT, TEACHER, Inputs, failure, quick_and_slow, run
 from tests.e2e.test_conversations import SECTIONS, write_chat
-from tests.e2e.test_model_source_failures import other_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("train.steps=2", "schedule.warmup_steps=1")
@@ -35,6 +33,13 @@ def write_broken(path: Path) -> Path:
     with path.open("a") as stream:
         stream.write('{"messages": [{"role": "usr", "content": "a"}]}\n')
     return path
+
+
+def other_tokenizer(rank: int, world: int, folder: Path) -> None:
+    """Train another tokenizer of as many tokens; to be called in a pool worker."""
+    from megatron_distill.data.tokenizers.open import train_bpe
+
+    train_bpe([str(number) * 3 for number in range(4000)], vocab_size=301).save(folder)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         r"student\.hf = '{models}/small': its vocabulary has 203 tokens, but the tokenizer has 301",
     ),
     "tokenizer": ((TEACHER_HF % "worded",), "its tokenizer encodes .* data.tokenizer as"),
+    "the student's tokenizer": (
+        (STUDENT_HF % "worded",), r"student\.hf = '{models}/worded': its tokenizer encodes",
+    ),
     "heads": (
         ("parallel.tensor=2", "student.architecture.ffn_hidden_size=49"),
         r"ffn_hidden_size = 49",
@@ -104,6 +112,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "layers": (
         (STUDENT_HF % "sound", "student.num_layers=9"),
         "num_layers = 9: the source has only 3 layers",
+    ),
+    "a layer that is not there": (
+        (STUDENT_HF % "sound", "student.keep_layers=[0,3]"),
+        r"student\.keep_layers = \[0, 3\].*3 layers, 0 to 2,",
+    ),
+    "heads of four ranks": (
+        (STUDENT_HF % "sound", "parallel.tensor=4"),
+        r"parallel\.tensor = 4.*student.*num_kv_heads = 2.*use 1 or 2",
     ),
     "top k": (
         ("objective.terms=[{{divergence: forward_kl, top_k: 500}}]",),
@@ -136,8 +152,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies", "tokenizer", "heads",
-         "no store", "no second file")  # fmt: skip
+QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies", "tokenizer",
+         "heads", "a layer that is not there", "no store", "no second file")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WRONG, QUICK))
@@ -147,7 +163,8 @@ def test_what_needs_no_data_is_said_before_any_is_read(
     overrides, expected = WRONG[case]
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     given = [word.format(models=models) for word in overrides]
-    said = failure(pool, 2, config, tmp_path / "new" / "run", *SHORT, chat, *given)
+    world = 4 if "parallel.tensor=4" in given else 2
+    said = failure(pool, world, config, tmp_path / "new" / "run", *SHORT, chat, *given)
     assert re.search(expected.format(models=re.escape(str(models))), said), said
     assert BROKEN_ROW not in said
     assert list(tmp_path.iterdir()) == []
@@ -239,33 +256,22 @@ def test_a_capture_that_fails_at_its_start_leaves_no_store(
         assert run_in(pool, 2, config, tmp_path / "stores" / "a", mended) is True
 
 
-def preview(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "preview_data.py"), str(config), *overrides],
-        capture_output=True, text=True, check=False, timeout=300, env=environment(),
-    )  # fmt: skip
+PREVIEW = ROOT / "tools" / "preview_data.py"
 
 
-@pytest.mark.parametrize("case", quick_and_slow(WRONG, ("no teacher",)))
-def test_a_preview_says_so_too(config: Path, models: Path, tmp_path: Path, case: str) -> None:
-    if case in ("feature layers", "tokenizer"):
-        pytest.skip("the preview builds no models and compares no tokenizers")
-    overrides, expected = WRONG[case]
-    chat = SECTIONS.format(corpus=models / "broken.jsonl")
-    given = [word.format(models=models) for word in overrides]
-    found = preview(config, f"output={tmp_path / 'new' / 'run'}", *SHORT, chat, *given)
-    assert found.returncode == 1
-    said = found.stderr
-    assert re.search(expected.format(models=re.escape(str(models))), said), said
-    assert BROKEN_ROW not in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_preview_of_broken_data_leaves_no_folder(
-    config: Path, models: Path, tmp_path: Path
+@pytest.mark.parametrize("case", ["no teacher", "heads of a folder", "no store", "no second file"])
+def test_a_preview_says_so_too(
+    pool: Pool, config: Path, models: Path, tmp_path: Path, case: str
 ) -> None:
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
-    found = preview(config, f"output={tmp_path / 'new' / 'run'}", *SHORT, chat)
-    assert found.returncode == 1
-    assert BROKEN_ROW in found.stderr
+    words = (config, f"output={tmp_path / 'new' / 'run'}", *SHORT, chat)
+    overrides, expected = WRONG[case]
+    found = call_alone(pool, PREVIEW, *words, *(word.format(models=models) for word in overrides))
+    assert found.status == 1
+    assert re.search(expected.format(models=re.escape(str(models))), found.said), found.said
+    assert BROKEN_ROW not in found.said
+    # Where the data alone are broken, the folder is not left behind either.
+    found = call_alone(pool, PREVIEW, *words)
+    assert found.status == 1
+    assert BROKEN_ROW in found.said
     assert list(tmp_path.iterdir()) == []

@@ -7,16 +7,10 @@ with a tokenizer of other ids.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -25,9 +19,9 @@ from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTo
 from megatron_distill.data.tokenizers.tiktoken_encodings import written_ranks
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.failing import Ending, call, call_script, message, script
+from tests.e2e.failing import SCRIPT, call, call_alone, call_script, message
 from tests.e2e.processes import ROOT, torchrun
-from tests.e2e.runs import Inputs, course, quick_and_slow, step_records
+from tests.e2e.runs import SECONDS, Inputs, course, quick_and_slow, step_records
 from tests.support.tokenizer_kinds import byte_level, ranks_of, sentencepiece_model, write_tiktoken
 
 KINDS = ("sentencepiece", "tiktoken")
@@ -75,22 +69,10 @@ def trained(
     return found
 
 
-def call_here(rank: int, world: int, path: Path, words: Sequence[str]) -> tuple[int, str, str]:
-    """Call a script in one pool worker; returns its status and what it wrote."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        patch.object(sys, "argv", [str(path), *words]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        status = script(path).main()
-    return status, out.getvalue(), err.getvalue()
-
-
 def written(pool: Pool, path: Path, *words: object) -> tuple[str, str]:
-    (found,) = pool.run(1, call_here, path, [str(word) for word in words], timeout=120.0)
-    assert found[0] == 0, found
-    return found[1], found[2]
+    found = call_alone(pool, path, *words)
+    assert found.status == 0, found
+    return found.written, found.said
 
 
 def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) -> None:
@@ -186,11 +168,6 @@ def test_a_store_brings_the_tokenizer_along(
     assert text.startswith("def ")
 
 
-def call_with_cache(rank: int, world: int, arguments: Sequence[str], cache: str) -> Ending:
-    with patch.dict(os.environ, {"TIKTOKEN_CACHE_DIR": cache}):
-        return call_script(rank, world, arguments, {})
-
-
 def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -198,7 +175,8 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
         *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
     ]
-    said = message(pool.run(2, call_with_cache, arguments, str(tmp_path / "cache"), timeout=120.0))
+    cache = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
+    said = message(pool.run(2, call_script, SCRIPT, arguments, None, cache, timeout=SECONDS))
     assert "data.tokenizer.encoding = 'o200k_base': its rank file" in said
     assert f"is expected at {tmp_path / 'cache'}" in said
     assert "it is not downloaded at run time" in said
@@ -217,10 +195,10 @@ def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     path = inputs.write("of_a_folder", f"student:\n  hf: {folder}\nteacher:\n  hf: {folder}\n")
     model = load_tokenizer(folder / "tokenizer.model")
-    _check_models(load_config(path, []), model)
+    _check_models(load_config(path, []).models, model)
     other = SentencePieceTokenizer(sentencepiece_model("suffix"), name="other")
     with pytest.raises(ConfigError, match="use one tokenizer for data and models"):
-        _check_models(load_config(path, []), other)
+        _check_models(load_config(path, []).models, other)
 
 
 @pytest.mark.slow

@@ -6,12 +6,7 @@ a bit of the file's dtype; a conversion that ends without a word.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,29 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
-from tests.e2e.converting import TOOL
-from tests.e2e.failing import script
-
-
-def call_here(rank: int, world: int, words: list[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors of the tool; to be called in a pool worker."""
-    said, errors = io.StringIO(), io.StringIO()
-    with (
-        patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-        patch.object(sys, "argv", [str(TOOL), *words]),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(errors),
-    ):
-        status = script(TOOL).main()
-    return status, said.getvalue(), errors.getvalue()
+from tests.e2e.converting import convert
 
 
 def call(pool: Pool, *words: object, world: int = 1) -> tuple[int, str, str]:
-    """What the first rank answers."""
-    texts = [str(word) for word in words]
-    endings = pool.run(world, call_here, texts, timeout=120.0)
-    assert not any(said for _, said, _ in endings[1:]), "only the first rank reports"
-    return endings[0]  # type: ignore[no-any-return]
+    """What the first rank answers: status, output and errors."""
+    first, *others = convert(pool, *words, world=world)
+    assert not any(ending.written for ending in others), "only the first rank reports"
+    return first.status, first.written, first.said
 
 
 @pytest.fixture(scope="module")

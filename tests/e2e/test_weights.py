@@ -89,14 +89,14 @@ def test_one_seed_draws_the_same_weights_in_every_layout(
 ) -> None:
     config = inputs.folder / f"{name}.yaml"
     output = f"output={tmp_path}"
-    alone = pool.run(1, held_parts, config, [output], timeout=120.0)
+    alone = pool.run(1, held_parts, config, [output])
     expected = {
         role: without_padding(whole_weights(alone, role)) for role in ("student", "teacher")
     }
     spread = {key: float(tensor.detach().std()) for key, tensor in expected["student"].items()}
     assert sum(value > 0.01 for value in spread.values()) >= 5
     for world, overrides in layouts:
-        found = pool.run(world, held_parts, config, [output, *overrides], timeout=120.0)
+        found = pool.run(world, held_parts, config, [output, *overrides])
         for role, weights in expected.items():
             ours = without_padding(whole_weights(found, role))
             assert set(ours) == set(weights)
@@ -108,7 +108,7 @@ def test_another_seed_draws_other_weights(pool: Pool, inputs: Inputs, tmp_path: 
     config = inputs.folder / "dense.yaml"
     found = [
         whole_weights(
-            pool.run(1, held_parts, config, [f"output={tmp_path}", f"seed={seed}"], timeout=120.0),
+            pool.run(1, held_parts, config, [f"output={tmp_path}", f"seed={seed}"]),
             "student",
         )
         for seed in (7, 8)
@@ -139,7 +139,13 @@ def train_and_look_at_the_teacher(
             for chunk in parts.state.student.chunks
             for name, tensor in chunk.named_parameters()
         }
-        train(parts, _plan(config), TerminationRequest())
+        train(
+            parts,
+            _plan(
+                config.train, config.validation, config.checkpoint, config.optimizer.clip_grad_norm
+            ),
+            TerminationRequest(),
+        )
         own = {id(parameter) for parameter in model.parameters()}
         wrapped = [p for chunk in parts.state.student.wrapped for p in chunk.parameters()]
         held = [
@@ -183,7 +189,7 @@ def test_the_teacher_is_left_alone(
     config = inputs.folder / "dense.yaml"
     arguments = [f"output={tmp_path}", "train.steps=3", "schedule.warmup_steps=1"]
     arguments += ["checkpoint.save=true", *overrides]
-    found = pool.run(world, train_and_look_at_the_teacher, config, arguments, timeout=120.0)
+    found = pool.run(world, train_and_look_at_the_teacher, config, arguments)
     for counts in found:
         for name in ("changed", "with gradient", "in data parallelism", "in the optimizer"):
             assert counts[name] == 0, name

@@ -45,8 +45,9 @@ def _train(config: RunConfig, seen: Seen) -> bool:
 
     mode = WatchingMode(seen)
     read_on_the_host(mode)
-    patch.object(assemble_data, "on_first_rank", lambda work, **_: work()).start()
-    run_on_the_host(assemble_data, "on_first_rank")
+    for module in (assemble_data, assembly):
+        patch.object(module, "on_first_rank", lambda work, **_: work()).start()
+        run_on_the_host(module, "on_first_rank")
     run_on_the_host(assembly, "open_tokenizer", "keep_assets")
     run_on_the_host(HostBatch, "of")
     distil = loop._distil

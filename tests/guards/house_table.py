@@ -1,7 +1,9 @@
-"""Sizes of the package and the call path of the loss: python -m tests.guards.house_table
+"""Sizes of the package, its start and the call path of the loss: python -m tests.guards.house_table
 
-The path is taken from a real run of configs/tiny.yaml: the package's own frames between
-`loop.train` and the function that writes the gradient on the logits.
+Both are taken from a real run of configs/tiny.yaml by its command. The start: the code lines of all
+functions in `commands` and `train/assemble` that are entered before the first `train_step`. The
+path: the package's own frames between `loop.train` and the function that writes the gradient on the
+logits.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import ast
 import statistics
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -80,50 +85,116 @@ def sizes() -> dict[str, Any]:
     }
 
 
-def path_of_the_gradient() -> list[str]:
-    """File and function of each own frame from `loop.train` to the gradient on the logits."""
-    from megatron_distill.config import load_config
-    from megatron_distill.runtime.launch import Launch, joined_world
-    from megatron_distill.runtime.termination import TerminationRequest
+@dataclass
+class Start:
+    """One real run of configs/tiny.yaml by its command.
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = load_config(
-            ROOT / "configs" / "tiny.yaml", ["train.steps=5", f"output={folder}/run"]
+    entered: file and first line of each own function called before the first `train_step`. path:
+    file and function of each own frame from `loop.train` to the gradient on the logits.
+    """
+
+    entered: set[tuple[str, int]] = field(default_factory=set)
+    path: list[str] = field(default_factory=list)
+
+    def note_call(self, frame: FrameType, event: str, _: object) -> None:
+        """Note a function that is entered; as a profile function, it ends at `train_step`."""
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(ROOT / PACKAGE)):
+            return
+        if code.co_name == "train_step":
+            sys.setprofile(None)
+            threading.setprofile(None)
+            return
+        place = Path(code.co_filename).relative_to(ROOT).as_posix()
+        self.entered.add((place, code.co_firstlineno))
+
+    def note_path(self) -> None:
+        """Note the frames of the first gradient."""
+        if self.path:
+            return
+        package = str(ROOT / PACKAGE)
+        frames = traceback.extract_stack()
+        first = next(i for i, one in enumerate(frames) if one.name == "train")
+        self.path.extend(
+            f"{Path(one.filename).relative_to(package)}:{one.name}"
+            for one in frames[first:]
+            if one.filename.startswith(package)
         )
-        taken: list[str] = []
-        with joined_world(
-            **config.runtime.model_dump(), launch=Launch.from_environment()
-        ) as device:
-            from megatron_distill.ops.torch_rows import Block
-            from megatron_distill.train.assemble.run import run_training
+        self.path.append("ops/torch_rows.py:gradient")
 
-            gradient = Block.gradient
 
-            def noted(*given: Any, **named: Any) -> Any:
-                if not taken:
-                    package = str(ROOT / PACKAGE)
-                    frames = traceback.extract_stack()
-                    first = next(i for i, one in enumerate(frames) if one.name == "train")
-                    taken.extend(
-                        f"{Path(one.filename).relative_to(package)}:{one.name}"
-                        for one in frames[first:]
-                        if one.filename.startswith(package)
-                    )
-                    taken.append("ops/torch_rows.py:gradient")
-                return gradient(*given, **named)
+def real_start() -> Start:
+    """Run the training command on configs/tiny.yaml and return its start."""
+    from megatron_distill.ops.torch_rows import Block
 
-            with patch.object(Block, "gradient", noted):
-                run_training(config, device, TerminationRequest())
-    return taken
+    start = Start()
+    gradient = Block.gradient
+
+    def noted(*given: Any, **named: Any) -> Any:
+        start.note_path()
+        return gradient(*given, **named)
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(Block, "gradient", noted):
+        threading.setprofile(start.note_call)
+        sys.setprofile(start.note_call)
+        from megatron_distill.commands.train import COMMAND
+
+        run = COMMAND.script(None)
+        run([str(ROOT / "configs" / "tiny.yaml"), "train.steps=5", f"output={folder}/run"])
+    return start
+
+
+def lines_to_first_step(start: Start) -> dict[str, int]:
+    """Code lines, by file, of the functions of commands and assembly before the first step."""
+    found = {}
+    for source in read_sources(ROOT, (f"{PACKAGE}/commands", f"{PACKAGE}/train/assemble")):
+        entered = {line for place, line in start.entered if place == source.place}
+        count = len(lines_of_functions(source, entered))
+        if count:
+            found[source.place] = count
+    return found
+
+
+def lines_of_functions(source: Source, entered: Collection[int]) -> set[int]:
+    """The code lines of functions that begin at the given lines, nested functions included.
+
+    Blank lines, comments, docstrings and imports are not counted, decorators are.
+    """
+    wanted: set[int] = set()
+    skipped: set[int] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min(one.lineno for one in (node, *node.decorator_list))
+            if first in entered:
+                wanted |= _span(first, node)
+            if ast.get_docstring(node) is not None:
+                skipped |= _span(node.body[0].lineno, node.body[0])
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            skipped |= _span(node.lineno, node)
+    texts = source.text.splitlines()
+    return {
+        line
+        for line in wanted - skipped
+        if texts[line - 1].strip() and not texts[line - 1].lstrip().startswith("#")
+    }
+
+
+def _span(first: int, node: ast.stmt) -> set[int]:
+    assert node.end_lineno is not None, "a parsed statement has an end"
+    return set(range(first, node.end_lineno + 1))
 
 
 def main() -> int:
     """Print both."""
-    row = sizes()
+    start = real_start()
+    by_file = lines_to_first_step(start)
+    row = {**sizes(), "lines from configuration to first step": sum(by_file.values())}
     print("| " + " | ".join(row) + " |")  # noqa: T201
     print("|" + "---|" * len(row))  # noqa: T201
     print("| " + " | ".join(str(value) for value in row.values()) + " |")  # noqa: T201
-    path = path_of_the_gradient()
+    print("\nfrom configuration to first step, code lines:")  # noqa: T201
+    print("\n".join(f"  {count:4} {place}" for place, count in by_file.items()))  # noqa: T201
+    path = start.path
     files = {one.split(":")[0] for one in path}
     objective = next(i for i, one in enumerate(path) if one.startswith("losses/"))
     inside = path[objective:]

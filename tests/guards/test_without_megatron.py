@@ -35,7 +35,7 @@ def import_without_megatron(root: Path, modules: list[str]) -> subprocess.Comple
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

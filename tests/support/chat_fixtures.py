@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_distill.data.chat.spans import ResponseFinder
 from megatron_distill.data.chat.template import PLAIN_SOURCE, ChatTemplate, special_texts
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_distill.data.tokenizers.open import train_bpe
@@ -133,3 +134,10 @@ def unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+class Unlearned(ResponseFinder):
+    """Looks at every conversation by itself."""
+
+    def _shape(self, roles: tuple[str, ...]) -> None:
+        return None

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import VocabShard
+from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.signals import HiddenState, Signal
-from tests.reference.distillation import Problem
+from megatron_distill.signals import HiddenState, Recorded, Signal
+from tests.reference.distillation import Problem, cross_entropy, entropy
 
 Rule = tuple[float | None, float]
 Result = tuple[Tensor, dict[str, Tensor], Tensor, Tensor]
@@ -81,3 +81,14 @@ def assert_same(ours: Result, other: Result, tolerance: float = 1e-6) -> None:
     assert float((ours[0] - other[0]).abs()) <= tolerance * float(other[0].abs())
     for left, right in zip(ours[2:], other[2:], strict=True):
         assert float((left - right).abs().max()) <= tolerance * float(right.abs().max())
+
+
+def recorded(problem: Problem, terms: Sequence[Term]) -> Recorded:
+    """What a store would have of the problem's teacher for these terms, scalars included."""
+    logits = problem.teacher_hidden @ problem.teacher_weight.t()
+    kept = (
+        vocab_parallel_topk(logits, term.top_k or 1, temperature=term.temperature) for term in terms
+    )
+    double = logits.double()
+    label = -cross_entropy(double, problem.labels_N)
+    return Recorded(tuple(kept), entropy(double).float(), label.float())

@@ -44,3 +44,23 @@ def complaints(call: Callable[..., object], *arguments: object) -> list[str]:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     assert head.endswith(f": {count}")
     return problems
+
+
+def read_table(text: str) -> list[tuple[list[str], list[str]]]:
+    """The cases of a table: overrides, a line each, and below them the lines that they bring.
+
+    A line of the latter begins with `->`; two spaces more than its first continue either kind.
+    """
+    cases: list[tuple[list[str], list[str]]] = []
+    for line in text.strip("\n").splitlines():
+        words = line.strip()
+        if words.startswith("-> "):
+            cases[-1][1].append(words.removeprefix("-> "))
+        elif line.startswith(" "):
+            part = cases[-1][bool(cases[-1][1])]
+            part[-1] += f" {words}"
+        elif cases and not cases[-1][1]:
+            cases[-1][0].append(words)
+        else:
+            cases.append(([words], []))
+    return cases

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import io
 import json
+import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,9 @@ _SKIP_BYTES: Final = 1 << 20
 _COMPRESSED_BYTES: Final = 1 << 14  # per step: bounds the output of a highly compressed file
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _DAMAGE: Final = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
+_NOT_CORPUS: Final = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 
 
 class DamagedFileError(Exception):
@@ -306,3 +311,38 @@ def _columns(
                 "text_key or `conversation` of the data source"
             )
     return [name for name in (*required, *optional) if name in names]
+
+
+def stdlib_files(root: Path | None = None) -> list[Path]:
+    """Every module of the running Python's standard library, sorted by its path below `root`.
+
+    Installed packages and tests are left out, and so are files that are not UTF-8 (source code may
+    declare another encoding). Raises DataError if there is none.
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
+    candidates = sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).parts)
+    files = [
+        path
+        for path in candidates
+        if _NOT_CORPUS.isdisjoint(path.relative_to(folder).parts) and _is_utf8(path)
+    ]
+    if not files:
+        raise DataError(
+            f"{folder}: contains no Python source for format python_stdlib; use a Python that is "
+            "installed with its sources, or another data source"
+        )
+    return files
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """Number of files, and one digest of their names and sizes, to compare two runs' corpora."""
+    listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+    return f"{len(files)} files {hashlib.sha256(listing.encode()).hexdigest()[:16]}"

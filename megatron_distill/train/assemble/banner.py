@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from math import prod
 from typing import Final
 
-import torch
-
 from megatron_distill.config import (
-    CaptureConfig,
-    JobConfig,
+    DataConfig,
     ModelConfig,
-    RunConfig,
+    ObjectiveConfig,
+    ParallelConfig,
     SourceConfig,
+    StoreConfig,
     TermConfig,
     TrainConfig,
     ValueScheduleConfig,
@@ -22,183 +21,92 @@ from megatron_distill.config import (
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.weights import parameters
-from megatron_distill.ops.workspace import chunk_tokens_for
-from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import short_count, size
 from megatron_distill.store import Plan
-from megatron_distill.train.assemble.sources import source_names
+from megatron_distill.train.throughput import MemoryOfRank
 
-__all__ = ["MemoryOfRank", "RankParameters", "capture_banner", "run_banner"]
+__all__ = ["capture_banner", "run_banner"]
 
 _LABEL_WIDTH: Final = 11
 _MOST_TERMS: Final = 3
 _MOST_SOURCES: Final = 3
-_FP32: Final = 4
-
-
-@dataclass(frozen=True)
-class RankParameters:
-    """Parameter counts of both models on this rank; `experts` are a part of `student`."""
-
-    student: int = 0
-    experts: int = 0
-    teacher: int = 0
-
-    @classmethod
-    def of(
-        cls, student: Sequence[torch.nn.Module], teacher: torch.nn.Module | None
-    ) -> RankParameters:
-        """Count the parameters of the built models."""
-        mine = [parameter for chunk in student for parameter in chunk.parameters()]
-        return cls(
-            student=sum(parameter.numel() for parameter in mine),
-            # Megatron-Core marks parameters that differ between data-parallel ranks.
-            experts=sum(p.numel() for p in mine if not getattr(p, "allreduce", True)),
-            teacher=sum(p.numel() for p in teacher.parameters()) if teacher else 0,
-        )
-
-
-@dataclass(frozen=True)
-class MemoryOfRank:
-    """Bytes of one rank by formula; excludes the activations of the layers."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    teacher: int
-    loss_chunk: int
-
-    @classmethod
-    def of_run(
-        cls,
-        config: RunConfig,
-        mine: RankParameters,
-        student: Architecture,
-        *,
-        world_size: int,
-        device: torch.device,
-    ) -> MemoryOfRank:
-        """Weights in the run's precision, fp32 gradients, and Adam's moments in fp32.
-
-        With bf16 the optimizer also has fp32 weights; `optimizer.distributed` shards its
-        state over the data and context ranks.
-        """
-        width = PRECISIONS[config.train.precision].itemsize
-        state = _FP32 * (2 if width == _FP32 else 3)
-        parallel = config.parallel
-        replicas = world_size // (parallel.tensor * parallel.pipeline)
-        expert_ranks = parallel.expert if parallel.expert > 1 else parallel.tensor
-        expert_replicas = world_size // (parallel.pipeline * expert_ranks)
-        if not config.optimizer.distributed:
-            replicas = expert_replicas = 1
-        dense = mine.student - mine.experts
-        tokens = config.train.micro_batch_size * config.data.sequence_length // parallel.context
-        heads = 2 if mine.teacher else 1
-        return cls(
-            weights=mine.student * width,
-            gradients=mine.student * _FP32,
-            optimizer=state * (-(-dense // replicas) + -(-mine.experts // expert_replicas)),
-            teacher=mine.teacher * width,
-            loss_chunk=heads
-            * width
-            * _chunk_logits(config.objective.chunk_tokens, tokens, student, config, device),
-        )
-
-    @classmethod
-    def of_capture(
-        cls,
-        config: CaptureConfig,
-        mine: RankParameters,
-        teacher: Architecture,
-        *,
-        device: torch.device,
-    ) -> MemoryOfRank:
-        """The frozen teacher and one chunk of its logits."""
-        width = PRECISIONS[config.capture.precision].itemsize
-        tokens = config.capture.micro_batch_size * config.data.sequence_length
-        tokens //= config.parallel.context
-        logits = _chunk_logits(config.capture.chunk_tokens, tokens, teacher, config, device)
-        return cls(0, 0, 0, mine.teacher * width, width * logits)
-
-    def rows(self, *, pipeline: int) -> Iterator[tuple[str, str]]:
-        """Yield the sum, and the parts that are not zero."""
-        parts = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "teacher": self.teacher,
-            "loss chunk": self.loss_chunk,
-        }
-        stage = " (the loss chunk: of the last stage)" if pipeline > 1 else ""
-        total = size(sum(parts.values()))
-        yield "memory", f"{total} of a rank{stage}, without the layers' activations:"
-        yield "", ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
-
-
-def _chunk_logits(
-    chosen: int | None, tokens: int, model: Architecture, config: JobConfig, device: torch.device
-) -> int:
-    tensor = config.parallel.tensor
-    columns = model.padded_vocab_size(tensor) // tensor
-    return columns * min(tokens, chosen or chunk_tokens_for(columns, device))
 
 
 def run_banner(
-    config: RunConfig,
     *,
-    student: Architecture,
-    teacher: Architecture | None,
-    stored_samples: int | None,
+    output: str,
+    student: tuple[ModelConfig, Architecture],
+    teacher: tuple[ModelConfig, Architecture | None] | None,
+    objective: ObjectiveConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    memory: MemoryOfRank,
+    stored_samples: int,
+    source_names: Sequence[str],
+    held_out: int,
     feature_pairs: int,
-    mine: RankParameters,
     world_size: int,
     start_step: int,
-    device: torch.device,
 ) -> str:
-    """Return at most 14 lines: output, models, layout, objective, data, steps, memory."""
-    memory = MemoryOfRank.of_run(config, mine, student, world_size=world_size, device=device)
-    rows = [("student", _model(student, config.student))]
-    if teacher is not None and config.teacher is not None:
-        rows.append(("teacher", _model(teacher, config.teacher)))
-    elif config.teacher is not None and config.teacher.store is not None:
-        paths = ", ".join(entry.path for entry in config.teacher.store)
-        rows.append(("teacher", f"stored, {stored_samples:,} samples: {paths}"))
-    execution = config.train.precision + _recomputed(config.train)
+    """Return at most 14 lines: output, models, layout, objective, data, steps, memory.
+
+    teacher: without an architecture it is stored.
+    """
+    rows = [("student", _model(*student))]
+    if teacher is not None:
+        section, shape = teacher
+        paths = ", ".join(entry.path for entry in section.store or ())
+        stored = f"stored, {stored_samples:,} samples: {paths}"
+        rows.append(("teacher", stored if shape is None else _model(section, shape)))
+    names = ", ".join(source_names)
+    blend = _blend(data.sources) if data.sources else f"samples of the store: {names}"
+    terms = objective.terms if teacher is not None else ()
     rows += [
-        ("layout", f"{_layout(config, world_size)}; {execution}"),
-        *_objective(config, feature_pairs),
-        ("data", _data(config)),
-        ("steps", _steps(config, start_step)),
-        *memory.rows(pipeline=config.parallel.pipeline),
+        ("layout", f"{_layout(parallel, world_size)}; {train.precision}{_recomputed(train)}"),
+        *_objective(objective, terms, feature_pairs),
+        ("data", f"{blend}; {data.sequence_length} tokens a sample; {held_out:,} samples held out"),
+        ("steps", _steps(train, data.sequence_length, start_step)),
+        *_memory(memory, pipeline=parallel.pipeline),
     ]
-    heading = "distillation" if config.teacher else "training"
-    return _aligned(f"{heading} into {config.output}", rows)
+    return _aligned(f"{'distillation' if teacher else 'training'} into {output}", rows)
 
 
 def capture_banner(
-    config: CaptureConfig,
+    store: StoreConfig,
     plan: Plan,
     *,
-    teacher: Architecture,
-    mine: RankParameters,
+    teacher: tuple[ModelConfig, Architecture],
+    data: DataConfig,
+    parallel: ParallelConfig,
+    precision: str,
+    memory: MemoryOfRank,
     world_size: int,
-    device: torch.device,
 ) -> str:
     """Return the lines of a capture: output, teacher, layout, data, store, memory."""
-    assert config.teacher is not None, "the rules of a capture ask for one"
-    memory = MemoryOfRank.of_capture(config, mine, teacher, device=device)
     settings = plan.settings
     kept = f"{'top' if settings.mode == 'top_k' else 'sampled'}-{settings.k} {settings.codec}"
     tokens = short_count(plan.samples * settings.sequence_length)
-    job = f", job {config.store.job} of {config.store.jobs}" if config.store.jobs > 1 else ""
+    job = f", job {store.job} of {store.jobs}" if store.jobs > 1 else ""
     rows = [
-        ("teacher", _model(teacher, config.teacher)),
-        ("layout", f"{_layout(config, world_size)}; {config.capture.precision}"),
-        ("data", f"{_blend(config.data.sources)}; {config.data.sequence_length} tokens a sample"),
+        ("teacher", _model(*teacher)),
+        ("layout", f"{_layout(parallel, world_size)}; {precision}"),
+        ("data", f"{_blend(data.sources)}; {data.sequence_length} tokens a sample"),
         ("store", f"{kept}; {plan.samples:,} samples = {tokens} tokens, {plan.shards} shards{job}"),
-        *memory.rows(pipeline=config.parallel.pipeline),
+        *_memory(memory, pipeline=parallel.pipeline),
     ]
-    return _aligned(f"capture into {config.store.path}", rows)
+    return _aligned(f"capture into {store.path}", rows)
+
+
+def _memory(memory: MemoryOfRank, *, pipeline: int) -> Iterator[tuple[str, str]]:
+    """Yield the sum, and the parts that are not zero."""
+    parts = {name.replace("_", " "): count for name, count in asdict(memory).items()}
+    stage = " (the loss chunk: of the last stage)" if pipeline > 1 else ""
+    yield (
+        "memory",
+        f"{size(sum(parts.values()))} of a rank{stage}, without the layers' activations:",
+    )
+    yield "", ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
 
 
 def _aligned(heading: str, rows: Sequence[tuple[str, str]]) -> str:
@@ -206,7 +114,7 @@ def _aligned(heading: str, rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join([heading, *lines])
 
 
-def _model(shape: Architecture, model: ModelConfig) -> str:
+def _model(section: ModelConfig, shape: Architecture) -> str:
     moe = shape.moe
     inner = (
         f"{moe.num_experts} experts of {moe.ffn_hidden_size}, {moe.top_k} per token"
@@ -219,7 +127,7 @@ def _model(shape: Architecture, model: ModelConfig) -> str:
         counts += f" ({_count(active)} active)"
     return (
         f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; "
-        f"{_source_of(model, shape)}"
+        f"{_source_of(section, shape)}"
     )
 
 
@@ -261,8 +169,7 @@ def _recomputed(train: TrainConfig) -> str:
     return f", recompute {counted(train.recompute_layers, 'layer')} per stage"
 
 
-def _layout(config: JobConfig, world_size: int) -> str:
-    parallel = config.parallel
+def _layout(parallel: ParallelConfig, world_size: int) -> str:
     sizes = {
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
@@ -279,11 +186,11 @@ def _layout(config: JobConfig, world_size: int) -> str:
     return ", ".join([f"{ranks} = {shared}" if shared else ranks, *extra])
 
 
-def _objective(config: RunConfig, feature_pairs: int) -> Iterator[tuple[str, str]]:
-    objective = config.objective
+def _objective(
+    objective: ObjectiveConfig, terms: Sequence[TermConfig], feature_pairs: int
+) -> Iterator[tuple[str, str]]:
     ce = _scheduled(objective.ce_weight, objective.ce_weight_schedule)
     yield "objective", f"  {ce} x cross-entropy"
-    terms = objective.terms if config.teacher is not None else ()
     shown = terms if len(terms) <= _MOST_TERMS else terms[: _MOST_TERMS - 1]
     for term in shown:
         yield "", f"+ {_term(term)}"
@@ -314,17 +221,6 @@ def _scheduled(value: float, schedule: ValueScheduleConfig | None) -> str:
     return f"({value:g} to {schedule.to:g}, {schedule.kind})"
 
 
-def _data(config: RunConfig) -> str:
-    data = config.data
-    blend = (
-        _blend(data.sources)
-        if data.sources
-        else "samples of the store: " + ", ".join(source_names(config, held_out=False))
-    )
-    held_out = f"{config.validation.samples:,} samples held out"
-    return f"{blend}; {data.sequence_length} tokens a sample; {held_out}"
-
-
 def _blend(sources: Sequence[SourceConfig]) -> str:
     total = sum(source.weight for source in sources)
     shown = sources if len(sources) <= _MOST_SOURCES else sources[: _MOST_SOURCES - 1]
@@ -334,8 +230,7 @@ def _blend(sources: Sequence[SourceConfig]) -> str:
     return ", ".join(texts)
 
 
-def _steps(config: RunConfig, start_step: int) -> str:
-    train, length = config.train, config.data.sequence_length
+def _steps(train: TrainConfig, length: int, start_step: int) -> str:
     tokens = train.global_batch_size * length
     resumed = f"from step {start_step}; " if start_step else ""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill import __version__, log
-from megatron_distill.config import CaptureConfig
-from megatron_distill.data.sources import open_training
-from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.config import (
+    CaptureConfig,
+    CapturePassConfig,
+    DataConfig,
+    ModelConfig,
+    StoreConfig,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
@@ -24,10 +30,9 @@ from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
-from megatron_distill.train.assemble.banner import RankParameters, capture_banner
+from megatron_distill.train.assemble.banner import capture_banner
 from megatron_distill.train.assemble.checks import check_start
-from megatron_distill.train.assemble.data import open_loader
-from megatron_distill.train.assemble.failed_start import FolderAsFound
+from megatron_distill.train.assemble.data import RunSamples, open_loader
 from megatron_distill.train.assemble.identity import (
     dataset_digest,
     dataset_settings,
@@ -41,7 +46,8 @@ from megatron_distill.train.assemble.models import (
     job_groups,
     teacher_seed,
 )
-from megatron_distill.train.assemble.sources import data_options, source_specs
+from megatron_distill.train.assemble.sources import data_options
+from megatron_distill.train.assemble.stages import teacher_layers
 from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.capture.folder import (
     finish_store,
@@ -62,6 +68,8 @@ from megatron_distill.train.capture.order import (
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.capture.progress import CaptureProgress, Work, summary
 from megatron_distill.train.capture.writer import ShardFiller
+from megatron_distill.train.run_folder import FolderAsFound
+from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 _LOGGER = get_logger(__name__)
 _PREFETCH = 2
@@ -71,18 +79,17 @@ _PREFETCH = 2
 class _Job:
     """The parts of a capture once its store is open; the tokenizer is on rank 0 only."""
 
-    config: CaptureConfig
-    device: Device
-    groups: Groups
+    section: StoreConfig
+    samples: RunSamples
     origin: Origin
-    tokenizer: Tokenizer | None
+    groups: Groups
     plan: Plan
     store: StoreWriter | None  # on rank 0 and on ranks that write
 
     @property
     def folder(self) -> Path:
         """The store's folder."""
-        return Path(self.config.store.path)
+        return Path(self.section.path)
 
 
 def run_capture(config: CaptureConfig, device: Device, termination: TerminationRequest) -> bool:
@@ -92,7 +99,10 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
     another job may follow in the same processes.
     """
     folder = Path(config.store.path)
-    with job_groups(config, trains=False) as groups, ExitStack() as resources:
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
+        ExitStack() as resources,
+    ):
         found = FolderAsFound(
             folder,
             kept_file=None,
@@ -102,10 +112,23 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         with together():
             if dist.get_rank() == 0:
                 check_start(config)
-        tokenizer, vocabulary = open_tokenizer(config)
-        assert config.teacher is not None, "the rules of a capture ask for one"
-        origin = find_origin(config.teacher, "teacher", config, vocabulary)
-        plan = _plan(config, origin, vocabulary, groups)
+        data, parallel, teacher = config.data, config.parallel, config.teacher
+        options = data_options(data, working_folder(folder), keeps_weights=False)
+        tokenizer, vocabulary = open_tokenizer(data, config.models, config.folder, options)
+        assert teacher is not None, "the rules of a capture ask for one"
+        length = data.sequence_length
+        origin = find_origin(
+            teacher, "teacher", vocabulary, parallel=parallel, sequence_length=length
+        )
+        plan = _plan(
+            config.store,
+            origin,
+            vocabulary,
+            data=data,
+            seed=config.seed,
+            facts={"teacher": _name(teacher), "precision": config.capture.precision},
+            groups=groups,
+        )
         if _begin(folder, plan):
             return True
         resources.enter_context(held_for_job(folder, config.store.job))
@@ -115,10 +138,11 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         with together():
             if tokenizer is not None:
                 keep_tokenizer(folder, tokenizer)
-        job = _Job(config, device, groups, origin, tokenizer, plan, store)
-        order = _order(job)
+        samples = RunSamples(data=data, options=options, tokenizer=tokenizer, seed=config.seed)
+        job = _Job(config.store, samples, origin, groups, plan, store)
+        order = _order(job, config.capture)
         if order.holes:
-            parts = _assemble(job, order, resources)
+            parts = _assemble(config, job, order, device, resources)
             found.has_started()
             if not fill_holes(parts, termination):
                 _LOGGER.info(
@@ -130,15 +154,26 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         return True
 
 
-def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups: Groups) -> Plan:
-    """Return the plan of the store, the same on all ranks. Raises on all of them.
+def _plan(
+    section: StoreConfig,
+    origin: Origin,
+    vocabulary: Vocabulary,
+    *,
+    data: DataConfig,
+    seed: int,
+    facts: Mapping[str, str],
+    groups: Groups,
+) -> Plan:
+    """Return the plan of the store, the same on all ranks; `facts` are recorded in it.
+
+    Raises a MegatronDistillError on all ranks.
 
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
     with together():  # before the teacher's weights are read
-        settings = _settings(config, vocabulary.size)
-        dataset = dataset_settings(config) if dist.get_rank() == 0 else {}
-    teacher = teacher_digest(origin, seed=teacher_seed(config), group=groups.world)
+        settings = _settings(section, vocabulary.size, data.sequence_length, seed)
+        dataset = dataset_settings(data, seed) if dist.get_rank() == 0 else {}
+    teacher = teacher_digest(origin, seed=teacher_seed(seed), group=groups.world)
     said: list[Plan | None] = [None]
     with together():
         if dist.get_rank() == 0:
@@ -146,41 +181,36 @@ def _plan(config: CaptureConfig, origin: Origin, vocabulary: Vocabulary, groups:
                 teacher=teacher,
                 tokenizer=vocabulary.identity,
                 dataset=dataset_digest(dataset, vocabulary.identity),
-                settings={
-                    "teacher": _teacher_name(config),
-                    "precision": config.capture.precision,
-                    "version": __version__,
-                    "dataset": dataset,
-                },
+                settings={**facts, "version": __version__, "dataset": dataset},
             )
-            store = config.store
-            per_shard = store.samples_per_shard or usual_samples_per_shard(settings, store.samples)
-            said = [Plan(settings, identity, store.samples, per_shard)]
+            per_shard = section.samples_per_shard
+            per_shard = per_shard or usual_samples_per_shard(settings, section.samples)
+            said = [Plan(settings, identity, section.samples, per_shard)]
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
     return said[0]
 
 
-def _settings(config: CaptureConfig, vocab_size: int) -> CaptureSettings:
+def _settings(
+    section: StoreConfig, vocab_size: int, sequence_length: int, seed: int
+) -> CaptureSettings:
     """Return the settings of a store of `vocab_size` ids, those of the tokenizer."""
-    store = config.store
-    if store.mode == "top_k" and store.k > vocab_size:
-        raise ConfigError(f"store.k = {store.k}: the tokenizer has {vocab_size} tokens; lower it")
+    if section.mode == "top_k" and section.k > vocab_size:
+        raise ConfigError(f"store.k = {section.k}: the tokenizer has {vocab_size} tokens; lower it")
     return CaptureSettings(
-        k=store.k,
+        k=section.k,
         vocab_size=vocab_size,
-        sequence_length=config.data.sequence_length,
-        mode=store.mode,
-        codec=store.codec,
-        top_p=store.top_p,
-        temperatures=store.temperatures,
-        sampling_seed=config.seed if store.mode == "sampled" else None,
+        sequence_length=sequence_length,
+        mode=section.mode,
+        codec=section.codec,
+        top_p=section.top_p,
+        temperatures=section.temperatures,
+        sampling_seed=seed if section.mode == "sampled" else None,
     )
 
 
-def _teacher_name(config: CaptureConfig) -> str:
-    assert config.teacher is not None
-    path = config.teacher.hf or config.teacher.checkpoint
+def _name(teacher: ModelConfig) -> str:
+    path = teacher.hf or teacher.checkpoint
     return "random weights" if path is None else Path(path).expanduser().resolve().name
 
 
@@ -218,12 +248,12 @@ def _writes(groups: Groups) -> bool:
     return groups.is_last_stage and groups.tensor.rank() == 0 and groups.context.rank() == 0
 
 
-def _order(job: _Job) -> CaptureOrder:
+def _order(job: _Job, passes: CapturePassConfig) -> CaptureOrder:
     """Return the assignment of samples to rows, from the holes that rank 0 finds.
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
-    ours = job.config.store
+    ours = job.section
     holes: list[list[int]] = [[]]
     with together():
         if job.store is not None and dist.get_rank() == 0:
@@ -234,41 +264,44 @@ def _order(job: _Job) -> CaptureOrder:
         samples=job.plan.samples,
         samples_per_shard=job.plan.samples_per_shard,
         replicas=job.groups.data.size(),
-        micro_batch_size=job.config.capture.micro_batch_size,
-        micro_batches=job.config.capture.micro_batches,
+        micro_batch_size=passes.micro_batch_size,
+        micro_batches=passes.micro_batches,
     )
 
 
-def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CaptureParts:
-    config, groups, device = job.config, job.groups, job.device.torch_device
+def _assemble(
+    config: CaptureConfig,
+    job: _Job,
+    order: CaptureOrder,
+    device: Device,
+    resources: ExitStack,
+) -> CaptureParts:
+    groups, data = job.groups, config.data
+    execution = execution_on(device, precision=config.capture.precision)
     places = StreamPlaces(working_folder(job.folder), job.plan.uid)
-    source = _open_source(job, places, order, device)
+    source = _open_source(job.samples, places, order, execution.device)
     loader = open_loader(
         source,
-        config.data,
+        data,
         global_batch_size=order.global_batch_size,
         micro_batch_size=order.micro_batch_size,
         groups=groups,
-        device=device,
+        device=execution.device,
         prefetch=_PREFETCH,
     )
     resources.callback(loader.close)
-    execution = execution_on(job.device, precision=config.capture.precision)
     shard = vocab_shard(job.origin.architecture, groups, tokens=job.plan.settings.vocab_size)
+    given = config.parallel.layers_per_stage.teacher
     teacher = build_online_teacher(
-        config, job.origin, groups=groups, execution=execution, shard=shard
+        job.origin,
+        seed=config.seed,
+        sequence_length=data.sequence_length,
+        groups=groups,
+        execution=execution,
+        shard=shard,
+        layers=teacher_layers(given, job.origin.architecture, layout=groups.layout),
     )
-    _LOGGER.info(
-        "%s",
-        capture_banner(
-            config,
-            job.plan,
-            teacher=job.origin.architecture,
-            mine=RankParameters.of((), teacher.model),
-            world_size=groups.world.size(),
-            device=device,
-        ),
-    )
+    _LOGGER.info("%s", _banner(config, job, teacher.model, execution))
     filler: ShardFiller | None = None
     if job.store is not None and _writes(groups):
         filler = ShardFiller(job.store, most_waiting=2 * order.micro_batches)
@@ -288,30 +321,49 @@ def _assemble(job: _Job, order: CaptureOrder, resources: ExitStack) -> CapturePa
         places=places,
         progress=_open_progress(job, order),
         groups=groups,
-        device=device,
+        device=execution.device,
+    )
+
+
+def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module, execution: Execution) -> str:
+    assert config.teacher is not None, "the rules of a capture ask for one"
+    tokens = config.capture.micro_batch_size * config.data.sequence_length
+    memory = MemoryOfRank.of_capture(
+        RankParameters.of((), model),
+        dtype=execution.dtype,
+        logits=chunk_logits(
+            config.capture.chunk_tokens,
+            tokens // config.parallel.context,
+            job.origin.architecture,
+            tensor=config.parallel.tensor,
+            device=execution.device,
+        ),
+    )
+    return capture_banner(
+        config.store,
+        job.plan,
+        teacher=(config.teacher, job.origin.architecture),
+        data=config.data,
+        parallel=config.parallel,
+        precision=config.capture.precision,
+        memory=memory,
+        world_size=job.groups.world.size(),
     )
 
 
 def _open_source(
-    job: _Job, places: StreamPlaces, order: CaptureOrder, device: torch.device
+    samples: RunSamples, places: StreamPlaces, order: CaptureOrder, device: torch.device
 ) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
-    data = job.config.data
 
     def opened() -> HoleSource:
-        assert job.tokenizer is not None, "the first rank has the tokenizer"
-        stream = open_training(
-            source_specs(data.sources),
-            tokenizer=job.tokenizer,
-            options=data_options(job.config),
-            seed=job.config.seed,
-        )
+        assert samples.tokenizer is not None, "the first rank has the tokenizer"
         return HoleSource(
-            stream,
+            samples.open_training(),
             order,
             known=places.load(),
-            sequence_length=data.sequence_length,
-            padding_token=job.tokenizer.eos_id,
+            sequence_length=samples.data.sequence_length,
+            padding_token=samples.tokenizer.eos_id,
         )
 
     return on_first_rank(opened, device=device)
@@ -320,7 +372,7 @@ def _open_source(
 def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
     if dist.get_rank() != 0:
         return None
-    ours, plan = job.config.store, job.plan
+    ours, plan = job.section, job.plan
     shards = len(range(ours.job, plan.shards, ours.jobs))
     work = Work(
         shards=shards,
@@ -338,7 +390,7 @@ def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
 
 def _finish(job: _Job) -> None:
     """Finish the store if this job is the last one. Raises StoreError on all ranks."""
-    ours = job.config.store
+    ours = job.section
     with together():
         if job.store is not None and dist.get_rank() == 0:
             manifest = finish_store(job.store, job=ours.job, jobs=ours.jobs)

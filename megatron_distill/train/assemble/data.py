@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from megatron_distill.config import DataConfig, RunConfig, with_steps
+from megatron_distill.config import DataConfig, TrainConfig
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import (
@@ -18,162 +16,152 @@ from megatron_distill.data.sources import (
     read_held_out,
     samples_per_epoch,
 )
-from megatron_distill.data.tokenizers.open import (
-    Tokenizer,
-)
-from megatron_distill.errors import counted
+from megatron_distill.data.stored import StoredSamples, held_out_numbers, read_held_out_numbers
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.assemble.sources import data_options, source_names, source_specs
-from megatron_distill.train.assemble.stored import Stored, stored_held_out, stored_source
+from megatron_distill.store import StoreSet
+from megatron_distill.train.assemble.sources import source_names, source_specs
+from megatron_distill.train.assemble.stored import Stored
 from megatron_distill.train.source_metrics import LabelTotals
 
 _LOGGER = get_logger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSamples:
+    """The samples of a run: those of `data.sources`, or else those of its stores.
+
+    Its opening, reading and counting need the first rank.
+
+    Attributes:
+        options: how sources are read.
+        tokenizer: of the sources, on the first rank; None elsewhere.
+        stored: the run's stores, if its teacher is stored.
+        seed: of the training samples' order.
+        held_out: number of held-out samples.
+    """
+
+    data: DataConfig
+    options: DataOptions
+    tokenizer: Tokenizer | None
+    seed: int
+    stored: Stored | None = None
+    held_out: int = 0
+
+    def names(self, *, held_out: bool) -> tuple[str, ...]:
+        """Return the names of the sources in the log."""
+        stored_names = self.stored.names if self.stored is not None else ()
+        return source_names(self.data, stored_names, held_out=held_out)
+
+    def open_training(self) -> SampleSource:
+        """Open the training stream; raises DataError."""
+        if not self.data.sources:
+            stored, corpus = self._stores()
+            numbers = held_out_numbers(stored.samples, self.held_out)
+            return StoredSamples(corpus, stored.shares, seed=self.seed, held_out=numbers)
+        return open_training(
+            source_specs(self.data.sources),
+            tokenizer=self._tokenizer(),
+            options=self.options,
+            seed=self.seed,
+        )
+
+    def read_held_out(self) -> SampleSource:
+        """Read the held-out samples; raises DataError or StoreError."""
+        if not self.data.sources:
+            stored, corpus = self._stores()
+            numbers = held_out_numbers(stored.samples, self.held_out)
+            return read_held_out_numbers(corpus, stored.shares, numbers)
+        own = self.data.validation_sources
+        return read_held_out(
+            source_specs(own or self.data.sources),
+            tokenizer=self._tokenizer(),
+            options=replace(self.options, validation_fraction=1.0) if own else self.options,
+            samples=self.held_out,
+        )
+
+    def count_epoch(self) -> int:
+        """Count the training samples of one epoch; raises DataError."""
+        if not self.data.sources:
+            return self._stores()[0].samples - self.held_out
+        (spec,) = source_specs(self.data.sources)
+        return samples_per_epoch(
+            spec, tokenizer=self._tokenizer(), options=self.options, seed=self.seed
+        )
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the first rank has the tokenizer of the sources"
+        return self.tokenizer
+
+    def _stores(self) -> tuple[Stored, StoreSet]:
+        assert self.stored is not None, "a run without sources has a store"
+        assert self.stored.corpus is not None, "the first rank has the stores"
+        return self.stored, self.stored.corpus
+
+
 def open_training_loader(
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
-    stored: Stored | None,
-    *,
-    groups: Groups,
-    device: torch.device,
+    samples: RunSamples, train: TrainConfig, *, groups: Groups, device: torch.device
 ) -> StepLoader:
     """Open the training stream on the first rank and a loader on every rank.
 
-    Without sources the stores provide the samples. Raises DataError on all ranks.
+    Raises DataError on all ranks.
     """
-
-    def opened() -> SampleSource | None:
-        if stored is not None and not config.data.sources:
-            return stored_source(config, stored)
-        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
-        return open_training(
-            source_specs(config.data.sources),
-            tokenizer=tokenizer,
-            options=data_options(config),
-            seed=config.seed,
-        )
-
     return open_loader(
-        on_first_rank(opened, device=device),
-        config.data,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        on_first_rank(samples.open_training, device=device),
+        samples.data,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         groups=groups,
         device=device,
         prefetch=2,
-        sources=len(source_names(config, held_out=False)),
+        sources=len(samples.names(held_out=False)),
     )
-
-
-def with_computed_steps(
-    config: RunConfig, tokenizer: Tokenizer | None, stored: Stored | None, *, device: torch.device
-) -> RunConfig:
-    """Replace `train.epochs` by the number of steps; without it nothing is done.
-
-    Raises DataError or ConfigError on all ranks: the samples cannot be counted, or the schedule
-    does not fit the steps.
-
-    Collective: world, one broadcast of a short object.
-    """
-    epochs = config.train.epochs
-    if epochs is None:
-        return config
-
-    def counted_samples() -> int:
-        if not config.data.sources:
-            assert stored is not None, "a run without sources has a store"
-            return stored.samples - config.validation.samples
-        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
-        (spec,) = source_specs(config.data.sources)
-        return samples_per_epoch(
-            spec, tokenizer=tokenizer, options=data_options(config), seed=config.seed
-        )
-
-    said = [on_first_rank(counted_samples, device=device)]
-    dist.broadcast_object_list(said, src=0)
-    samples = said[0]
-    assert samples is not None, "the first rank has counted"
-    steps = math.ceil(epochs * samples / config.train.global_batch_size)
-    resolved, warnings = with_steps(config, steps)
-    _LOGGER.info(
-        "%s of %s: %s",
-        "1 epoch" if epochs == 1 else f"{epochs:g} epochs",
-        counted(samples, "sample"),
-        counted(steps, "step"),
-    )
-    if dist.get_rank() == 0:
-        for warning in warnings:
-            _LOGGER.warning("%s", warning)
-    return resolved
 
 
 def read_validation(
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
-    stored: Stored | None,
-    *,
-    groups: Groups,
-    device: torch.device,
+    samples: RunSamples, train: TrainConfig, *, groups: Groups, device: torch.device
 ) -> list[StepBatches]:
     """Read the held-out samples once; they stay in memory as batches of the training's size.
 
     Raises DataError or StoreError on all ranks.
     """
-    if config.validation.samples == 0:
+    if samples.held_out == 0:
         return []
-    own = config.data.validation_sources
-    options = data_options(config)
-
-    def opened() -> SampleSource | None:
-        if stored is not None and not config.data.sources:
-            return stored_held_out(config, stored)
-        assert tokenizer is not None, "the first rank has the tokenizer of the sources"
-        return read_held_out(
-            source_specs(own or config.data.sources),
-            tokenizer=tokenizer,
-            options=_whole(options) if own else options,
-            samples=config.validation.samples,
-        )
-
-    steps = -(-config.validation.samples // config.train.global_batch_size)
+    names = samples.names(held_out=True)
     loader = open_loader(
-        on_first_rank(opened, device=device),
-        config.data,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        on_first_rank(samples.read_held_out, device=device),
+        samples.data,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         groups=groups,
         device=device,
         prefetch=0,
-        sources=len(source_names(config, held_out=True)),
+        sources=len(names),
     )
     try:
+        steps = -(-samples.held_out // train.global_batch_size)
         found = [loader.take(step) for step in range(1, steps + 1)]
     finally:
         loader.close()
-    _warn_of_empty(config, found)
+    if len(names) > 1:
+        _warn_of_empty(found, names, samples.held_out)
     return found
 
 
-def _warn_of_empty(config: RunConfig, steps: Sequence[StepBatches]) -> None:
+def _warn_of_empty(steps: Sequence[StepBatches], names: tuple[str, ...], held_out: int) -> None:
     """Name the sources whose share of the held-out samples has no labels to measure."""
-    names = source_names(config, held_out=True)
-    by_source = LabelTotals.of(steps, names if len(names) > 1 else ()).by_source
+    by_source = LabelTotals.of(steps, names).by_source
     empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
     if empty:
         _LOGGER.warning(
             "validation.samples=%d gives no held-out sample of %s; raise it, or the weight of "
             "the source",
-            config.validation.samples,
+            held_out,
             ", ".join(empty),
         )
-
-
-def _whole(options: DataOptions) -> DataOptions:
-    return replace(options, validation_fraction=1.0)
 
 
 def open_loader(

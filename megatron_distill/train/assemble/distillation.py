@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_distill.config import (
+    DataConfig,
+    FeatureConfig,
+    ModelConfig,
     ObjectiveConfig,
-    RunConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProjectorConfig,
+    TrainConfig,
     ValueScheduleConfig,
     check_features,
     matched_layers,
 )
-from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
-from megatron_distill.losses import FeaturePair, RatioBalance, ScoreRule, ValueSchedule
+from megatron_distill.losses import FeaturePair, RatioBalance, ScoreRule, Term, ValueSchedule
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
-from megatron_distill.models.pipeline_stages import ranks_of_layers
+from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
-from megatron_distill.train.assemble.data import read_validation
+from megatron_distill.train.assemble.data import RunSamples, read_validation
 from megatron_distill.train.assemble.models import (
     build_objective,
     build_online_teacher,
-    build_terms,
-    find_teacher,
+    find_origin,
+    live_metrics,
+    stored_metrics,
 )
-from megatron_distill.train.assemble.sources import source_names
-from megatron_distill.train.assemble.stages import student_layers, teacher_layers
+from megatron_distill.train.assemble.stages import teacher_layers
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.assemble.tokenizer import Vocabulary
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -65,66 +71,119 @@ class Distillation:
             return self.features.teacher
         return self.stored.teacher if self.stored else self.online
 
+    def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
+        """Return the objective with separate metrics of the sources, where they are several."""
+        return replace(self.objective, source_names=names if len(names) > 1 else ())
+
+
+def open_teacher(
+    section: ModelConfig | None,
+    terms: Sequence[Term],
+    *,
+    student: Architecture,
+    vocabulary: Vocabulary,
+    data: DataConfig,
+    parallel: ParallelConfig,
+    seed: int,
+    groups: Groups,
+    execution: Execution,
+    resources: ExitStack,
+) -> Stored | OnlineTeacher | None:
+    """Open the stores, or build the live teacher; all checks run before its weights are read.
+
+    Raises a MegatronDistillError on all ranks.
+
+    Collective: world, short objects.
+    """
+    if section is None:
+        return None
+    if section.store is not None:
+        stored = open_stored(
+            section,
+            student=student,
+            terms=terms,
+            vocabulary=vocabulary,
+            data=data,
+            parallel=parallel,
+            seed=seed,
+            groups=groups,
+            device=execution.device,
+        )
+        resources.callback(stored.close)
+        return stored
+    length = data.sequence_length
+    origin = find_origin(section, "teacher", vocabulary, parallel=parallel, sequence_length=length)
+    given = parallel.layers_per_stage.teacher
+    return build_online_teacher(
+        origin,
+        seed=seed,
+        sequence_length=length,
+        groups=groups,
+        execution=execution,
+        shard=vocab_shard(student, groups, tokens=vocabulary.size),
+        layers=teacher_layers(given, origin.architecture, layout=groups.layout),
+    )
+
 
 def assemble_distillation(
-    config: RunConfig,
-    vocabulary: Vocabulary,
-    student: Architecture,
+    section: ObjectiveConfig,
+    terms: Sequence[Term],
+    opened: Stored | OnlineTeacher | None,
     *,
-    execution: Execution,
+    student: Architecture,
+    layers: tuple[int, ...],
+    vocabulary: Vocabulary,
+    optimizer: OptimizerConfig,
+    seed: int,
     groups: Groups,
     device: torch.device,
-    resources: ExitStack,
 ) -> Distillation:
-    """Open or build the teacher; all checks run before its weights are read.
-    Raises a MegatronDistillError on all ranks.
+    """Build the objective of a student with this teacher.
+
+    `layers` of each of the student's stages; `optimizer` has the defaults of the projectors of
+    feature losses. Raises ConfigError on all ranks.
     """
-    terms = build_terms(config, vocabulary.size)
+    if isinstance(opened, Stored):
+        stored, online, metrics = opened, None, stored_metrics(opened.settings)
+    else:
+        stored, online, metrics = None, opened, live_metrics(terms) if opened else ()
     shard = vocab_shard(student, groups, tokens=vocabulary.size)
-    origin = find_teacher(config, vocabulary)
-    stored = open_stored(
-        config, student=student, terms=terms, vocabulary=vocabulary, groups=groups, device=device
-    )
-    if stored is not None:
-        resources.callback(stored.close)
-    online = None
-    if origin is not None:
-        online = build_online_teacher(
-            config, origin, groups=groups, execution=execution, shard=shard
-        )
-    settings = stored.settings if stored else None
     objective = build_objective(
-        config, student, terms, settings=settings, shard=shard, groups=groups
+        section, terms, student, metrics=metrics, shard=shard, groups=groups
     )
-    features = build_features(config, student, online, groups=groups, device=device)
-    if features is not None:
+    features = None
+    if section.features:
+        assert online is not None, "the rules ask for a live teacher"
+        features = build_features(
+            section,
+            optimizer,
+            student,
+            online,
+            layers=layers,
+            seed=seed,
+            groups=groups,
+            device=device,
+        )
         objective = replace(objective, features=features.losses, feature_weights=features.weights)
-    objective = replace(objective, source_names=_blended(source_names(config, held_out=False)))
     return Distillation(stored, online, features, objective)
 
 
 def assemble_held_out(
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
+    samples: RunSamples,
+    train: TrainConfig,
+    objective: ObjectiveConfig,
     distillation: Distillation,
     *,
     groups: Groups,
     device: torch.device,
 ) -> HeldOut:
     """Read the held-out samples. Raises DataError or StoreError on all ranks."""
-    stored = distillation.stored
-    steps = read_validation(config, tokenizer, stored, groups=groups, device=device)
-    names = _blended(source_names(config, held_out=True))
+    steps = read_validation(samples, train, groups=groups, device=device)
     listener = distillation.teacher
-    if stored is not None and config.data.sources:
+    if samples.stored is not None and samples.data.sources:
         listener = None  # a store has no records of a corpus's held-out samples
-    measured = replace(distillation.objective, source_names=names)
-    return HeldOut.of(steps, listener, final_objective(measured, config.objective))
-
-
-def _blended(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of sources with separate metrics; a single source has none."""
-    return names if len(names) > 1 else ()
+    measured = distillation.objective_of(samples.names(held_out=True))
+    return HeldOut.of(steps, listener, final_objective(measured, objective))
 
 
 @dataclass(frozen=True)
@@ -141,49 +200,55 @@ class Features:
 
 
 def build_features(
-    config: RunConfig,
+    section: ObjectiveConfig,
+    optimizer: OptimizerConfig,
     student: Architecture,
-    online: OnlineTeacher | None,
+    online: OnlineTeacher,
     *,
+    layers: tuple[int, ...],
+    seed: int,
     groups: Groups,
     device: torch.device,
-) -> Features | None:
-    """Return the feature losses of a run, or None where it has none.
+) -> Features:
+    """Return the feature losses of a run; `layers` of each of the student's stages.
 
     Raises ConfigError, on all ranks, for layers that a model does not have, and for attention maps
     of layers that see different keys.
     """
-    if not config.objective.features:
-        return None
-    assert online is not None, "the rules ask for a live teacher"
     teacher = online.architecture
-    check_features(config.objective.features, student.num_layers, teacher.num_layers)
-    pairs = _pairs(config, student, teacher)
+    check_features(section.features, student.num_layers, teacher.num_layers)
+    pairs = _pairs(section.features, student.num_layers, teacher.num_layers)
     _check_windows(pairs, student, teacher)
     losses = FeatureLosses(
         pairs,
-        projectors=_projectors(config, pairs, student, teacher, groups=groups, device=device),
+        projectors=_projectors(
+            section.projector,
+            optimizer,
+            [pair for pair in pairs if not pair.is_of_attention],
+            (student.hidden_size, teacher.hidden_size),
+            seed=seed,
+            groups=groups,
+            device=device,
+        ),
         rules=ScoreRules(_score_rule(student), _score_rule(teacher)),
         groups=groups,
         device=device,
     )
-    layout = groups.layout
+    ranks = groups.layout.pipeline
     ways = routes(
         pairs,
-        of_student=ranks_of_layers(
-            student_layers(config, student, teacher, layout=layout), layout.pipeline
-        ),
-        of_teacher=ranks_of_layers(teacher_layers(config, teacher, layout=layout), layout.pipeline),
+        of_student=ranks_of_layers(layers, ranks),
+        of_teacher=ranks_of_layers(configured_layers(online.model.config), ranks),
     )
     return Features(losses, FeatureTeacher(online, ways))
 
 
 def _pairs(
-    config: RunConfig, student: Architecture, teacher: Architecture
+    entries: Sequence[FeatureConfig], student_layers: int, teacher_layers: int
 ) -> tuple[FeaturePair, ...]:
     found = []
-    for entry in config.objective.features:
-        layers = matched_layers(entry, student.num_layers, teacher.num_layers)
+    for entry in entries:
+        layers = matched_layers(entry, student_layers, teacher_layers)
         weight = entry.weight / len(layers)
         found += [FeaturePair(mine, theirs, entry.loss, weight) for mine, theirs in layers]
     return tuple(found)
@@ -219,27 +284,27 @@ def _score_rule(architecture: Architecture) -> ScoreRule:
 
 
 def _projectors(
-    config: RunConfig,
-    pairs: tuple[FeaturePair, ...],
-    student: Architecture,
-    teacher: Architecture,
+    wanted: ProjectorConfig,
+    optimizer: OptimizerConfig,
+    pairs: Sequence[FeaturePair],
+    hidden_sizes: tuple[int, int],
     *,
+    seed: int,
     groups: Groups,
     device: torch.device,
 ) -> Projectors | None:
-    wanted, optimizer = config.objective.projector, config.optimizer
-    projected = [pair for pair in pairs if not pair.is_of_attention]
-    is_needed = student.hidden_size != teacher.hidden_size or wanted.always
-    if not (projected and is_needed):
+    """Return the projectors from the student's hidden size to the teacher's, where needed."""
+    mine, theirs = hidden_sizes
+    if not pairs or (mine == theirs and not wanted.always):
         return None
-    within = (wanted.hidden_size or teacher.hidden_size,) if wanted.kind == "mlp" else ()
+    within = (wanted.hidden_size or theirs,) if wanted.kind == "mlp" else ()
     decay = optimizer.weight_decay if wanted.weight_decay is None else wanted.weight_decay
     return Projectors(
         ProjectorShape(
             names=tuple(
-                dict.fromkeys(projector_name(pair, shared=wanted.shared) for pair in projected)
+                dict.fromkeys(projector_name(pair, shared=wanted.shared) for pair in pairs)
             ),
-            sizes=(student.hidden_size, *within, teacher.hidden_size),
+            sizes=(mine, *within, theirs),
         ),
         ProjectorOptimization(
             learning_rate=wanted.learning_rate or optimizer.learning_rate,
@@ -249,7 +314,7 @@ def _projectors(
             is_decoupled=optimizer.name == "adamw",
             clip_grad_norm=optimizer.clip_grad_norm,
         ),
-        seed=config.seed,
+        seed=seed,
         groups=groups,
         device=device,
     )

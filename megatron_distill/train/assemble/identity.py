@@ -12,41 +12,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_distill.config import JobConfig
+from megatron_distill.config import DataConfig
 from megatron_distill.data.chat.conversations import (
     PLAIN_TEMPLATE,
     TOKENIZER_TEMPLATE,
     ConversationSpec,
 )
 from megatron_distill.data.formats import SourceSpec, source_files
-from megatron_distill.data.text.corpora import fingerprint
+from megatron_distill.data.text.files import fingerprint
 from megatron_distill.errors import DataError
 from megatron_distill.models.architecture import Architecture, model_fields
 from megatron_distill.models.weights import WindowReader, placed
 from megatron_distill.runtime.collectives import together
 from megatron_distill.train.assemble.models import Origin
-from megatron_distill.train.assemble.sources import data_options, source_specs
+from megatron_distill.train.assemble.sources import reserved_fraction, source_specs
 from megatron_distill.train.convert.stream import Block, shares
 
 
-def dataset_settings(config: JobConfig) -> dict[str, Any]:
+def dataset_settings(data: DataConfig, seed: int) -> dict[str, Any]:
     """Return all settings except the tokenizer that decide a job's training stream and its masks.
 
     JSON values. Files are identified by number, names and sizes, so that they may be moved. Call
     on the rank that reads. Raises DataError: a file is missing.
     """
-    options, data = data_options(config), config.data
-    specs = source_specs(config.data.sources)
+    specs = source_specs(data.sources)
     total = sum(spec.weight for spec in specs)
     found = {
         "sources": {str(index): _source(spec, total) for index, spec in enumerate(specs)},
-        "sequence_length": options.sequence_length,
+        "sequence_length": data.sequence_length,
         "isolate_documents": data.isolate_documents,
-        "validation_fraction": options.validation_fraction,
-        "shuffle_buffer": options.shuffle_buffer,
-        "shuffle_samples": options.shuffle_samples,
-        "on_error": options.on_error,
-        "seed": config.seed,
+        "validation_fraction": reserved_fraction(data),
+        "shuffle_buffer": data.shuffle_buffer,
+        "shuffle_samples": data.shuffle_samples,
+        "on_error": data.on_error,
+        "seed": seed,
     }
     if any(spec.conversation is not None for spec in specs):
         found |= {
@@ -58,9 +57,9 @@ def dataset_settings(config: JobConfig) -> dict[str, Any]:
     return found
 
 
-def require_files(config: JobConfig) -> None:
+def require_files(data: DataConfig) -> None:
     """Raise DataError unless every file of the sources exists; none is read."""
-    for spec in source_specs((*config.data.sources, *config.data.validation_sources)):
+    for spec in source_specs((*data.sources, *data.validation_sources)):
         if spec.kind.has_paths:
             source_files(spec)
         if spec.conversation is not None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron_distill.config import (
     PARAMETERS,
     ArchitectureConfig,
-    JobConfig,
     ModelConfig,
-    RunConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    RuntimeConfig,
     TermConfig,
     check_architecture,
 )
@@ -42,9 +43,8 @@ from megatron_distill.runtime.groups import (
 )
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.store import CaptureSettings
-from megatron_distill.train.assemble.stages import student_layers, teacher_layers
 from megatron_distill.train.assemble.tokenizer import Vocabulary
-from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint.folder import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import check_same_model, saved_architecture
@@ -55,56 +55,41 @@ _TEACHER_SEED_OFFSET = 1
 
 
 def build_student(
-    config: RunConfig,
     origin: Origin,
     *,
+    seed: int,
     groups: Groups,
     execution: Execution,
-    teacher: Architecture | None = None,
+    layers: tuple[int, ...] | None = None,
 ) -> list[HiddenStateGPT]:
     """Build the student's chunks with the weights of its origin, or random ones.
 
-    `teacher` is the live teacher's architecture, whose head counts as work of the last stage.
+    `layers` of each stage, in the order of the forward pass; None: even.
     """
-    layers = student_layers(config, origin.architecture, teacher, layout=groups.layout)
-    if len(set(layers)) > 1:
+    if layers is not None and len(set(layers)) > 1:
         _LOGGER.info("student: %s layers per pipeline stage", ", ".join(map(str, layers)))
     execution = replace(execution, layers_per_stage=layers)
-    return _build(origin, groups=groups, execution=execution, seed=config.seed)
-
-
-def find_teacher(config: RunConfig, vocabulary: Vocabulary) -> Origin | None:
-    """Return the live teacher's origin; None without a teacher, or where it is a store.
-
-    Raises ConfigError or CheckpointError on all ranks, as `find_origin`.
-
-    Collective: world, short objects.
-    """
-    if config.teacher is None or config.teacher.store is not None:
-        return None
-    return find_origin(config.teacher, "teacher", config, vocabulary)
+    return _build(origin, groups=groups, execution=execution, seed=seed)
 
 
 def build_online_teacher(
-    config: JobConfig,
     origin: Origin,
     *,
+    seed: int,
+    sequence_length: int,
     groups: Groups,
     execution: Execution,
     shard: VocabShard,
+    layers: tuple[int, ...] | None = None,
 ) -> OnlineTeacher:
-    """Build the frozen model; its head has the columns of `shard`, in which it is asked.
+    """Build the frozen model; its head has the columns of `shard`.
 
-    The model may have more or fewer rows than the model that `shard` belongs to, but all of its
-    real ids.
+    The model may have more or fewer rows than the one that `shard` belongs to, but all of its real
+    ids. `layers` of each stage; None: even.
     """
-    layers = teacher_layers(config, origin.architecture, layout=groups.layout)
+    execution = replace(execution, layers_per_stage=layers)
     (model,) = _build(
-        origin,
-        groups=groups,
-        execution=replace(execution, layers_per_stage=layers),
-        seed=teacher_seed(config),
-        interleaved=False,
+        origin, groups=groups, execution=execution, seed=teacher_seed(seed), interleaved=False
     )
     model.requires_grad_(False)
     model.eval()
@@ -118,47 +103,47 @@ def build_online_teacher(
         architecture=origin.architecture,
         head_weight=head,
         groups=groups,
-        sequence_length=config.data.sequence_length,
+        sequence_length=sequence_length,
     )
 
 
-def teacher_seed(config: JobConfig) -> int:
+def teacher_seed(seed: int) -> int:
     """Return the seed of a teacher's random weights, which differs from the student's."""
-    return config.seed + _TEACHER_SEED_OFFSET
+    return seed + _TEACHER_SEED_OFFSET
 
 
 def build_objective(
-    config: RunConfig,
-    architecture: Architecture,
+    section: ObjectiveConfig,
     terms: Sequence[Term],
+    architecture: Architecture,
     *,
-    settings: CaptureSettings | None,
+    metrics: tuple[str, ...],
     shard: VocabShard,
     groups: Groups,
 ) -> TokenObjective:
     """Translate the configured objective for a student of this architecture.
 
-    `settings` are those of the teacher's stores, if there are any; `shard` has the columns of this
-    rank's head.
+    `metrics` are the names of figures that are measured beside the losses; `shard` has the columns
+    of this rank's head.
     """
-    metrics: tuple[str, ...] = ()
-    if settings is not None:
-        metrics = _stored_metrics(settings)
-    elif config.teacher is not None:
-        metrics = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
-        metrics += ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
     return TokenObjective(
-        ce_weight=config.objective.ce_weight,
+        ce_weight=section.ce_weight,
         terms=terms,
         metrics=metrics,
-        chunk_tokens=config.objective.chunk_tokens,
+        chunk_tokens=section.chunk_tokens,
         shard=shard,
         logit_rule=LogitRule(architecture.logit_softcap, architecture.logit_scale),
         groups=groups,
     )
 
 
-def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
+def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a live teacher."""
+    ranked = ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
+    return ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement", *ranked)
+
+
+def stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     """Return the names of the reported metrics of a stored teacher."""
     is_whole = settings.normalised_over == "vocabulary"
     scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
@@ -166,12 +151,12 @@ def _stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     return (*scalars, "student_entropy", *ranked)
 
 
-def build_terms(config: RunConfig, vocab_size: int) -> tuple[Term, ...]:
+def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term, ...]:
     """Translate the configured terms.
 
     Raises ConfigError, on all ranks, for a top-k of more than the tokenizer's `vocab_size` ids.
     """
-    for index, term in enumerate(config.objective.terms):
+    for index, term in enumerate(sections):
         if term.top_k is not None and term.top_k > vocab_size:
             raise ConfigError(
                 f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
@@ -184,8 +169,17 @@ def build_terms(config: RunConfig, vocab_size: int) -> tuple[Term, ...]:
             parameters=term.parameters,
             temperatures=_temperatures(term),
         )
-        for term in config.objective.terms
+        for term in sections
     )
+
+
+def export_source(student: ModelConfig) -> Path | None:
+    """Return the Hugging Face folder of the student's initial weights, if there is one."""
+    if student.hf is not None:
+        return Path(student.hf).expanduser()
+    if student.checkpoint is not None:
+        return assets_of(resolve_checkpoint(student.checkpoint))
+    return None
 
 
 def _temperatures(term: TermConfig) -> tuple[float, float] | None:
@@ -230,7 +224,14 @@ class Origin:
             fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
 
 
-def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+def find_origin(
+    model: ModelConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    *,
+    parallel: ParallelConfig,
+    sequence_length: int,
+) -> Origin:
     """Return the origin of a section's model, with an architecture that fits this run.
 
     Raises ConfigError or CheckpointError on all ranks: nothing there, another tokenizer, a
@@ -238,51 +239,60 @@ def find_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vo
 
     Collective: world, short objects.
     """
-    if model.hf is None:
-        with together():
-            return read_origin(model, role, config, vocabulary)
-    folder = Path(model.hf).expanduser()
-    described = _described_on_first_rank(folder)
-    rows = described.architecture.vocab_size
-    if vocabulary.size < rows and not holds_tokenizer(folder):
-        _LOGGER.warning(
-            "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
-            *(role, model.hf, rows - vocabulary.size, rows),
-        )
+    described = None
+    if model.hf is not None:
+        folder = Path(model.hf).expanduser()
+        described = _described_on_first_rank(folder)
+        rows = described.architecture.vocab_size
+        if vocabulary.size < rows and not holds_tokenizer(folder):
+            _LOGGER.warning(
+                "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
+                *(role, model.hf, rows - vocabulary.size, rows),
+            )
     with together():
-        return _fitted(_from_hugging_face(model.hf, described), model, role, config, vocabulary)
+        return read_origin(
+            model,
+            role,
+            vocabulary,
+            parallel=parallel,
+            sequence_length=sequence_length,
+            described=described,
+        )
 
 
-def read_origin(model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary) -> Origin:
+def read_origin(
+    model: ModelConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    *,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    described: ModelDescription | None = None,
+) -> Origin:
     """Return the result of `find_origin`, in a process without a world.
 
-    Raises ConfigError or CheckpointError. An unknown vocabulary size is not compared.
+    `described` is that of `model.hf`, where it is known. Raises ConfigError or CheckpointError. An
+    unknown vocabulary size is not compared.
     """
     if model.hf is not None:
         folder = Path(model.hf).expanduser()
-        origin = _from_hugging_face(model.hf, _described_and_checked(folder))
+        found = described or _described_and_checked(folder)
+        origin = Origin(found.architecture, lambda: HuggingFaceWeights(folder, found))
     elif model.checkpoint is not None:
-        origin = _from_checkpoint(model, config, vocabulary)
+        origin = _from_checkpoint(model.checkpoint, model.architecture, vocabulary, sequence_length)
     elif model.architecture is not None:
-        origin = Origin(_described(model.architecture, config, vocabulary.size))
+        origin = Origin(_described(model.architecture, sequence_length, vocabulary.size))
     else:
         raise ConfigError(
             f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
         )
-    return _fitted(origin, model, role, config, vocabulary)
-
-
-def _fitted(
-    origin: Origin, model: ModelConfig, role: str, config: JobConfig, vocabulary: Vocabulary
-) -> Origin:
-    """Return the origin with the selected layers; raises ConfigError if it does not fit."""
     if model.keep_layers is not None or model.num_layers is not None:
         origin = _shallower(origin, _kept(model, role, origin.architecture.num_layers))
     architecture = origin.architecture
     if vocabulary.is_known and architecture.vocab_size < vocabulary.size:
         raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
     shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    problems = check_architecture(shape, role, config.parallel, config.data.sequence_length)
+    problems = check_architecture(shape, role, parallel, sequence_length)
     if problems:
         raise ConfigError("\n".join(problems))
     return origin
@@ -323,30 +333,28 @@ def _described_on_first_rank(folder: Path) -> ModelDescription:
     return ModelDescription(family, Architecture.from_dict(fields))
 
 
-def _from_hugging_face(source: str, described: ModelDescription) -> Origin:
-    folder = Path(source).expanduser()
-    return Origin(described.architecture, lambda: HuggingFaceWeights(folder, described))
-
-
-def _from_checkpoint(model: ModelConfig, config: JobConfig, vocabulary: Vocabulary) -> Origin:
-    assert model.checkpoint is not None
-    folder = resolve_checkpoint(model.checkpoint)
+def _from_checkpoint(
+    checkpoint: str, shape: ArchitectureConfig | None, vocabulary: Vocabulary, sequence_length: int
+) -> Origin:
+    folder = resolve_checkpoint(checkpoint)
     description = Description.read(folder)
     saved = saved_architecture(description, folder)
     wanted, identity = saved, vocabulary.identity
-    if model.architecture is not None:
+    if shape is not None:
         size = saved.vocab_size
         if vocabulary.is_known:
             size = max(size, vocabulary.size)
-        wanted = _described(model.architecture, config, size)
+        wanted = _described(shape, sequence_length, size)
     if not vocabulary.is_known:
         identity = description.tokenizer
     check_same_model(description, wanted, identity, folder)
     return Origin(wanted, lambda: CheckpointWeights(folder, saved))
 
 
-def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int) -> Architecture:
-    """Return the architecture of a section, with `vocab_size` as its default vocabulary."""
+def _described(
+    described: ArchitectureConfig, sequence_length: int, vocab_size: int
+) -> Architecture:
+    """Return the architecture of a section, with defaults for its length and vocabulary."""
     fields = described.model_dump()
     moe = fields["moe"]
     if moe is not None:
@@ -356,7 +364,7 @@ def _described(described: ArchitectureConfig, config: JobConfig, vocab_size: int
         "num_kv_heads": heads,
         "head_size": described.hidden_size // heads,
         "vocab_size": vocab_size,
-        "max_position_embeddings": config.data.sequence_length,
+        "max_position_embeddings": sequence_length,
     }
     for name, value in defaults.items():
         if fields[name] is None:
@@ -405,13 +413,14 @@ def _shallower(origin: Origin, kept: tuple[int, ...]) -> Origin:
 
 
 @contextmanager
-def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
+def job_groups(
+    parallel: ParallelConfig, runtime: RuntimeConfig, *, seed: int, trains: bool
+) -> Iterator[Groups]:
     """Create the process groups of a job and their random state.
 
     Only a training job splits its stages into chunks. The groups are destroyed afterwards, so that
     another job may follow in the same processes. Raises ConfigError on all ranks.
     """
-    parallel = config.parallel
     layout = Layout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -420,9 +429,9 @@ def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
         expert=parallel.expert,
         sequence=parallel.sequence,
     )
-    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    groups = create_groups(layout, timeout_minutes=-(-runtime.timeout_seconds // 60))
     try:
-        seed_everything(config.seed, groups)
+        seed_everything(seed, groups)
         yield groups
     finally:
         destroy_groups()

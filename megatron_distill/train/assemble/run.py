@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill import log
-from megatron_distill.config import RunConfig, TrainConfig
-from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.config import (
+    CheckpointConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+    with_steps,
+)
+from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution, Recompute
-from megatron_distill.runtime.collectives import together
+from megatron_distill.models.architecture import Execution, Recompute
+from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.assemble.assets import keep_assets
-from megatron_distill.train.assemble.banner import RankParameters, run_banner
+from megatron_distill.train.assemble.banner import run_banner
 from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
-from megatron_distill.train.assemble.data import open_training_loader, with_computed_steps
+from megatron_distill.train.assemble.data import RunSamples, open_training_loader
 from megatron_distill.train.assemble.distillation import (
     Distillation,
     assemble_distillation,
     assemble_held_out,
     build_balancing,
+    open_teacher,
 )
-from megatron_distill.train.assemble.failed_start import FolderAsFound
 from megatron_distill.train.assemble.models import (
     Origin,
     build_student,
+    build_terms,
     execution_on,
+    export_source,
     find_origin,
     job_groups,
 )
+from megatron_distill.train.assemble.sources import data_options
+from megatron_distill.train.assemble.stages import heads_in_layers, student_layers
 from megatron_distill.train.assemble.start import note_start, plain_settings
-from megatron_distill.train.assemble.stored import Stored, require_samples
+from megatron_distill.train.assemble.stored import require_samples
 from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, train
@@ -56,11 +70,19 @@ from megatron_distill.train.optimizer import (
     wrap_data_parallel,
 )
 from megatron_distill.train.progress import TrainingProgress
-from megatron_distill.train.run_folder import run_folder
+from megatron_distill.train.run_folder import FolderAsFound, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
+from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.lookahead import Lookahead, StepSource
-from megatron_distill.train.throughput import Throughput, step_flops_per_token
+from megatron_distill.train.throughput import (
+    MemoryOfRank,
+    RankParameters,
+    Throughput,
+    chunk_logits,
+    step_flops_per_token,
+)
+from megatron_distill.train.tokenizer_files import keep_assets
 
 _LOGGER = get_logger(__name__)
 
@@ -77,7 +99,10 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     gc.collect()
     gc.freeze()
     try:
-        with job_groups(config, trains=True) as groups, ExitStack() as resources:
+        with (
+            job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
+            ExitStack() as resources,
+        ):
             parts, plan = _assemble(config, device, groups, resources)
             if parts.state.step >= plan.steps:
                 _LOGGER.info(
@@ -93,88 +118,139 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
             gc.unfreeze()
 
 
+@dataclass(frozen=True)
+class OpenRun:
+    """The models and samples of a run, except its student, whose origin is known."""
+
+    vocabulary: Vocabulary
+    origin: Origin
+    layers: tuple[int, ...]  # of each stage of the student
+    execution: Execution
+    distillation: Distillation
+    samples: RunSamples
+
+
+def open_run(
+    config: RunConfig, execution: Execution, groups: Groups, resources: ExitStack
+) -> OpenRun:
+    """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
+
+    Raises a MegatronDistillError on all ranks.
+    """
+    data, parallel = config.data, config.parallel
+    options = data_options(data, Path(config.output), shows_progress=config.logging.progress)
+    tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
+    length = data.sequence_length
+    origin = find_origin(
+        config.student, "student", vocabulary, parallel=parallel, sequence_length=length
+    )
+    student = origin.architecture
+    terms = build_terms(config.objective.terms, vocabulary.size)
+    teacher = open_teacher(
+        config.teacher,
+        terms,
+        student=student,
+        vocabulary=vocabulary,
+        data=data,
+        parallel=parallel,
+        seed=config.seed,
+        groups=groups,
+        execution=execution,
+        resources=resources,
+    )
+    heads = heads_in_layers(
+        student,
+        teacher.architecture if isinstance(teacher, OnlineTeacher) else None,
+        sequence_length=length,
+        is_recomputed=execution.recompute.layers is None,
+    )
+    layers = student_layers(
+        parallel.layers_per_stage.student, student, heads=heads, layout=groups.layout
+    )
+    distillation = assemble_distillation(
+        config.objective,
+        terms,
+        teacher,
+        student=student,
+        layers=layers,
+        vocabulary=vocabulary,
+        optimizer=config.optimizer,
+        seed=config.seed,
+        groups=groups,
+        device=execution.device,
+    )
+    samples = RunSamples(
+        data=data,
+        options=options,
+        tokenizer=tokenizer,
+        stored=distillation.stored,
+        seed=config.seed,
+        held_out=config.validation.samples,
+    )
+    return OpenRun(vocabulary, origin, layers, execution, distillation, samples)
+
+
 def _assemble(
     config: RunConfig, device: Device, groups: Groups, resources: ExitStack
 ) -> tuple[Parts, LoopPlan]:
     """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
-    tokenizer, vocabulary = open_tokenizer(config)
-    origin = find_origin(config.student, "student", config, vocabulary)
-    architecture = origin.architecture
-    execution = _execution(config.train, device)
-    distillation = assemble_distillation(
-        config,
-        vocabulary,
-        architecture,
-        execution=execution,
-        groups=groups,
-        device=device.torch_device,
-        resources=resources,
-    )
+    opened = open_run(config, _execution(config.train, device), groups, resources)
+    distillation, samples = opened.distillation, opened.samples
     with together():
-        if tokenizer is not None:
-            keep_assets(config, tokenizer)
-    config = with_computed_steps(config, tokenizer, distillation.stored, device=device.torch_device)
-    require_samples(config, distillation.stored)
-    state = _build_state(config, origin, execution, groups, vocabulary, distillation)
+        if samples.tokenizer is not None:
+            keep_assets(config.output, export_source(config.student), samples.tokenizer)
+    if config.train.epochs is not None:
+        config = _with_computed_steps(config, samples, device.torch_device)
+    if distillation.stored is not None and config.data.sources:
+        require_samples(distillation.stored, config.train)
+    state = _build_state(
+        opened,
+        seed=config.seed,
+        train=config.train,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        checkpoints=_checkpoints(config.output, config.checkpoint),
+        configuration=plain_settings(config),
+        groups=groups,
+    )
     resources.callback(state.checkpoints.close)
     balancing = build_balancing(config.objective, distillation.objective)
-    newest = _checkpoint_to_resume(config, state)
+    newest = _checkpoint_to_resume(config.output, config.checkpoint, state)
     held_out = assemble_held_out(
-        config, tokenizer, distillation, groups=groups, device=device.torch_device
+        samples,
+        config.train,
+        config.objective,
+        distillation,
+        groups=groups,
+        device=device.torch_device,
     )
-    source = _open_source(config, tokenizer, distillation.stored, groups, device, resources)
+    loader = _open_source(samples, config.train, groups, device.torch_device, resources)
     if newest is not None:
-        state.restore(newest, source)
+        state.restore(newest, loader)
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
     if state.step < config.train.steps:
-        _LOGGER.info("%s", _banner(config, state, distillation, groups, device))
+        _LOGGER.info("%s", _banner(config, opened, state))
     metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
     found.has_started()
-    online = distillation.online
     parts = Parts(
         state=state,
         teacher=distillation.teacher,
-        objective=distillation.objective,
+        objective=distillation.objective_of(samples.names(held_out=False)),
         balancing=balancing,
-        loader=source,
+        loader=loader,
         held_out=held_out,
         metrics=metrics,
-        throughput=_throughput(
-            config, architecture, online.architecture if online else None, groups, device
-        ),
+        throughput=_throughput(opened, config.train, groups, device),
         device=device.torch_device,
     )
-    return parts, _plan(config)
-
-
-def _execution(train: TrainConfig, device: Device) -> Execution:
-    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
-    return execution_on(device, precision=train.precision, recompute=recompute)
-
-
-def _banner(
-    config: RunConfig,
-    state: RunState,
-    distillation: Distillation,
-    groups: Groups,
-    device: Device,
-) -> str:
-    online, features = distillation.online, distillation.features
-    return run_banner(
-        config,
-        student=state.architecture,
-        teacher=online.architecture if online else None,
-        stored_samples=distillation.stored.samples if distillation.stored else None,
-        feature_pairs=len(features.losses.pairs) if features else 0,
-        mine=RankParameters.of(state.student.chunks, online.model if online else None),
-        world_size=groups.world.size(),
-        start_step=state.step,
-        device=device.torch_device,
+    plan = _plan(
+        config.train, config.validation, config.checkpoint, config.optimizer.clip_grad_norm
     )
+    return parts, plan
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
@@ -193,125 +269,195 @@ def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
     return found
 
 
+def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.device) -> RunConfig:
+    """Replace `train.epochs` by the number of steps.
+
+    Raises DataError or ConfigError on all ranks: the samples cannot be counted, or the schedule
+    does not fit the steps.
+
+    Collective: world, one broadcast of a short object.
+    """
+    epochs = config.train.epochs
+    assert epochs is not None, "the caller has looked"
+    said = [on_first_rank(samples.count_epoch, device=device)]
+    dist.broadcast_object_list(said, src=0)
+    count = said[0]
+    assert count is not None, "the first rank has counted"
+    steps = math.ceil(epochs * count / config.train.global_batch_size)
+    resolved, warnings = with_steps(config, steps)
+    _LOGGER.info(
+        "%s of %s: %s",
+        "1 epoch" if epochs == 1 else f"{epochs:g} epochs",
+        counted(count, "sample"),
+        counted(steps, "step"),
+    )
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            _LOGGER.warning("%s", warning)
+    return resolved
+
+
+def _execution(train: TrainConfig, device: Device) -> Execution:
+    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
+    return execution_on(device, precision=train.precision, recompute=recompute)
+
+
+def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
+    online, features = opened.distillation.online, opened.distillation.features
+    groups, execution = state.student.groups, opened.execution
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    memory = MemoryOfRank.of_run(
+        RankParameters.of(state.student.chunks, online.model if online else None),
+        dtype=execution.dtype,
+        logits=chunk_logits(
+            config.objective.chunk_tokens,
+            tokens // config.parallel.context,
+            state.architecture,
+            tensor=config.parallel.tensor,
+            device=execution.device,
+        ),
+        layout=groups.layout,
+        world_size=groups.world.size(),
+        is_distributed=config.optimizer.distributed,
+    )
+    return run_banner(
+        output=config.output,
+        student=(config.student, state.architecture),
+        teacher=(config.teacher, online.architecture if online else None)
+        if config.teacher
+        else None,
+        objective=config.objective,
+        data=config.data,
+        train=config.train,
+        parallel=config.parallel,
+        memory=memory,
+        stored_samples=opened.samples.stored.samples if opened.samples.stored else 0,
+        source_names=opened.samples.names(held_out=False),
+        held_out=opened.samples.held_out,
+        feature_pairs=len(features.losses.pairs) if features else 0,
+        world_size=groups.world.size(),
+        start_step=state.step,
+    )
+
+
 def _open_source(
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
-    stored: Stored | None,
+    samples: RunSamples,
+    train: TrainConfig,
     groups: Groups,
-    device: Device,
+    device: torch.device,
     resources: ExitStack,
 ) -> StepSource:
     """Open the training stream; it reads ahead where the teacher is a store."""
-    loader = open_training_loader(
-        config, tokenizer, stored, groups=groups, device=device.torch_device
-    )
+    loader = open_training_loader(samples, train, groups=groups, device=device)
     resources.callback(loader.close)
+    stored = samples.stored
     if stored is None:
         return loader
     return Lookahead(
-        loader,
-        last_step=config.train.steps,
-        expect=stored.teacher.expect,
-        stores=stored.identities,
+        loader, last_step=train.steps, expect=stored.teacher.expect, stores=stored.identities
     )
 
 
 def _build_state(
-    config: RunConfig,
-    origin: Origin,
-    execution: Execution,
+    opened: OpenRun,
+    *,
+    seed: int,
+    train: TrainConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    checkpoints: CheckpointFolder,
+    configuration: dict[str, Any],
     groups: Groups,
-    vocabulary: Vocabulary,
-    distillation: Distillation,
 ) -> RunState:
     """Build the student, its optimizer and its schedule, at step 0."""
-    online, features = distillation.online, distillation.objective.features
+    features, execution = opened.distillation.objective.features, opened.execution
+    length = opened.samples.data.sequence_length
     chunks = build_student(
-        config,
-        origin,
-        groups=groups,
-        execution=execution,
-        teacher=online.architecture if online else None,
+        opened.origin, seed=seed, groups=groups, execution=execution, layers=opened.layers
     )
     if features is not None:
         features.attach(chunks)
-    wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
-    positions = config.train.global_batch_size * config.data.sequence_length
-    connect_schedule(wrapped, config.optimizer, positions=positions)
-    optimizer = build_optimizer(wrapped, config.optimizer, config.schedule, dtype=execution.dtype)
+    wrapped = wrap_data_parallel(chunks, optimizer, groups=groups)
+    connect_schedule(wrapped, optimizer, positions=train.global_batch_size * length)
+    built = build_optimizer(wrapped, optimizer, schedule, dtype=execution.dtype)
     return RunState(
-        student=Student(chunks, wrapped, groups, config.data.sequence_length),
-        optimizer=optimizer,
-        schedule=build_schedule(
-            optimizer, config.optimizer, config.schedule, steps=config.train.steps
-        ),
-        architecture=origin.architecture,
-        tokenizer_hash=vocabulary.identity,
+        student=Student(chunks, wrapped, groups, length),
+        optimizer=built,
+        schedule=build_schedule(built, optimizer, schedule, steps=train.steps),
+        architecture=opened.origin.architecture,
+        tokenizer_hash=opened.vocabulary.identity,
         features=features,
-        configuration=plain_settings(config),
-        checkpoints=CheckpointFolder(
-            Path(config.output) / "checkpoints",
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-        ),
+        configuration=configuration,
+        checkpoints=checkpoints,
     )
 
 
-def _checkpoint_to_resume(config: RunConfig, state: RunState) -> Path | None:
+def _checkpoints(output: str, section: CheckpointConfig) -> CheckpointFolder:
+    return CheckpointFolder(
+        Path(output) / "checkpoints", keep=section.keep, asynchronous=section.asynchronous
+    )
+
+
+def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunState) -> Path | None:
     """Return the newest complete checkpoint of an earlier start, checked against this model.
 
     Raises ConfigError or CheckpointError on all ranks.
     """
-    if config.checkpoint.save:
+    if section.save:
         state.checkpoints.prepare()
     said: list[Path | None] = [None]
     with together():
         if dist.get_rank() == 0:
-            said = [newest_checkpoint(config)]
+            said = [newest_checkpoint(output, section)]
             if said[0] is not None:
                 state.require_same(Description.read(said[0]), said[0])
     dist.broadcast_object_list(said, src=0)
     return said[0]
 
 
-def _plan(config: RunConfig) -> LoopPlan:
+def _plan(
+    train: TrainConfig,
+    validation: ValidationConfig,
+    checkpoint: CheckpointConfig,
+    clip_grad_norm: float,
+) -> LoopPlan:
     return LoopPlan(
-        steps=config.train.steps,
-        validation_interval=config.validation.interval,
-        checkpoint_interval=config.checkpoint.interval,
-        save=config.checkpoint.save,
-        clip_grad_norm=config.optimizer.clip_grad_norm,
-        max_bad_steps=config.train.max_bad_steps,
+        steps=train.steps,
+        validation_interval=validation.interval,
+        checkpoint_interval=checkpoint.interval,
+        save=checkpoint.save,
+        clip_grad_norm=clip_grad_norm,
+        max_bad_steps=train.max_bad_steps,
     )
 
 
 def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
-    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks."""
+    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks.
+
+    Weights & Biases records the whole configuration.
+    """
+    output, logging = Path(config.output), config.logging
     sinks: list[MetricsSink] = []
     with together():
         if dist.get_rank() == 0:
-            output = Path(config.output)
             sinks.append(JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step))
-            if config.logging.tensorboard:
+            if logging.tensorboard:
                 sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
-            if config.logging.wandb is not None:
-                wandb = config.logging.wandb
+            if logging.wandb is not None:
                 sinks.append(
                     WandbSink(
                         output,
-                        project=wandb.project,
-                        name=wandb.name,
-                        mode=wandb.mode,
+                        **logging.wandb.model_dump(),
                         settings=config.model_dump(),
                         resume_step=resume_step,
                     )
                 )
-            if config.logging.progress:
+            if logging.progress:
                 progress = TrainingProgress(
                     sys.stderr,
                     total_steps=config.train.steps,
                     start_step=resume_step,
-                    interval=config.logging.interval,
+                    interval=logging.interval,
                     ce_weight=config.objective.ce_weight,
                 )
                 sinks.append(progress)
@@ -320,19 +466,15 @@ def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
     return MetricsLog(sinks)
 
 
-def _throughput(
-    config: RunConfig,
-    student: Architecture,
-    teacher: Architecture | None,
-    groups: Groups,
-    device: Device,
-) -> Throughput:
-    flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
+def _throughput(opened: OpenRun, train: TrainConfig, groups: Groups, device: Device) -> Throughput:
+    online, length = opened.distillation.online, opened.samples.data.sequence_length
+    teacher = online.architecture if online else None
+    flops = step_flops_per_token(opened.origin.architecture, teacher, sequence_length=length)
     on_cuda = device.kind == "cuda"
     return Throughput(
-        tokens_per_step=config.train.global_batch_size * config.data.sequence_length,
+        tokens_per_step=train.global_batch_size * length,
         flops_per_token=flops.total,
         num_devices=groups.world.size(),
         device_name=torch.cuda.get_device_name(device.torch_device) if on_cuda else "cpu",
-        precision=config.train.precision,
+        precision=train.precision,
     )

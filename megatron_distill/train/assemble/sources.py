@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_distill.config import (
-    CaptureConfig,
-    ConversationConfig,
-    JobConfig,
-    RunConfig,
-    SourceConfig,
-)
+from megatron_distill.config import ConversationConfig, DataConfig, SourceConfig
 from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.sources import DataOptions
-from megatron_distill.train.capture.order import working_folder
 
 
 def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
@@ -34,15 +27,15 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
     ]
 
 
-def source_names(config: RunConfig, *, held_out: bool) -> tuple[str, ...]:
-    """Return the names in the log of the sources of training samples, or of held-out samples."""
-    own = config.data.validation_sources if held_out else ()
-    corpora = own or config.data.sources
-    if corpora:
-        return tuple(source.log_name for source in corpora)
-    assert config.teacher is not None
-    assert config.teacher.store is not None
-    return tuple(entry.log_name for entry in config.teacher.store)
+def source_names(
+    data: DataConfig, stored_names: tuple[str, ...] = (), *, held_out: bool
+) -> tuple[str, ...]:
+    """Return the names in the log of the sources of training samples, or of held-out samples.
+
+    Without a corpus these are `stored_names`, those of the stores.
+    """
+    corpora = (data.validation_sources if held_out else ()) or data.sources
+    return tuple(source.log_name for source in corpora) or stored_names
 
 
 def _conversation_spec(conversation: ConversationConfig | None) -> ConversationSpec | None:
@@ -65,26 +58,34 @@ def _conversation_spec(conversation: ConversationConfig | None) -> ConversationS
     )
 
 
-def data_options(config: JobConfig) -> DataOptions:
-    """Translate the reading of sources to plain values; own held-out files reserve no samples."""
-    data = config.data
-    folder, is_capture = Path(config.folder), isinstance(config, CaptureConfig)
-    shows_progress = config.logging.progress if isinstance(config, RunConfig) else True
+def data_options(
+    data: DataConfig, folder: Path, *, shows_progress: bool = True, keeps_weights: bool = True
+) -> DataOptions:
+    """Translate the reading of sources to plain values.
+
+    folder: has the cache of prepared conversations, unless `data.cache` names one. keeps_weights:
+    the weights of conversations are of use, as in training.
+    """
     return DataOptions(
         sequence_length=data.sequence_length,
-        validation_fraction=0.0 if data.validation_sources else data.validation_fraction,
+        validation_fraction=reserved_fraction(data),
         shuffle_buffer=data.shuffle_buffer,
         shuffle_samples=data.shuffle_samples,
         on_error=data.on_error,
         index_cache=Path(data.cache) if data.cache else None,
         conversations=ConversationOptions(
-            cache=Path(data.cache or (working_folder(folder) if is_capture else folder) / "cache"),
+            cache=Path(data.cache or folder / "cache"),
             distill_on_prompt=data.distill_on_prompt,
             train_on=data.train_on,
             truncation=data.truncation,
             packing_buffer=data.packing_buffer,
             workers=data.workers,
             shows_progress=shows_progress,
-            keeps_weights=not is_capture,
+            keeps_weights=keeps_weights,
         ),
     )
+
+
+def reserved_fraction(data: DataConfig) -> float:
+    """Return the fraction of documents held out; with held-out files of their own it is 0."""
+    return 0.0 if data.validation_sources else data.validation_fraction

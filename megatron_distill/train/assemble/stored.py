@@ -1,4 +1,4 @@
-"""From a configuration to a stored teacher, and to training samples from the store."""
+"""From a configuration to a stored teacher, checked against the run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_distill.config import RunConfig, StoreSourceConfig
-from megatron_distill.data.samples import SampleList
-from megatron_distill.data.stored import (
-    Share,
-    StoredSamples,
-    held_out_numbers,
-    read_held_out_numbers,
+from megatron_distill.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    StoreSourceConfig,
+    TrainConfig,
 )
+from megatron_distill.data.stored import Share
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import Term
@@ -32,8 +32,8 @@ from megatron_distill.store import (
 from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.identity import dataset_settings, teacher_digest
 from megatron_distill.train.assemble.models import find_origin, teacher_seed
-from megatron_distill.train.assemble.store_keys import configured
 from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.teachers.stored import StoredTeacher
 
 _LOGGER = get_logger(__name__)
@@ -46,16 +46,20 @@ class Stored:
     Attributes:
         settings: of the capture, the same for all stores.
         samples: of all stores.
+        names: of the entries of `teacher.store` in the log.
         identities: one per store, a digest of its capture.
         teacher: returns the signals of micro-batches.
         corpus: the stores as a sample source, on the first rank; None elsewhere.
+        shares: of the entries in the samples, on the first rank.
     """
 
     settings: CaptureSettings
     samples: int
+    names: tuple[str, ...]
     identities: tuple[str, ...]
     teacher: StoredTeacher
     corpus: StoreSet | None
+    shares: Sequence[Share] = ()
 
     def close(self) -> None:
         """Close the readers."""
@@ -65,42 +69,45 @@ class Stored:
 
 
 def open_stored(
-    config: RunConfig,
+    section: ModelConfig,
     *,
     student: Architecture,
     terms: Sequence[Term],
     vocabulary: Vocabulary,
+    data: DataConfig,
+    parallel: ParallelConfig,
+    seed: int,
     groups: Groups,
     device: torch.device,
-) -> Stored | None:
-    """Open the stores of `teacher.store` and check that they fit this run; None without.
+) -> Stored:
+    """Open the stores of `teacher.store` and check that they fit this run.
 
     Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or has
     another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
 
     Collective: world, short objects.
     """
-    entries = None if config.teacher is None else config.teacher.store
-    if entries is None:
-        return None
+    entries = section.store
+    assert entries is not None, "a stored teacher has stores"
     is_first = dist.get_rank() == 0
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
     said: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
     corpus = reading = None
     with together():
         if is_first:
-            corpus = _open(config, entries, vocabulary, student)
-            _check(config, corpus, terms)
+            corpus = _open(entries, vocabulary, student, data.sequence_length)
+            _check(corpus, terms, data, seed)
             first = corpus.stores[0]
             identities = tuple(store.plan.uid.hex() for store in corpus.stores)
             said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
             _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
-            reading = _open(config, entries, vocabulary, student)
+            reading = _open(entries, vocabulary, student, data.sequence_length)
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
     settings, samples, identities, digest = said[0]
-    _check_teacher(config, digest, vocabulary)
+    if any(model is not None for model in (section.hf, section.checkpoint, section.architecture)):
+        _check_teacher(section, digest, vocabulary, data=data, parallel=parallel, seed=seed)
     teacher = StoredTeacher(
         reading,
         settings,
@@ -109,14 +116,16 @@ def open_stored(
         groups=groups,
         device=device,
     )
-    return Stored(settings, samples, identities, teacher, corpus)
+    names = tuple(entry.log_name for entry in entries)
+    shares = _shares(entries, corpus) if corpus is not None else ()
+    return Stored(settings, samples, names, identities, teacher, corpus, shares)
 
 
 def _open(
-    config: RunConfig,
     entries: Sequence[StoreSourceConfig],
     vocabulary: Vocabulary,
     student: Architecture,
+    sequence_length: int,
 ) -> StoreSet:
     """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
@@ -124,7 +133,7 @@ def _open(
         for folder in find_stores([entry.path]):
             if any(store.folder.samefile(folder) for store in stores):
                 raise ConfigError(f"teacher.store: {folder} is named twice; name each store once")
-            store = StoreReader.open(folder, sequence_length=config.data.sequence_length)
+            store = StoreReader.open(folder, sequence_length=sequence_length)
             _check_tokenizer(store, vocabulary)
             _check_vocabulary(store, vocabulary, student)
             stores.append(store)
@@ -161,7 +170,7 @@ def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Archi
     )
 
 
-def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
+def _check(stores: StoreSet, terms: Sequence[Term], data: DataConfig, seed: int) -> None:
     """Raise StoreError unless the stores fit the objective and the length of the run."""
     for store in stores.stores:
         for index, term in enumerate(terms):
@@ -169,8 +178,8 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
                 _check_sampled(store, term, index)
             else:
                 store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
-        _check_documents(config, store)
-    if not config.data.sources:
+        _check_documents(store, data.isolate_documents)
+    if not data.sources:
         return
     if len(stores.stores) > 1:
         raise StoreError(
@@ -178,14 +187,12 @@ def _check(config: RunConfig, stores: StoreSet, terms: Sequence[Term]) -> None:
             "data.sources; name one store, or remove data.sources to train on the samples of the "
             "stores"
         )
-    _check_corpus(config, stores.stores[0])
+    _check_corpus(stores.stores[0], data, seed)
 
 
-def require_samples(config: RunConfig, stored: Stored | None) -> None:
+def require_samples(stored: Stored, train: TrainConfig) -> None:
     """Raise StoreError, on all ranks, if a store used with a corpus ends before the run."""
-    if stored is None or not config.data.sources:
-        return
-    steps, batch = config.train.steps, config.train.global_batch_size
+    steps, batch = train.steps, train.global_batch_size
     if steps * batch > stored.samples:
         raise StoreError(
             f"teacher.store: contains {counted(stored.samples, 'sample')}, but train.steps = "
@@ -195,22 +202,22 @@ def require_samples(config: RunConfig, stored: Stored | None) -> None:
         )
 
 
-def _check_documents(config: RunConfig, store: StoreReader) -> None:
+def _check_documents(store: StoreReader, isolate_documents: bool) -> None:
     captured = store.identity.settings.get("dataset", {})
-    isolated = captured.get("isolate_documents", config.data.isolate_documents)
-    if isolated != config.data.isolate_documents:
+    isolated = captured.get("isolate_documents", isolate_documents)
+    if isolated != isolate_documents:
         raise StoreError(
             f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, and "
             "the student needs the same contexts; set the same value"
         )
 
 
-def _check_corpus(config: RunConfig, store: StoreReader) -> None:
+def _check_corpus(store: StoreReader, data: DataConfig, seed: int) -> None:
     """Raise StoreError, naming the keys, if the corpus differs from the store's."""
     there = store.identity.settings.get("dataset")
     if there is None:
         return  # not captured by this library; every sample's tokens are compared anyway
-    here = dataset_settings(config)
+    here = dataset_settings(data, seed)
     differences = plan_differences(there, here, configured, "identity.settings.dataset.")
     if differences:
         raise StoreError(
@@ -219,21 +226,28 @@ def _check_corpus(config: RunConfig, store: StoreReader) -> None:
         )
 
 
-def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
+def _check_teacher(
+    section: ModelConfig,
+    digest: str,
+    vocabulary: Vocabulary,
+    *,
+    data: DataConfig,
+    parallel: ParallelConfig,
+    seed: int,
+) -> None:
     """Raise StoreError, on all ranks, if the model beside `teacher.store` did not write the stores.
 
     Collective: world, those of `find_origin` and `teacher_digest`.
     """
-    teacher = config.teacher
-    assert teacher is not None
-    described = (teacher.hf, teacher.checkpoint, teacher.architecture)
-    if digest == UNKNOWN or all(source is None for source in described):
+    if digest == UNKNOWN:
         return
-    origin = find_origin(teacher, "teacher", config, vocabulary)
+    origin = find_origin(
+        section, "teacher", vocabulary, parallel=parallel, sequence_length=data.sequence_length
+    )
     assert dist.group.WORLD is not None
-    found = teacher_digest(origin, seed=teacher_seed(config), group=dist.group.WORLD)
+    found = teacher_digest(origin, seed=teacher_seed(seed), group=dist.group.WORLD)
     if found != digest:
-        source = teacher.hf or teacher.checkpoint or "teacher.architecture"
+        source = section.hf or section.checkpoint or "teacher.architecture"
         raise StoreError(
             f"teacher.store was captured from a teacher with weights {digest[:19]}, but {source} "
             f"has {found[:19]}; set the same teacher, or teacher.store alone"
@@ -256,33 +270,11 @@ def _described(stores: StoreSet) -> str:
     return f"{folders}: {counted(stores.samples, 'sample')}, {settings.k} {entries} per token"
 
 
-def stored_source(config: RunConfig, stored: Stored) -> StoredSamples | None:
-    """The training stream of the stores' own samples, on the first rank; raises DataError."""
-    if stored.corpus is None:
-        return None
-    return StoredSamples(
-        stored.corpus,
-        _shares(config, stored.corpus),
-        seed=config.seed,
-        held_out=held_out_numbers(stored.samples, config.validation.samples),
-    )
-
-
-def stored_held_out(config: RunConfig, stored: Stored) -> SampleList | None:
-    """The held-out samples of the stores, on the first rank; raises DataError or StoreError."""
-    if stored.corpus is None:
-        return None
-    numbers = held_out_numbers(stored.samples, config.validation.samples)
-    return read_held_out_numbers(stored.corpus, _shares(config, stored.corpus), numbers)
-
-
-def _shares(config: RunConfig, corpus: StoreSet) -> list[Share]:
-    """Return the number of samples of each entry of `teacher.store`."""
+def _shares(entries: Sequence[StoreSourceConfig], corpus: StoreSet) -> list[Share]:
+    """Return the samples of each entry, which are numbered in a row."""
     shares = []
     first = 0
-    assert config.teacher is not None
-    assert config.teacher.store is not None
-    for entry in config.teacher.store:
+    for entry in entries:
         folders = find_stores([entry.path])
         count = sum(store.samples for store in corpus.stores if store.folder in folders)
         shares.append(Share(range(first, first + count), entry.weight))

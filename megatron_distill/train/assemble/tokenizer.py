@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_distill.config import JobConfig
-from megatron_distill.data.sources import sample_texts
+from megatron_distill.config import DataConfig, ModelConfig
+from megatron_distill.data.sources import DataOptions, sample_texts
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
     holds_tokenizer,
@@ -22,7 +22,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import find_stores, tokenizer_folder
-from megatron_distill.train.assemble.sources import data_options, source_specs
+from megatron_distill.train.assemble.sources import source_specs
 
 _LOGGER = get_logger(__name__)
 _ANY_SIZE = 1 << 15
@@ -46,72 +46,73 @@ class Vocabulary:
         return cls(_ANY_SIZE, "", is_known=False)
 
 
-def open_tokenizer(config: JobConfig) -> tuple[Tokenizer | None, Vocabulary]:
+def open_tokenizer(
+    data: DataConfig, models: Mapping[str, ModelConfig], folder: str, options: DataOptions
+) -> tuple[Tokenizer | None, Vocabulary]:
     """Load or train the tokenizer on the first rank and broadcast its facts.
 
-    A trained tokenizer is saved under `<output>/tokenizer`, where a resumed run finds it. Raises
-    DataError on all ranks.
+    models: by role; their tokenizers must agree. folder: the job's; a trained tokenizer is saved in
+    `<folder>/tokenizer`, where a resumed run finds it. Raises DataError or ConfigError on all
+    ranks.
 
     Collective: world, one broadcast of a short object.
     """
     tokenizer: Tokenizer | None = None
     with together():
         if dist.get_rank() == 0:
-            tokenizer = read_tokenizer(config)
-            _check_models(config, tokenizer)
+            tokenizer = read_tokenizer(data, models, folder, options)
+            _check_models(models, tokenizer)
     said = [Vocabulary(tokenizer.vocab_size, tokenizer.identity) if tokenizer else None]
     dist.broadcast_object_list(said, src=0)
     assert said[0] is not None
     return tokenizer, said[0]
 
 
-def read_tokenizer(config: JobConfig) -> Tokenizer:
-    """Load or train the tokenizer of a job, without a world. Raises DataError or ConfigError."""
-    wanted = config.data.tokenizer
+def read_tokenizer(
+    data: DataConfig, models: Mapping[str, ModelConfig], folder: str, options: DataOptions
+) -> Tokenizer:
+    """Return the result of `open_tokenizer`, in a process without a world."""
+    wanted = data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)
     if wanted.encoding is not None:
         return open_named_encoding(wanted.encoding)
     if wanted.train_vocab_size is None:
-        return load_tokenizer(next(_tokenizer_folders(config))[1])
-    folder = Path(config.folder) / "tokenizer"
-    if (folder / "tokenizer.json").is_file():
-        _LOGGER.info("using the tokenizer of an earlier start: %s", folder)
-        return load_tokenizer(folder)
-    texts = sample_texts(
-        source_specs(config.data.sources),
-        options=data_options(config),
-        characters=wanted.train_bytes,
-    )
+        return load_tokenizer(next(_tokenizer_folders(models))[1])
+    kept = Path(folder) / "tokenizer"
+    if (kept / "tokenizer.json").is_file():
+        _LOGGER.info("using the tokenizer of an earlier start: %s", kept)
+        return load_tokenizer(kept)
+    texts = sample_texts(source_specs(data.sources), options=options, characters=wanted.train_bytes)
     tokenizer = train_bpe(texts, vocab_size=wanted.train_vocab_size)
     try:
-        for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        for leftover in kept.parent.glob(f"{kept.name}.partial-*"):
             shutil.rmtree(leftover)
-        tokenizer.save(folder)
+        tokenizer.save(kept)
     except OSError as error:
         raise ConfigError(
-            f"{config.folder}: cannot keep the tokenizer there ({error.strerror}); free disk space "
+            f"{folder}: cannot keep the tokenizer there ({error.strerror}); free disk space "
             "or name another folder"
         ) from error
-    _LOGGER.info("trained a tokenizer of %d tokens: %s", tokenizer.vocab_size, folder)
+    _LOGGER.info("trained a tokenizer of %d tokens: %s", tokenizer.vocab_size, kept)
     return tokenizer
 
 
-def _tokenizer_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
+def _tokenizer_folders(models: Mapping[str, ModelConfig]) -> Iterator[tuple[str, str]]:
     """Yield key and folder of each tokenizer that belongs to a model or a store."""
-    for role, model in config.models.items():
+    for role, model in models.items():
         if model.hf is not None:
             yield f"{role}.hf", model.hf
-    for role, model in config.models.items():
+    for role, model in models.items():
         for source in model.store or ():
             for store in find_stores([source.path]):
                 yield f"{role}.store", str(tokenizer_folder(store))
 
 
-def _check_models(config: JobConfig, tokenizer: Tokenizer) -> None:
+def _check_models(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> None:
     """Raise ConfigError where a model's own tokenizer has a different id for a token."""
     ours = tokenizer.vocabulary()
-    for key, folder in _tokenizer_folders(config):
+    for key, folder in _tokenizer_folders(models):
         if not holds_tokenizer(Path(folder).expanduser()):
             continue
         theirs = load_tokenizer(folder).vocabulary()

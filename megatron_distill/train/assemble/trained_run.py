@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
-from megatron_distill.models.architecture import Execution
 from megatron_distill.runtime.launch import Device
-from megatron_distill.train.assemble.distillation import assemble_distillation, assemble_held_out
+from megatron_distill.train.assemble.distillation import assemble_held_out
 from megatron_distill.train.assemble.models import (
     build_student,
     execution_on,
     find_origin,
     job_groups,
 )
+from megatron_distill.train.assemble.run import open_run
+from megatron_distill.train.assemble.sources import data_options
 from megatron_distill.train.assemble.tokenizer import open_tokenizer
 from megatron_distill.train.metrics import public_names
 from megatron_distill.train.next_token import NextToken
@@ -34,34 +36,31 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     """
     if config.validation.samples == 0:
         raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
-    with job_groups(config, trains=False) as groups, ExitStack() as resources:
-        tokenizer, vocabulary = open_tokenizer(config)
-        origin = find_origin(config.student, "student", config, vocabulary)
-        architecture = origin.architecture
-        execution = _execution(config, device)
-        distillation = assemble_distillation(
-            config,
-            vocabulary,
-            architecture,
-            execution=execution,
-            groups=groups,
-            device=device.torch_device,
-            resources=resources,
-        )
-        online = distillation.online
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
+        ExitStack() as resources,
+    ):
+        # Nothing is trained, so nothing is recomputed.
+        execution = execution_on(device, precision=config.train.precision)
+        opened = open_run(config, execution, groups, resources)
         chunks = build_student(
-            config,
-            origin,
+            opened.origin,
+            seed=config.seed,
             groups=groups,
             execution=execution,
-            teacher=online.architecture if online else None,
+            layers=opened.layers,
         )
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
         held_out = assemble_held_out(
-            config, tokenizer, distillation, groups=groups, device=device.torch_device
+            opened.samples,
+            config.train,
+            config.objective,
+            opened.distillation,
+            groups=groups,
+            device=device.torch_device,
         )
         means, sources = validate(student, held_out)
         found = public_names(means)
@@ -74,19 +73,25 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
 
     Raises a MegatronDistillError on all ranks together.
     """
-    with job_groups(config, trains=False) as groups:
-        tokenizer, vocabulary = open_tokenizer(config)
-        origin = find_origin(config.student, "student", config, vocabulary)
-        architecture = origin.architecture
-        execution = _execution(config, device)
-        (model,) = build_student(config, origin, groups=groups, execution=execution)
+    with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
+        data = config.data
+        options = data_options(data, Path(config.output), shows_progress=config.logging.progress)
+        tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
+        origin = find_origin(
+            config.student,
+            "student",
+            vocabulary,
+            parallel=config.parallel,
+            sequence_length=data.sequence_length,
+        )
+        execution = execution_on(device, precision=config.train.precision)
+        (model,) = build_student(origin, seed=config.seed, groups=groups, execution=execution)
         model.eval()
         next_token = NextToken(
-            model, architecture, groups, device.torch_device, vocab_size=vocabulary.size
+            model,
+            origin.architecture,
+            groups,
+            device.torch_device,
+            vocab_size=vocabulary.size,
         )
         yield next_token, tokenizer
-
-
-def _execution(config: RunConfig, device: Device) -> Execution:
-    # Nothing is trained, so nothing is recomputed.
-    return execution_on(device, precision=config.train.precision)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
@@ -18,7 +20,6 @@ from megatron_distill.runtime.atomic_files import whole_folder, write_errors
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.store.plan import MANIFEST, PLAN
-from megatron_distill.train.assemble.store_keys import configured
 from megatron_distill.train.capture.order import working_folder
 from megatron_distill.train.run_folder import take_lock
 from megatron_distill.train.tokenizer_files import write_tokenizer
@@ -26,6 +27,37 @@ from megatron_distill.train.tokenizer_files import write_tokenizer
 # Files of other nodes may take a while to appear on a network file system.
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
+
+# Configuration keys by field of the plan; the remaining fields have no key.
+KEYS: Final = {
+    "samples": "store.samples",
+    "samples_per_shard": "store.samples_per_shard",
+    "capture.codec": "store.codec",
+    "capture.k": "store.k",
+    "capture.mode": "store.mode",
+    "capture.sampling_seed": "seed",
+    "capture.sequence_length": "data.sequence_length",
+    "capture.temperatures": "store.temperatures",
+    "capture.top_p": "store.top_p",
+    "identity.settings.precision": "capture.precision",
+}
+# Exceptions among the dataset's settings: the remaining ones are keys of `data`.
+_DATASET: Final = "identity.settings.dataset."
+_DATASET_KEYS: Final = {"seed": "seed"}
+_SOURCE_KEYS: Final = {
+    "share": "weight",
+    "files": "paths",
+    "conversation.prompt_keys": "conversation.prompt_key",
+}
+# Descriptions of digests and names that no single key decides.
+WORDS: Final = {
+    "capture.vocab_size": "the number of the tokenizer's tokens",
+    "identity.teacher": "the digest of the teacher's weights",
+    "identity.tokenizer": "the digest of the tokenizer",
+    "identity.dataset": "the digest of data and tokenizer",
+    "identity.settings.teacher": "the name of the teacher's folder",
+    "identity.settings.version": "the release of megatron-distill",
+}
 
 
 def open_store(folder: Path, plan: Plan) -> StoreWriter:
@@ -119,3 +151,15 @@ def finish_store(store: StoreWriter, *, job: int, jobs: int) -> Manifest | None:
 def remove_working_folder(store: Path) -> None:
     """Remove the working files of a finished store, as far as they exist."""
     shutil.rmtree(working_folder(store), ignore_errors=True)
+
+
+def configured(name: str) -> str:
+    """Return the configuration key of a field of a store's plan, or a description of it."""
+    if name.startswith(_DATASET):
+        setting = name.removeprefix(_DATASET)
+        source = re.fullmatch(r"sources\.(\d+)\.(.+)", setting)
+        if source is None:
+            return _DATASET_KEYS.get(setting, f"data.{setting}")
+        number, part = source.groups()
+        return f"data.sources.{number}.{_SOURCE_KEYS.get(part, part)}"
+    return KEYS.get(name) or WORDS.get(name, name)

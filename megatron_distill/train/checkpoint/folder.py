@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,23 +19,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
 from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
 from megatron_distill.runtime.atomic_files import flush_folder, write_flushed
 from megatron_distill.runtime.collectives import any_rank, together
-from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.checkpoint.shards import Shard
+from megatron_distill.train.checkpoint.staging import Staging
 from megatron_distill.train.checkpoint.writer import (
     Snapshot,
-    first_failure,
+    Stored,
+    failure_of,
     take_snapshot,
     write_common,
-    write_shards,
+    write_index,
+    write_rank_file,
 )
 
 _LOGGER = get_logger(__name__)
@@ -130,16 +131,6 @@ def assets_of(checkpoint: Path) -> Path:
     return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
 
 
-def sharding_metadata(groups: Groups) -> dict[str, Any]:
-    """Return Megatron-Core's switches for a format that every layout can read."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": groups.data_context,
-    }
-
-
 @dataclass(frozen=True)
 class _Attempt:
     """One checkpoint being written: its folder and its description."""
@@ -159,11 +150,10 @@ class CheckpointFolder:
         self._root = root
         self._keep = keep
         self._writer: ThreadPoolExecutor | None = None
-        self._writer_group: dist.ProcessGroup | None = None
-        self._pending: tuple[_Attempt, Future[str | None]] | None = None
+        self._staging: Staging | None = None
+        self._pending: tuple[_Attempt, Future[list[Stored] | str]] | None = None
         if asynchronous:
-            # The thread exchanges data with the other ranks' threads while these train.
-            self._writer_group = dist.new_group(backend="gloo")
+            self._staging = Staging()
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
 
     def prepare(self) -> None:
@@ -180,31 +170,40 @@ class CheckpointFolder:
                 except OSError as error:
                     raise self._unwritable(error) from error
 
-    def save(self, state: dict[str, Any], description: Description) -> None:
-        """Write one checkpoint; with asynchronous saving, start to.
+    def save(
+        self,
+        shards: Sequence[Shard],
+        description: Description,
+        objects: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write one checkpoint; with asynchronous saving, copy the shards and start to.
+
+        Replicas write parts of about the same size. `objects`: this rank's, by names that no other
+        rank has, in torch's archive format.
 
         Raises CheckpointError on all ranks when the folder cannot be written or the disk is full.
         The attempt's `.partial` folder is then removed.
 
-        Collective: world, Megatron-Core's checkpoint planning, and barriers.
+        Collective: world, gathers of a short object per rank, and of one per tensor at the end.
         """
         self.finish()
         name = f"step_{description.step:07d}"
         attempt = _Attempt(self._root / (name + _PARTIAL), self._root / name, description)
         self._begin(attempt)
-        snapshot = take_snapshot(state, copied=self._writer is not None)
+        with together():
+            snapshot = take_snapshot(shards, objects or {}, self._staging)
         self._check_space(snapshot, attempt)
         with together():
             if dist.get_rank() == 0:
                 try:
-                    write_common(snapshot.common, attempt.partial)
+                    write_common(attempt.partial)
                 except OSError as error:
                     raise self._failed(attempt, str(error.strerror)) from error
+        work = (snapshot, attempt.partial, dist.get_rank())
         if self._writer is None:
-            self._complete(attempt, write_shards(snapshot, attempt.partial))
+            self._complete(attempt, write_rank_file(*work))
             return
-        writing = self._writer.submit(write_shards, snapshot, attempt.partial, self._writer_group)
-        self._pending = (attempt, writing)
+        self._pending = (attempt, self._writer.submit(write_rank_file, *work))
 
     def poll(self) -> None:
         """Publish an asynchronous checkpoint if it is completely written.
@@ -227,8 +226,10 @@ class CheckpointFolder:
         """End the writing thread; an unfinished checkpoint stays partial."""
         if self._writer is not None:
             self._writer.shutdown(wait=True)
-            dist.destroy_process_group(self._writer_group)
             self._writer = None
+        if self._staging is not None:
+            self._staging.release()
+            self._staging = None
 
     def _begin(self, attempt: _Attempt) -> None:
         """Create the folder of an attempt, which every rank must see."""
@@ -254,7 +255,7 @@ class CheckpointFolder:
     def _check_space(self, snapshot: Snapshot, attempt: _Attempt) -> None:
         """Raise before a save if the disk has too little space for it."""
         sizes: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(sizes, snapshot.shard_bytes)
+        dist.all_gather_object(sizes, snapshot.nbytes)
         with together():
             if dist.get_rank() == 0:
                 free = shutil.disk_usage(self._root).free
@@ -266,24 +267,35 @@ class CheckpointFolder:
                         "lower checkpoint.keep, or change `output`"
                     )
 
-    def _complete(self, attempt: _Attempt, failure: str | None) -> None:
-        """Rename a written checkpoint to its final name, and remove those beyond the limit."""
+    def _complete(self, attempt: _Attempt, outcome: list[Stored] | str) -> None:
+        """Rename a written checkpoint to its final name, and remove those beyond the limit.
+
+        `outcome`: the contents of this rank's file, or the reason of a failure.
+        """
+        is_first = dist.get_rank() == 0
+        outcomes: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(outcome, outcomes, dst=0)
         with together():
-            if dist.get_rank() == 0:
-                if failure is not None:
-                    raise self._failed(attempt, failure)
-                try:
-                    attempt.description.write(attempt.partial)
-                    flush_folder(attempt.partial)
-                    if attempt.final.exists():
-                        _remove(attempt.final)
-                    attempt.partial.rename(attempt.final)
-                    flush_folder(self._root)
-                except OSError as error:
-                    raise self._failed(attempt, str(error.strerror)) from error
-                for old in complete_checkpoints(self._root)[: -self._keep]:
-                    _remove(old)
-                _LOGGER.info("saved %s", attempt.final)
+            if outcomes is not None:
+                for failure in outcomes:
+                    if isinstance(failure, str):
+                        raise self._failed(attempt, failure)
+                self._publish(attempt, [entry for stored in outcomes for entry in stored])
+
+    def _publish(self, attempt: _Attempt, stored: list[Stored]) -> None:
+        try:
+            write_index(stored, attempt.partial)
+            attempt.description.write(attempt.partial)
+            flush_folder(attempt.partial)
+            if attempt.final.exists():
+                _remove(attempt.final)
+            attempt.partial.rename(attempt.final)
+            flush_folder(self._root)
+        except (OSError, ValueError) as error:
+            raise self._failed(attempt, failure_of(error, 0)) from error
+        for old in complete_checkpoints(self._root)[: -self._keep]:
+            _remove(old)
+        _LOGGER.info("saved %s", attempt.final)
 
     def _failed(self, attempt: _Attempt, reason: str) -> CheckpointError:
         """Remove the attempt and return the error with its reason."""
@@ -299,25 +311,3 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read a checkpoint into the tensors that `state` describes, and return the filled state.
-
-    Raises CheckpointError when the checkpoint does not fit the model or is damaged.
-
-    Collective: world, Megatron-Core's checkpoint planning.
-    """
-    try:
-        return dist_checkpointing.load(state, str(folder))
-    except CheckpointException as error:
-        raise _unreadable(folder, first_failure(error)) from error
-    except (CheckpointingException, OSError, KeyError, RuntimeError, ValueError) as error:
-        raise _unreadable(folder, str(error)) from error
-
-
-def _unreadable(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} is damaged or does not fit this model: {reason}; remove it to continue from an "
-        "earlier one, or name a checkpoint of the same architecture"
-    )

@@ -108,7 +108,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
 
 
 def _describe_import(folder: Path, source: Path, architecture: Architecture, identity: str) -> None:
-    write_common({}, folder)
+    write_common(folder)
     copy_assets(source, folder / ASSETS_FOLDER)
     copy_model_tokenizer(source, folder / ASSETS_FOLDER)
     Description(

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
-from megatron_distill.train.checkpoint.writer import RankWriter, first_failure
+from megatron_distill.train.checkpoint.writer import RankWriter, alone, first_failure
 
 _BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time
 
@@ -189,7 +189,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         start = (block.start, *(0 for _ in block.shape[1:]))
         key = block.parameter.key
         tensor = self._windows.read(key, block.place, start, block.shape, block.dtype)
-        tensor = _alone(tensor)
+        tensor = alone(tensor)
         self._done(block.nbytes)
         return tensor.view(*(1 for _ in block.place), *block.shape)
 
@@ -208,12 +208,6 @@ class _StreamingPlanner(DefaultSavePlanner):
                 size=torch.Size([*leading, *block.parameter.shape]),
             ),
         )
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return the same memory as a separate tensor; torch's writer copies parts of larger ones."""
-    plain = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(plain).view(tensor.dtype).view(tensor.shape)
 
 
 def _index(block: Block) -> MetadataIndex:

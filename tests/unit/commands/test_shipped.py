@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.commands.shipped import config_file, shipped_folder
+from megatron_distill.commands.job import config_file, shipped_folder
 from tests.guards.source_tree import ROOT
 
 

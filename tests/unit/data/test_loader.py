@@ -2,11 +2,9 @@
 
 import json
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import FULLY_TRAINED, Sample, SampleList, State
@@ -128,48 +126,6 @@ def test_masks_positions_and_counts_of_a_step() -> None:
     trained = sum(int(batch.ce_mask_bs.sum()) for batch in batches.micro_batches)
     assert trained == batches.ce_tokens
     assert batches.micro_batches[1].position_ids_bs[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("micro", "data", "context"), [(1, 1, 1), (4, 1, 2), (2, 4, 1), (1, 2, 4)])
-def test_no_layout_changes_what_a_step_holds(micro: int, data: int, context: int) -> None:
-    def cells(size: int, micro: int, context: int) -> dict[tuple[int, int], tuple[int, ...]]:
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
-        for rank in range(size):
-            for part in range(context):
-                loader = loader_of(
-                    Numbers(),
-                    global_batch_size=16,
-                    micro_batch_size=micro,
-                    data_parallel_rank=rank,
-                    data_parallel_size=size,
-                    context_parallel_rank=part,
-                    context_parallel_size=context,
-                )
-                with loader:
-                    loader.take(0)
-                    batches = loader.take(1)
-                assert (batches.ce_tokens, batches.positions) == (16 * LENGTH - 14, 16 * LENGTH)
-                collect(batches, found)
-        return found
-
-    assert cells(data, micro, context) == cells(1, 2, 1)
-
-
-def collect(batches: StepBatches, found: dict[tuple[int, int], tuple[int, ...]]) -> None:
-    """Everything said about (sample, position), each of them by one rank only."""
-    for batch in batches.micro_batches:
-        fields: Sequence[torch.Tensor] = (
-            batch.tokens_bs,
-            batch.labels_bs,
-            batch.ce_mask_bs,
-            batch.kd_mask_bs,
-            batch.position_ids_bs,
-            batch.document_ids_bS[:, batch.sequence_index_s],
-        )
-        for row, sample in enumerate(batch.sample_ids_b.tolist()):
-            for column, index in enumerate(batch.sequence_index_s.tolist()):
-                assert (sample, index) not in found
-                found[sample, index] = tuple(int(field[row, column]) for field in fields)
 
 
 def test_a_list_of_samples_is_filled_up_and_can_be_read_again() -> None:

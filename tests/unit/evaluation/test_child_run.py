@@ -89,20 +89,6 @@ def test_a_stopped_run_is_continued_by_the_same_call(tmp_path: Path, children: C
     assert children.commands[0] == children.commands[1]
 
 
-def test_a_signal_is_told_apart_from_an_end(tmp_path: Path, children: Children) -> None:
-    children.outcome = ChildOutcome(0, 2)
-    with pytest.raises(RunStoppedError, match="stopped by a signal"):
-        make(a_run(tmp_path))
-    assert not a_run(tmp_path).finished
-
-
-def test_a_failure_is_an_error_and_no_end(tmp_path: Path, children: Children) -> None:
-    children.outcome = ChildOutcome(1, None)
-    with pytest.raises(TrainingError, match="the teacher: failed with exit status 1"):
-        make(a_run(tmp_path))
-    assert not a_run(tmp_path).finished
-
-
 @pytest.mark.parametrize("reach", [3, STEPS])
 def test_a_run_is_not_continued_under_other_settings(
     tmp_path: Path, children: Children, reach: int
@@ -144,3 +130,19 @@ def test_an_answer_is_asked_for_once_and_a_failure_leaves_none(
     assert ask(Path("launch/speak.py"), ["--x"], answer=answer) == "an answer"
     assert ask(Path("launch/speak.py"), ["--x"], answer=answer) == "an answer"
     assert calls == [["launch/speak.py", "--x"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "said"),
+    [
+        (ChildOutcome(0, 2), RunStoppedError, "stopped by a signal"),
+        (ChildOutcome(1, None), TrainingError, "the teacher: failed with exit status 1"),
+    ],
+)
+def test_neither_a_signal_nor_a_failure_is_an_end(
+    tmp_path: Path, children: Children, outcome: ChildOutcome, error: type[Exception], said: str
+) -> None:
+    children.outcome = outcome
+    with pytest.raises(error, match=said):
+        make(a_run(tmp_path))
+    assert not a_run(tmp_path).finished

@@ -196,14 +196,6 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
 
-def test_other_settings_are_refused_without_fresh(
-    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(tmp_path)
-    assert start(tmp_path, "--seed", "99") == 1
-    assert "other settings (there 'seed: 1', here 'seed: 99')" in capsys.readouterr().err
-
-
 def test_several_seeds_have_folders_of_their_own_and_one_result(
     tmp_path: Path, children: Children
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
-from megatron_distill.ops import VocabShard
+from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import Problem, capped, row_error, solve
 from tests.support.objective_runs import Rule, assert_same, run
@@ -120,8 +120,8 @@ def test_softcap_and_scale_in_loss_and_gradient(student_rule: Rule, temperature:
         assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
 
 
-@pytest.mark.parametrize("rule", [(None, 1.0), (2.0, 0.5)])
-def test_gradcheck_through_the_public_entry(rule: Rule) -> None:
+def test_gradcheck_through_the_public_entry() -> None:
+    rule: Rule = (2.0, 0.5)
     problem = Problem.random(6, 3, 11, seed=5, dtype=torch.float64)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rule)
     terms = [Term(weight=0.5), Term(temperature=2.0, scale_by_temperature_squared=True)]
@@ -151,21 +151,6 @@ def test_given_logits_equal_the_head_that_makes_them() -> None:
     assert_same(
         run(problem, signal=DenseLogits(logits)), run(problem, teacher_rule=(4.0, 0.5)), 2e-6
     )
-
-
-def test_divergence_of_the_objective_is_the_token_divergence() -> None:
-    problem = Problem.random(seed=13)
-    tokens = token_divergence(
-        problem.hidden_NH @ problem.weight_GH.t(),
-        DenseLogits(problem.teacher_hidden @ problem.teacher_weight.t()),
-        divergence="forward_kl",
-        temperature=2.0,
-        scale_by_temperature_squared=True,
-    )
-    term = Term(temperature=2.0, scale_by_temperature_squared=True)
-    report = run(problem, [term])[1]
-    expected = (tokens * problem.kd_weights_N).sum()
-    assert float(report["forward_kl_t2"]) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_labels_alone_need_no_teacher() -> None:
@@ -219,6 +204,30 @@ def test_teacher_gets_no_gradient() -> None:
     assert [leaf.grad for leaf in teacher] == [None, None]
 
 
+def test_defect_02_hidden_states_of_three_dimensions_are_refused() -> None:
+    # TRL's chunked JSD cut the batch axis of [b, s, H]: with b = 1 nothing was chunked.
+    problem = Problem.random(24)
+    for shape in ((1, 24, 12), (2, 12, 12), (24, 1, 12)):
+        with pytest.raises(ValueError, match=rf"hidden is .* of shape \({shape[0]}, {shape[1]}, "):
+            run(replace(problem, hidden_NH=problem.hidden_NH.reshape(shape)))
+    with pytest.raises(ValueError, match=r"HiddenState.hidden is .* of shape \(2, 12, 16\)"):
+        HiddenState(problem.teacher_hidden.reshape(2, 12, 16), problem.teacher_weight)
+    with pytest.raises(ValueError, match=r"DenseLogits.logits is .* of shape \(2, 3, 5\)"):
+        token_divergence(
+            torch.zeros(2, 3, 5), DenseLogits(torch.zeros(6, 5)), divergence="forward_kl"
+        )
+    with pytest.raises(ValueError, match=r"logits are \(2, 3, 5\)"):
+        vocab_parallel_topk(torch.zeros(2, 3, 5), 2)
+    # A second dimension beside the tokens would be broadcast against them.
+    for name in ("ce_weights", "kd_weights"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is of shape \(24, 1\); .* each of 24 tokens"
+        ):
+            run(replace(problem, **{f"{name}_N": torch.ones(24, 1)}), rows=torch.arange(24))
+    with pytest.raises(ValueError, match=r"labels is of shape \(2, 12\)"):
+        run(replace(problem, labels_N=problem.labels_N.view(2, 12)))
+
+
 def test_misuse_is_named() -> None:
     problem = Problem.random()
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
@@ -231,8 +240,6 @@ def test_misuse_is_named() -> None:
         run(replace(problem, teacher_hidden=problem.teacher_hidden[1:]))
     with pytest.raises(ValueError, match="teacher has 202 vocabulary columns; .* has 203"):
         run(replace(problem, teacher_weight=problem.teacher_weight[1:]))
-    with pytest.raises(ValueError, match=r"of shape \(1, 23, 12\)"):
-        run(replace(problem, hidden_NH=problem.hidden_NH[None]))
     with pytest.raises(ValueError, match="1 divergence term without a teacher signal"):
         fused_linear_objective(
             problem.hidden_NH,

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import Term
 from megatron_distill.signals import DenseLogits, HiddenState, Sampled, TopK
 from tests.reference import divergences as oracles
 from tests.reference.distillation import Problem, capped, cross_entropy, entropy, row_error
 from tests.support.divergence_runs import value_of
+from tests.support.objective_runs import Rule, run
 
 BETWEEN = [
     Term("js_divergence", 0.7, 2.0, scale_by_temperature_squared=True),
@@ -33,7 +34,6 @@ GIVEN = [
     Term("skewed_forward_kl", 0.3, support="renormalized"),
     Term("squared_hellinger", 2.0, support="raw"),
 ]
-Rule = tuple[float | None, float]
 PLAIN: Rule = (None, 1.0)
 
 
@@ -68,24 +68,6 @@ def expected(
     return (ce + kd).detach(), report, *gradients
 
 
-def found(
-    problem: Problem, signal: Any, terms: Sequence[Term], **given: Any
-) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-    hidden = problem.hidden_NH.detach().requires_grad_()
-    weight = problem.weight_GH.detach().requires_grad_()
-    total, report = fused_linear_objective(
-        hidden,
-        weight,
-        signal,
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=terms,
-        **given,
-    )
-    return total.detach(), report, *torch.autograd.grad(total, (hidden, weight))
-
-
 def assert_close(ours: Any, oracle: Any, *, without: Sequence[str] = ()) -> None:
     torch.testing.assert_close(ours[0].double(), oracle[0], rtol=2e-6, atol=0)
     for name, value in oracle[1].items():
@@ -104,14 +86,7 @@ def assert_close(ours: Any, oracle: Any, *, without: Sequence[str] = ()) -> None
 def test_live_teacher(terms: list[Term], chunk_tokens: int, rules: tuple[Rule, Rule]) -> None:
     problem = Problem.random(vocab=157)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
-    ours = found(
-        problem,
-        signal,
-        terms,
-        chunk_tokens=chunk_tokens,
-        student_softcap=rules[0][0],
-        student_scale=rules[0][1],
-    )
+    ours = run(problem, terms, signal=signal, chunk_tokens=chunk_tokens, student_rule=rules[0])
     assert_close(ours, expected(problem, terms, *rules))
 
 
@@ -120,7 +95,7 @@ def test_teacher_as_logits_equals_teacher_as_hidden_state() -> None:
     logits = problem.teacher_hidden @ problem.teacher_weight.t()
     terms = [*BETWEEN, *KEPT]
     assert_close(
-        found(problem, DenseLogits(logits), terms, chunk_tokens=8),
+        run(problem, terms, signal=DenseLogits(logits), chunk_tokens=8),
         expected(problem, terms, PLAIN, PLAIN),
     )
 
@@ -131,7 +106,7 @@ def test_given_top_k(chunk_tokens: int) -> None:
     teacher = problem.teacher_hidden.double() @ problem.teacher_weight.double().t()
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
     signal = TopK(ids, log_probs.float(), log_tail.float())
-    ours = found(problem, signal, GIVEN, chunk_tokens=chunk_tokens)
+    ours = run(problem, GIVEN, signal=signal, chunk_tokens=chunk_tokens)
     online = [Term(term.divergence, term.weight, top_k=6, support=term.support) for term in GIVEN]
     oracle = expected(problem, online, PLAIN, PLAIN)
     for given, live in zip(GIVEN, online, strict=True):
@@ -145,7 +120,7 @@ def test_given_samples() -> None:
     teacher = (problem.teacher_hidden @ problem.teacher_weight.t()).softmax(1)
     generator = torch.Generator().manual_seed(3)
     ids = torch.multinomial(teacher, 20, replacement=True, generator=generator)
-    ours = found(problem, Sampled(ids, torch.ones_like(ids)), [Term()], chunk_tokens=8)
+    ours = run(problem, [Term()], signal=Sampled(ids, torch.ones_like(ids)), chunk_tokens=8)
     hidden = problem.hidden_NH.double().requires_grad_()
     weight = problem.weight_GH.double().requires_grad_()
     log_q = (hidden @ weight.t()).log_softmax(1)
@@ -161,49 +136,16 @@ def test_given_samples() -> None:
     assert "topk_mass" not in ours[1]
 
 
-@pytest.mark.parametrize("terms", [BETWEEN, KEPT], ids=["between", "kept"])
-def test_masked_tokens_change_nothing_even_if_they_are_not_finite(terms: list[Term]) -> None:
-    problem = Problem.random(vocab=80)
-    oracle = expected(problem, terms, PLAIN, PLAIN)
-    unused = (problem.ce_weights_N == 0) & (problem.kd_weights_N == 0)
-    no_kd = problem.kd_weights_N == 0
-    assert bool(unused.any())
-    problem.hidden_NH[unused] = torch.nan
-    problem.teacher_hidden[no_kd] = torch.nan
-    ours = found(
-        problem, HiddenState(problem.teacher_hidden, problem.teacher_weight), terms, chunk_tokens=8
-    )
-    assert_close(ours, oracle)
-    assert not ours[2][unused].any()
-
-
-@pytest.mark.parametrize("terms", [BETWEEN, KEPT], ids=["between", "kept"])
-@pytest.mark.parametrize("tokens", [0, 4])
-def test_nothing_to_distil(terms: list[Term], tokens: int) -> None:
-    problem = Problem.random(tokens=tokens, vocab=50)
-    zeros = torch.zeros(tokens)
-    empty = problem.with_weights(zeros, zeros)
-    signal = HiddenState(problem.teacher_hidden, problem.teacher_weight)
-    total, report, hidden_gradient, weight_gradient = found(empty, signal, terms, chunk_tokens=8)
-    assert float(total) == 0.0
-    assert all(float(value) == 0.0 for value in report.values())
-    assert not hidden_gradient.any()
-    assert not weight_gradient.any()
-
-
 def test_combinations_that_are_not_defined() -> None:
     problem = Problem.random(vocab=50)
     teacher = problem.teacher_hidden @ problem.teacher_weight.t()
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
     signal = TopK(ids, log_probs.float(), log_tail.float())
     with pytest.raises(ValueError, match="has top_k 4, but the signal has only 6 ids"):
-        found(problem, signal, [Term(top_k=4)], chunk_tokens=8)
+        run(problem, [Term(top_k=4)], signal=signal, chunk_tokens=8)
     with pytest.raises(ValueError, match="k is 51; it must be between 1 and the vocabulary of 50"):
-        found(
-            problem,
-            HiddenState(problem.teacher_hidden, problem.teacher_weight),
-            [Term(top_k=51)],
-            chunk_tokens=8,
-        )
+        run(problem, [Term(top_k=51)])
     with pytest.raises(ValueError, match="reverse_kl is not defined on sampled ids"):
-        found(problem, Sampled(ids, torch.ones_like(ids)), [Term("reverse_kl")], chunk_tokens=8)
+        run(
+            problem, [Term("reverse_kl")], signal=Sampled(ids, torch.ones_like(ids)), chunk_tokens=8
+        )

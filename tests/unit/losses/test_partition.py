@@ -6,18 +6,16 @@ chunks that cut a part; every kind of teacher and of term; parts that do not add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term
-from megatron_distill.ops import VocabShard, vocab_parallel_topk
+from megatron_distill.ops import VocabShard
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.signals import DenseLogits, Recorded, Signal
-from tests.reference.distillation import Problem, cross_entropy, entropy, solve
-from tests.support.objective_runs import run
+from megatron_distill.signals import DenseLogits, Signal
+from tests.reference.distillation import Problem, solve
+from tests.support.objective_runs import recorded, run
 
 TOKENS, PARTS = 61, 4
 EMPTY = 2
@@ -61,17 +59,6 @@ KEPT = [
     Term("js_divergence", 0.8, top_k=8, support="renormalized"),
 ]
 CURVED = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
-
-
-def recorded(problem: Problem, terms: Sequence[Term]) -> Recorded:
-    logits = problem.teacher_hidden @ problem.teacher_weight.t()
-    by_term = []
-    for term in terms:
-        kept = vocab_parallel_topk(logits, term.top_k or 1, temperature=term.temperature)
-        by_term.append(kept)
-    double = logits.double()
-    label = -cross_entropy(double, problem.labels_N)
-    return Recorded(tuple(by_term), entropy(double).float(), label.float())
 
 
 CASES: dict[str, tuple[list[Term], str]] = {

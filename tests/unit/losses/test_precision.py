@@ -3,14 +3,26 @@ from nearly uniform ones, whose distance is small, to such that are nearly sure 
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+from megatron_distill.losses import Term
 from megatron_distill.signals import DenseLogits
 from tests.reference import divergences as oracles
-from tests.reference.distillation import row_error
+from tests.reference.distillation import Problem, row_error
 from tests.reference.logits import logit_pair
-from tests.support.divergence_runs import NAMES, assert_six_digits, differentiated, solved
+from tests.support.divergence_runs import (
+    NAMES,
+    SUPPORTS,
+    assert_six_digits,
+    differentiated,
+    expected,
+    signal_of,
+    solved,
+)
+from tests.support.objective_runs import run
 
 ROWS, COLUMNS = 300, 2003
 CASES: list[tuple[str, dict[str, float]]] = [
@@ -24,15 +36,11 @@ CASES: list[tuple[str, dict[str, float]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spread", "temperature"), [(1.0, 4.0), (2.0, 4.0), (2.0, 1.0), (2.0, 0.5), (4.0, 0.5)]
-)
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_values_and_gradients_of_many_rows(
-    name: str, given: dict[str, float], spread: float, temperature: float
-) -> None:
-    student, teacher = logit_pair(ROWS, COLUMNS, seed=11, spread=spread)
-    assert_six_digits(name, student, teacher, temperature, given)
+def test_values_and_gradients_of_many_rows(name: str, given: dict[str, float]) -> None:
+    for spread, temperature in ((1.0, 4.0), (2.0, 4.0), (2.0, 1.0), (2.0, 0.5), (4.0, 0.5)):
+        student, teacher = logit_pair(ROWS, COLUMNS, seed=11, spread=spread)
+        assert_six_digits(name, student, teacher, temperature, given)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])
@@ -47,7 +55,7 @@ def test_jsd_of_models_that_are_apart_in_one_token_alone(beta: float) -> None:
     teacher[:, 7] -= 3.0
     ones = torch.ones(len(tops))
     found = solved(student, DenseLogits(teacher), ones, divergence="js_divergence", beta=beta)
-    expected = differentiated(
+    answer = differentiated(
         student, lambda leaf: oracles.dense("js_divergence", leaf, teacher, 1.0, beta=beta), ones
     )
     for row in (slice(None), *(slice(at, at + 1) for at in range(0, len(tops), 7))):
@@ -58,5 +66,40 @@ def test_jsd_of_models_that_are_apart_in_one_token_alone(beta: float) -> None:
             divergence="js_divergence",
             beta=beta,
         )
-        assert float(((alone[0] - expected[0][row]).abs() / expected[0][row]).max()) < 1e-6
-    assert row_error(found[1], expected[1]) < 1e-6
+        assert float(((alone[0] - answer[0][row]).abs() / answer[0][row]).max()) < 1e-6
+    assert row_error(found[1], answer[1]) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defect_13_bf16_logits_do_not_make_bf16_probabilities(name: str) -> None:
+    # TRL took log-probabilities in bf16, and their difference is what a divergence is.
+    student, teacher = logit_pair(8, 1000, dtype=torch.bfloat16)
+    close = (teacher.float() + 0.3 * student.float()).bfloat16()
+    for support, temperature, logits in product(SUPPORTS, (1.0, 2.0), (student, close)):
+        given = {"divergence": name, "support": support, "temperature": temperature}
+        signal = signal_of(support, teacher, temperature=temperature)
+        found, _ = solved(logits, signal, torch.ones(8), **given)
+        value, _ = expected(logits, signal, torch.ones(8), **given)  # type: ignore[arg-type]
+        # A raw sum has terms of both signs, and may be anything, zero included.
+        least = 0.1 if support == "raw" else 0.0
+        assert found.dtype is torch.float32
+        assert float(((found - value).abs() / value.abs().clamp(min=least)).max()) < 1e-5
+    # The same formula on log-probabilities in bf16 is wrong by a hundred times that bound.
+    log_p, log_q = (logits.log_softmax(1).double() for logits in (teacher, close))
+    rounded = oracles.ORACLES[name](log_p, log_q)
+    exact = oracles.dense(name, close, teacher, 1.0)
+    assert float((rounded / exact - 1).abs().max()) > 1e-3
+
+
+def test_defect_13_in_the_fused_objective() -> None:
+    # The products are bf16, and so are the logits, as the oracle is given them.
+    problem = Problem.random(8, 6, 1000, dtype=torch.bfloat16)
+    problem = problem.with_weights(torch.zeros(8), torch.full((8,), 1 / 8))
+    student = problem.hidden_NH @ problem.weight_GH.t()
+    teacher = problem.teacher_hidden @ problem.teacher_weight.t()
+    terms = [Term(name) for name in NAMES]
+    for signal in (None, DenseLogits(teacher)):
+        report = run(problem, terms, signal=signal)[1]
+        for name in NAMES:
+            value = oracles.dense(name, student, teacher, 1.0).mean()
+            assert float(report[name]) == pytest.approx(float(value), rel=1e-6), name

@@ -156,7 +156,7 @@ def test_a_student_equal_to_its_teacher_has_exactly_no_loss_and_no_gradient(
 @EACH
 @FEW
 @given(case=cases(), garbage=st.sampled_from([0.0, 1e4, torch.nan, torch.inf, -torch.inf]))
-def test_masked_tokens_change_nothing(name: str, case: Case, garbage: float) -> None:
+def test_defect_05_masked_tokens_change_nothing(name: str, case: Case, garbage: float) -> None:
     count = len(case.student)
     weights = (torch.arange(count) % 3 != 1).float() * 0.5
     masked = weights == 0

@@ -1,5 +1,7 @@
 """Row blocks cover every row once and fit the cache; buffers are aligned, zeroed, reused."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,27 +10,24 @@ from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 1000])
-@pytest.mark.parametrize("columns", [1, 500, 151_936, 5_000_000])
-def test_blocks_cover_every_row_once(rows: int, columns: int) -> None:
-    blocks = list(row_blocks(rows, columns, CPU))
-    covered = [row for block in blocks for row in range(block.start, block.stop)]
-    assert covered == list(range(rows))
-    largest = max((block.stop - block.start for block in blocks), default=1)
-    cores = torch.get_num_threads()
-    assert largest <= cores or largest * columns * 4 <= 2**20 * cores * 4 / 3
+def test_blocks_cover_every_row_once() -> None:
+    for rows, columns in product((0, 1, 7, 1000), (1, 500, 151_936, 5_000_000)):
+        blocks = list(row_blocks(rows, columns, CPU))
+        covered = [row for block in blocks for row in range(block.start, block.stop)]
+        assert covered == list(range(rows))
+        largest = max((block.stop - block.start for block in blocks), default=1)
+        cores = torch.get_num_threads()
+        assert largest <= cores or largest * columns * 4 <= 2**20 * cores * 4 / 3
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
-@pytest.mark.parametrize("columns", [1, 500, 32_768, 100_352, 128_256, 151_936, 262_144, 5_000_000])
-def test_cores_have_as_many_rows_of_a_block(
-    columns: int, cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    first = next(iter(row_blocks(2**20 * cores, columns, CPU)))
-    assert first.stop % cores == 0
-    # To the nearest row of each core, at least one.
-    assert abs(first.stop // cores - 2**18 / columns) <= 0.5 or first.stop == cores
+def test_cores_have_as_many_rows_of_a_block(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (1, 500, 32_768, 100_352, 128_256, 151_936, 262_144, 5_000_000):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        first = next(iter(row_blocks(2**20 * cores, columns, CPU)))
+        assert first.stop % cores == 0
+        # To the nearest row of each core, at least one.
+        assert abs(first.stop // cores - 2**18 / columns) <= 0.5 or first.stop == cores
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -55,3 +54,11 @@ def test_statistics_are_never_coarser_than_fp32() -> None:
     assert accumulation_dtype(torch.bfloat16) is torch.float32
     assert accumulation_dtype(torch.float32) is torch.float32
     assert accumulation_dtype(torch.float64) is torch.float64
+
+
+def test_defect_11_blocks_hold_a_bounded_number_of_logits(one_thread: None) -> None:
+    for vocab in (32_000, 128_256, 151_936, 262_144):
+        for device, elements in (("cpu", 2**18), ("cuda", 2**25)):
+            blocks = list(row_blocks(8192, vocab, torch.device(device)))
+            (rows,) = {block.stop - block.start for block in blocks[:-1]}
+            assert elements / 2 < rows * vocab <= elements * 4 / 3

@@ -1,17 +1,22 @@
 """The chunked executor: which products it computes, on what, and how much memory it takes."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
-from megatron_distill.ops import weight_gradient
+from megatron_distill.ops import vocab_parallel_topk, weight_gradient
 from megatron_distill.ops import workspace as blocks
-from megatron_distill.signals import HiddenState
+from megatron_distill.signals import DenseLogits, HiddenState, Sampled
 from tests.reference.distillation import Problem
+from tests.reference.logits import logit_pair
 from tests.reference.tracing import Trace, traced
+from tests.support.divergence_runs import EACH, NAMES, term_of
+from tests.support.objective_runs import run as run_once
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 4096, 16
 
@@ -72,12 +77,26 @@ def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens() -> 
     assert peaks[0] < 4 * TOKENS * VOCAB / 2
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_defect_01_no_accumulator_in_the_fused_objective(name: str, one_thread: None) -> None:
+    def peak(support: str, tokens: int) -> int:
+        problem = Problem.random(tokens, 8, 2048)
+        problem = problem.with_weights(torch.ones(tokens), torch.ones(tokens))
+        return traced(
+            partial(run_once, problem, [term_of(name, support)], chunk_tokens=16),
+            *vars(problem).values(),
+        ).peak_bytes
+
+    for support in ("dense", "tail"):
+        assert peak(support, 64) - peak(support, 32) < 32 * 300
+
+
 def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
     monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     working = []
-    for vocab in (VOCAB, 4 * VOCAB, 16 * VOCAB):
+    for vocab in (VOCAB, 8 * VOCAB):
         problem = Problem.random(2 * CHUNK, HIDDEN, vocab)
         gradients = 4 * HIDDEN * (2 * CHUNK + vocab)
         # The three blocks of a row each are as large as the vocabulary.
@@ -92,11 +111,11 @@ def test_with_a_buffer_for_the_weight_nothing_grows_with_the_vocabulary(
 ) -> None:
     monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
     monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
-    monkeypatch.setattr(weight_gradient, "_CPU_ELEMENTS", VOCAB)
+    monkeypatch.setattr(weight_gradient, "_PRODUCT_ELEMENTS", VOCAB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     blocks_of_a_row = 3 if dtype == torch.float32 else 5
     working = []
-    for vocab in (VOCAB, 4 * VOCAB, 16 * VOCAB):
+    for vocab in (VOCAB, 8 * VOCAB):
         problem = Problem.random(2 * CHUNK, HIDDEN, vocab, dtype=dtype)
         peak = trace_of(problem, None, buffer=torch.zeros(vocab, HIDDEN)).peak_bytes
         working.append(peak - blocks_of_a_row * 4 * vocab)
@@ -111,11 +130,29 @@ def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
     assert peak < 1.25 * 2 * 4 * 256 * 40_000
 
 
+def products_of(problem: Problem, terms: list[Term], signal: Any = None) -> Trace:
+    return traced(partial(run_once, problem, terms, signal=signal, chunk_tokens=8))
+
+
+def dtypes_of(trace: Trace) -> set[torch.dtype]:
+    return {operand.dtype for operands in trace.products for operand in operands}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_run_in_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
-    trace = trace_of(Problem.random(32, HIDDEN, 64, dtype=dtype), 32)
-    assert len(trace.products) == 4
-    assert {operand.dtype for operands in trace.products for operand in operands} == {dtype}
+def test_defect_10_products_run_in_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
+    # NeMo-RL's path from hidden states ran the products of backward in fp32.
+    problem = Problem.random(24, HIDDEN, 64, dtype=dtype)
+    for name, support in EACH if dtype is torch.bfloat16 else EACH[:1]:
+        trace = products_of(problem, [term_of(name, support, temperature=2.0)])
+        assert len(trace.products) == 3 * 4  # logits of both models, both gradients
+        assert dtypes_of(trace) == {dtype}
+    # Nor does a given teacher in fp32 widen them.
+    _, teacher = logit_pair(24, 64)
+    kept = vocab_parallel_topk(teacher, 4)
+    for signal in (DenseLogits(teacher), kept, Sampled(kept.ids, torch.ones_like(kept.ids))):
+        trace = products_of(problem, [Term()], signal)
+        assert len(trace.products) == 3 * 3
+        assert dtypes_of(trace) == {dtype}
 
 
 def test_student_and_teacher_products_keep_their_own_dtype() -> None:
@@ -170,7 +207,8 @@ def test_masked_tokens_are_left_out_of_every_product() -> None:
         assert 40 not in (*left.shape, *right.shape)
 
 
-def test_chunks_are_of_one_size_and_never_larger_than_asked() -> None:
+def test_defect_02_chunks_are_of_tokens_of_one_size_and_never_larger_than_asked() -> None:
+    # TRL's chunked JSD cut the batch axis of [b, s, H]: with b = 1 nothing was chunked.
     problem = Problem.random(40, HIDDEN, 64)
     problem = problem.with_weights(torch.ones(40), torch.ones(40))
     trace = trace_of(problem, 32)

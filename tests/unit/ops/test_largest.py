@@ -3,6 +3,8 @@ segment, rows that leave nothing out, and its speed's detour."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,10 +34,9 @@ def drawn(rows: int, width: int, *, distinct: int = 10**9, seed: int = 0) -> Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("width", [64, 1000, 6400, 6401, 20_031])
-@pytest.mark.parametrize("k", [1, 20])
-def test_order_is_by_value_and_lowest_column(dtype: torch.dtype, width: int, k: int) -> None:
-    assert_chosen(drawn(9, width).to(dtype), k)
+def test_order_is_by_value_and_lowest_column(dtype: torch.dtype) -> None:
+    for width, k in product((64, 1000, 6400, 6401, 20_031), (1, 20)):
+        assert_chosen(drawn(9, width).to(dtype), k)
 
 
 @settings(max_examples=25, deadline=None)
@@ -89,7 +90,7 @@ def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("column", [77, 8195])  # the latter beyond the last whole segment
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_not_a_number_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
     logits = drawn(3, 8199, seed=seed).to(dtype)
     logits[1, column] = torch.nan

@@ -14,6 +14,8 @@ import pytest
 
 from megatron_distill.runtime.torchrun import run_child, threads_per_process, torchrun_command
 
+PATIENCE = 240.0  # nothing takes that long but a hang
+
 # A launcher with two ranks in sessions of their own, as torchrun's are. A rank writes its process
 # id, then waits; on SIGTERM it says `saved` and leaves with 0, or does not listen.
 RANK = textwrap.dedent(
@@ -23,11 +25,14 @@ RANK = textwrap.dedent(
     def save(*_):
         (folder / f"saved{rank}").touch()
         sys.exit(0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else save)
+    def hear(*_):
+        (folder / f"heard{rank}").touch()
+    signal.signal(signal.SIGTERM, hear if deaf else save)
     part = folder / f"part{rank}"
     part.write_text(str(os.getpid()))
     part.rename(folder / f"rank{rank}")
-    time.sleep(600)
+    while True:
+        time.sleep(600)
     """
 )
 LAUNCHER = textwrap.dedent(
@@ -43,7 +48,7 @@ LAUNCHER = textwrap.dedent(
     if manner == "abandon":
         while len(list(pathlib.Path(folder).glob("rank*"))) < 2:
             pass
-        import time; time.sleep(1.5)
+        import time; time.sleep(4)  # the parent looks at its ranks meanwhile
         sys.exit(7)
     sys.exit(max(rank.wait() for rank in ranks))
     """
@@ -71,16 +76,21 @@ def start(folder: Path, manner: str, *, grace_seconds: float = 60) -> subprocess
     )
 
 
-def rank_processes(folder: Path) -> list[psutil.Process]:
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("rank*"))) < 2:
-        assert time.monotonic() < deadline, "the ranks did not start"
+def wait_for(folder: Path, names: str) -> None:
+    """Wait for a file of each rank."""
+    deadline = time.monotonic() + PATIENCE
+    while len(list(folder.glob(names))) < 2:
+        assert time.monotonic() < deadline, f"there is no {names} of each rank"
         time.sleep(0.02)
+
+
+def rank_processes(folder: Path) -> list[psutil.Process]:
+    wait_for(folder, "rank*")
     return [psutil.Process(int(path.read_text())) for path in sorted(folder.glob("rank*"))]
 
 
 def assert_gone(ranks: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
     assert not alive
 
 
@@ -90,7 +100,7 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) ->
     ranks = rank_processes(tmp_path)
     # As a terminal does: to the whole group of the foreground.
     os.killpg(parent.pid, number)
-    said, _ = parent.communicate(timeout=60)
+    said, _ = parent.communicate(timeout=PATIENCE)
     assert said.split() == ["0", str(int(number))]
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
@@ -102,10 +112,10 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     parent = start(tmp_path, "deaf")
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGINT)
-    time.sleep(1.5)
+    wait_for(tmp_path, "heard*")
     assert parent.poll() is None, "the first signal waits"
     parent.send_signal(signal.SIGINT)
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=PATIENCE)
     assert_gone(ranks)
 
 
@@ -113,7 +123,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> 
     parent = start(tmp_path, "deaf", grace_seconds=0.5)
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGTERM)
-    said, _ = parent.communicate(timeout=60)
+    said, _ = parent.communicate(timeout=PATIENCE)
     assert said.split()[1] == str(int(signal.SIGTERM))
     assert_gone(ranks)
 
@@ -121,7 +131,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> 
 def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
     parent = start(tmp_path, "abandon")
     ranks = rank_processes(tmp_path)
-    said, _ = parent.communicate(timeout=60)
+    said, _ = parent.communicate(timeout=PATIENCE)
     assert said.split() == ["7", "None"]
     assert_gone(ranks)
 

@@ -47,12 +47,9 @@ def test_a_flipped_byte_names_sample_and_shard_and_what_to_do(store: Path) -> No
     assert str(caught.value) == said, "of several samples the damaged one is named"
 
 
-@pytest.mark.parametrize("shard", [0, 2])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])
-def test_a_damaged_sidecar_is_found_when_a_store_is_opened(
-    store: Path, shard: int, damage: str
-) -> None:
-    path = store / f"shards/logits-{shard:06d}.json"
+def test_a_damaged_sidecar_is_found_when_a_store_is_opened(store: Path, damage: str) -> None:
+    path = store / "shards/logits-000002.json"
     content = path.read_bytes()
     value = json.loads(content)
     del value["seal"]

@@ -1,6 +1,6 @@
 """A writer that is killed or whose disk fills up: what is there is whole, the rest is written anew.
 
-Regimes: SIGKILL before and after every step of a commit, and at random moments; a disk that is full
+Regimes: SIGKILL before and after every step of a commit; a disk that is full
 from the start, fills up while records are written, and at each later step.
 """
 
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,7 +19,7 @@ import pytest
 
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import partial_files
-from megatron_distill.store import CaptureSettings, StoreReader, container, verify
+from megatron_distill.store import CaptureSettings, container, verify
 from tests.support.store_samples import begin, contents, fill, settings, write_store
 
 # What the commits consist of: everything that changes the disk.
@@ -97,7 +95,7 @@ def test_a_writer_killed_at_any_step_is_resumed_to_the_same_bytes(
         folder = tmp_path / f"killed{step}"
         process = server.Process(target=write_and_die, args=(folder, step, counted))
         process.start()
-        process.join(60)
+        process.join(240)
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
@@ -134,7 +132,7 @@ def test_processes_that_start_together_write_one_store(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(240)
             assert process.exitcode == 0
         writer = begin(folder, settings(), samples=16, per_shard=2)
         assert writer.holes() == []
@@ -142,35 +140,8 @@ def test_processes_that_start_together_write_one_store(
         assert contents(folder) == contents(tmp_path / "one")
 
 
-def write_slowly(folder: Path) -> None:
-    write_store(folder, big(), samples=24, per_shard=2)
-
-
 def big() -> CaptureSettings:
     return settings(k=64, sequence_length=1024)
-
-
-@pytest.mark.slow
-def test_a_writer_killed_at_random_moments_is_resumed_to_the_same_bytes(
-    tmp_path: Path, server: ForkServerContext
-) -> None:
-    started = time.monotonic()
-    write_store(tmp_path / "undisturbed", big(), samples=24, per_shard=2)
-    took = time.monotonic() - started
-    expected = contents(tmp_path / "undisturbed")
-    chance = random.Random(0)
-    for trial in range(25):
-        folder = tmp_path / f"killed{trial}"
-        for _ in range(3):
-            process = server.Process(target=write_slowly, args=(folder,))
-            process.start()
-            time.sleep(chance.uniform(0, 1.2 * took))
-            process.kill()
-            process.join(60)
-        resume(folder, big(), samples=24, per_shard=2)
-        assert contents(folder) == expected
-    with StoreReader.open(folder) as reader:
-        assert len(reader.read(range(24))) == 24
 
 
 def test_a_disk_that_fills_up_costs_no_committed_shard(

@@ -137,7 +137,7 @@ def test_errors_are_one_line(tmp_path: Path, call: Call, command: str) -> None:
 def test_it_runs_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "inspect", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=240, cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 1

@@ -125,7 +125,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     )
     said = subprocess.run(
         [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), str(tmp_path / "pair")],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=240,
     ).stdout  # fmt: skip
     assert "cannot be written (File too large); free disk space" in said
     assert not list(tmp_path.glob("pair*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,29 +128,6 @@ def test_draws_of_padding_in_an_older_store_do_not_count() -> None:
     assert bool((found.counts[found.ids >= real] == 0).all())
     assert bool((found.counts[found.ids < real] > 0).any())
     assert bool((found.target(Term("forward_kl")).counts.sum(1) <= 1 + 1e-9).all())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_context_rank_gets_its_own_positions(rank: int) -> None:
-    wanted = exact()
-    records = [record_of(number, wanted) for number in (1, 2)]
-    whole_batch = batch_of(*(sample_of(number, wanted) for number in (1, 2)))
-    batch = whole_batch.context_shard(rank, 2)
-    terms = [Term("forward_kl")]
-    whole = signal_for(whole_batch, terms, wanted, records)
-    part = signal_for(batch, terms, wanted, records)
-    rows = (batch.sequence_index_s + torch.tensor([[0], [LENGTH]])).reshape(-1)
-    whole_k, part_k = whole.by_term[0], part.by_term[0]
-    assert isinstance(whole_k, TopK)
-    expected = replace(
-        whole_k,
-        ids=whole_k.ids[rows],
-        log_probs=whole_k.log_probs[rows],
-        log_tail=whole_k.log_tail[rows],
-    )
-    assert_same(part_k, expected)
-    assert whole.entropy is not None
-    torch.testing.assert_close(part.entropy, whole.entropy[rows], rtol=0, atol=0)
 
 
 def test_draws_are_handed_on_in_their_places() -> None:

@@ -94,9 +94,9 @@ def wandb_sink(output: Path, *, mode: str = "offline", resume_step: int = 0) -> 
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < deadline, "did not come true in 30 seconds"
+        assert time.monotonic() < deadline, "did not come true in 240 seconds"
         time.sleep(0.05)
 
 

@@ -175,7 +175,12 @@ def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
         prepare(path, style="llama3")
 
 
-def test_workers_give_arguments_as_text_as_one_process_does(tmp_path: Path) -> None:
+def data_workers() -> list[str]:
+    """Workers that are left, whatever other processes the session has."""
+    return [child.name for child in active_children() if child.name.startswith("data-worker")]
+
+
+def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
     template = tmp_path / "text.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
@@ -190,27 +195,14 @@ def test_workers_give_arguments_as_text_as_one_process_does(tmp_path: Path) -> N
     together = prepare(path, style="phi3", spec=spec, cache=tmp_path / "other", workers=2)
     assert alone.manifest == together.manifest
     assert alone.manifest.conversations == len(rows)
-    start, stop = alone.bounds(0)
-    text = chat_tokenizer("phi3").decode(alone.tokens_n[start:stop].tolist())
-    assert '<|assistant|>{{"city": "Paris"}}<|end|>' in text
-
-
-def data_workers() -> list[str]:
-    """Workers that are left, whatever other processes the session has."""
-    return [child.name for child in active_children() if child.name.startswith("data-worker")]
-
-
-def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
-    many = [{"messages": turns(f"ask {index} " + "why " * 900, "so")} for index in range(400)]
-    path = write_rows(tmp_path / "a.jsonl", many)
-    assert path.stat().st_size > 1 << 20  # several blocks
-    alone = prepare(path)
-    together = prepare(path, cache=tmp_path / "other", workers=2)
-    assert alone.manifest == together.manifest
     for name in ("tokens", "flags", "index"):
         ours, theirs = (one.folder / name for one in (alone, together))
         assert ours.read_bytes() == theirs.read_bytes()
     assert data_workers() == []
+    # Arguments that the template wants as text are given so, there too.
+    start, stop = alone.bounds(0)
+    text = chat_tokenizer("phi3").decode(alone.tokens_n[start:stop].tolist())
+    assert '<|assistant|>{{"city": "Paris"}}<|end|>' in text
 
 
 def interrupted() -> None:
@@ -245,7 +237,7 @@ def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
         workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
         parent.kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=240)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 

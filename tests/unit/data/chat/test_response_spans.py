@@ -18,6 +18,7 @@ from megatron_distill.data.chat.spans import ResponseFinder
 from tests.support.chat_fixtures import (
     STYLES,
     TOOLS,
+    Unlearned,
     chat_tokenizer,
     template_of,
     tool_dialogue,
@@ -179,13 +180,6 @@ def test_the_text_is_that_of_transformers() -> None:
         messages = turns("Hi\n", " Yo!", "2+2?", "4 ")
         expected = chat_tokenizer(style).hugging_face.apply_chat_template(messages, tokenize=False)
         assert ResponseFinder(template_of(style)).find(messages).text == expected, style
-
-
-class Unlearned(ResponseFinder):
-    """Looks at every conversation by itself."""
-
-    def _shape(self, roles: tuple[str, ...]) -> None:
-        return None
 
 
 EVIL = st.sampled_from(

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.sources import DataOptions, open_training, sample_texts
-from megatron_distill.data.text.corpora import fingerprint, stdlib_files
 from megatron_distill.data.text.documents import content_digest, is_held_out
+from megatron_distill.data.text.files import fingerprint, stdlib_files
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, story, write_files, write_jsonl
 

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.data.text.documents import BadRecord, DocumentReader, read_lines
-from megatron_distill.data.text.files import InputFile
 from megatron_distill.data.tokenizers.open import holds_tokenizer, load_tokenizer
 from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_distill.data.tokenizers.tiktoken_encodings import byte_characters
@@ -256,22 +254,6 @@ def test_half_a_surrogate_pair_is_refused(kind: str) -> None:
     for call in (tokenizer_of(kind).encode_batch, tokenizer_of(kind).encode_with_offsets):
         with pytest.raises(DataError, match="an unpaired surrogate at character 2"):
             call(["fine", "ab\ud83d"])
-
-
-@pytest.mark.parametrize(
-    "line", [b"\xff", b"caf\xe9", b"\xf0\x9f\x91", b"\xc0\x80", b"\xed\xa0\x80"]
-)
-def test_bytes_that_are_no_utf8_never_reach_a_tokenizer(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_bytes(b"good\n" + line + b"\nbetter\n")
-    read = read_lines
-    reader = DocumentReader([path], read=read, skip_bad=True)
-    from megatron_distill.data.text.documents import Cursor
-
-    assert [found.text for found in reader.documents([0], Cursor())] == ["good", "better"]
-    assert reader.skipped == 1
-    bad = [found for found in read(InputFile(path), Cursor()) if isinstance(found, BadRecord)]
-    assert "not valid UTF-8 at line 2" in bad[0].message
 
 
 @every_kind

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.data.tokenizers.open import (
-    END_OF_TEXT,
     HuggingFaceTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -20,34 +19,11 @@ TEXTS = [
     f"def f{i}(x):\n\treturn x ** {i}  # {'power ' * (i % 7)}\r\n\n    \u00e9\u6f22\U0001f600"
     for i in range(300)
 ]
-ODD = ["", " ", "\n\n\n", "\x00\x7f", "a" * 5000, "\u0301", "\ufeffbom", "\U0010ffff", "  lead"]
 
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
     return train_bpe(TEXTS, vocab_size=400)
-
-
-def test_every_text_comes_back_unchanged(trained: Tokenizer) -> None:
-    for text in [*TEXTS, *ODD]:
-        (ids,) = trained.encode_batch([text])
-        assert ids.dtype == "int32"
-        assert trained.decode(ids.tolist()) == text
-        assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < trained.vocab_size
-
-
-def test_a_batch_equals_its_texts_one_by_one(trained: Tokenizer) -> None:
-    batch = trained.encode_batch(TEXTS)
-    assert [row.tolist() for row in batch] == [
-        trained.encode_batch([text])[0].tolist() for text in TEXTS
-    ]
-
-
-def test_nothing_is_put_before_or_after_and_the_end_token_is_no_text(trained: Tokenizer) -> None:
-    assert trained.eos_id == 0
-    assert trained.decode([trained.eos_id]) == END_OF_TEXT
-    for row in trained.encode_batch(TEXTS):
-        assert trained.eos_id not in row
 
 
 def test_training_twice_and_in_another_process_gives_the_same(
@@ -69,20 +45,6 @@ def test_training_twice_and_in_another_process_gives_the_same(
         check=True,
     )
     assert ran.stdout == trained.identity
-
-
-def test_a_saved_folder_is_a_hugging_face_tokenizer(trained: Tokenizer, tmp_path: Path) -> None:
-    folder = tmp_path / "deep" / "tokenizer"
-    for _ in range(2):  # the second time over the first
-        trained.save(folder)
-        assert [path.name for path in folder.parent.iterdir()] == ["tokenizer"]
-    loaded = load_tokenizer(folder)
-    assert (loaded.identity, loaded.vocab_size, loaded.eos_id) == (trained.identity, 400, 0)
-    assert isinstance(loaded, HuggingFaceTokenizer)
-    assert loaded.hugging_face.eos_token == END_OF_TEXT
-    expected = [row.tolist() for row in trained.encode_batch(TEXTS)]
-    assert [row.tolist() for row in loaded.encode_batch(TEXTS)] == expected
-    assert loaded.decode(expected[3]) == TEXTS[3]
 
 
 def test_the_vocabulary_is_what_the_ids_need_and_added_tokens_count(trained: Tokenizer) -> None:

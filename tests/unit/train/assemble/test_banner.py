@@ -13,15 +13,14 @@ import torch
 
 from megatron_distill.config import RunConfig, load_capture_config, load_config
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.groups import Layout
+from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.store import CaptureSettings, Identity, Plan
-from megatron_distill.train.assemble.banner import (
-    MemoryOfRank,
-    RankParameters,
-    capture_banner,
-    run_banner,
-)
+from megatron_distill.train.assemble.banner import capture_banner, run_banner
 from megatron_distill.train.assemble.models import read_origin
+from megatron_distill.train.assemble.sources import source_names
 from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 CPU = torch.device("cpu")
@@ -29,25 +28,51 @@ WORDS = Vocabulary(1000, "of a test")
 
 
 def shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
-    student = read_origin(config.student, "student", config, WORDS).architecture
+    fit = {"parallel": config.parallel, "sequence_length": config.data.sequence_length}
+    student = read_origin(config.student, "student", WORDS, **fit).architecture
     if config.teacher is None or config.teacher.store is not None:
         return student, None
-    return student, read_origin(config.teacher, "teacher", config, WORDS).architecture
+    return student, read_origin(config.teacher, "teacher", WORDS, **fit).architecture
+
+
+def memory_of(config: RunConfig, mine: RankParameters, world_size: int) -> MemoryOfRank:
+    parallel = config.parallel
+    tokens = config.train.micro_batch_size * config.data.sequence_length // parallel.context
+    student, _ = shapes(config)
+    return MemoryOfRank.of_run(
+        mine,
+        dtype=PRECISIONS[config.train.precision],
+        logits=chunk_logits(
+            config.objective.chunk_tokens, tokens, student, tensor=parallel.tensor, device=CPU
+        ),
+        layout=Layout(**parallel.model_dump()),
+        world_size=world_size,
+        is_distributed=config.optimizer.distributed,
+    )
 
 
 def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, start: int = 0) -> str:
     config = load_config(CONFIGS / name, overrides)
     student, teacher = shapes(config)
+    mine = RankParameters(1_000_000, 0, 2_000_000 if teacher else 0)
+    stores = () if config.teacher is None else config.teacher.store or ()
     return run_banner(
-        config,
-        student=student,
-        teacher=teacher,
+        output=config.output,
+        student=(config.student, student),
+        teacher=None if config.teacher is None else (config.teacher, teacher),
+        objective=config.objective,
+        data=config.data,
+        train=config.train,
+        parallel=config.parallel,
+        memory=memory_of(config, mine, world_size),
         stored_samples=2000,
+        source_names=source_names(
+            config.data, tuple(entry.log_name for entry in stores), held_out=False
+        ),
+        held_out=config.validation.samples,
         feature_pairs=pairs,
-        mine=RankParameters(1_000_000, 0, 2_000_000 if teacher else 0),
         world_size=world_size,
         start_step=start,
-        device=CPU,
     )
 
 
@@ -128,10 +153,7 @@ def test_memory_follows_precision_and_layout(
     overrides: tuple[str, ...], world: int, optimizer: int, gradients: int
 ) -> None:
     config = load_config(CONFIGS / "tiny.yaml", overrides)
-    student, _ = shapes(config)
-    memory = MemoryOfRank.of_run(
-        config, RankParameters(1_000_000), student, world_size=world, device=CPU
-    )
+    memory = memory_of(config, RankParameters(1_000_000), world)
     assert (memory.optimizer, memory.gradients) == (optimizer, gradients)
 
 
@@ -139,9 +161,7 @@ def test_experts_share_their_state_with_fewer_ranks() -> None:
     config = load_config(
         CONFIGS / "tiny_moe.yaml", ("optimizer.distributed=true", "parallel.expert=2")
     )
-    student, _ = shapes(config)
-    mine = RankParameters(student=1_000_000, experts=400_000)
-    memory = MemoryOfRank.of_run(config, mine, student, world_size=4, device=CPU)
+    memory = memory_of(config, RankParameters(student=1_000_000, experts=400_000), 4)
     assert memory.optimizer == 8 * (600_000 // 4 + 400_000 // 2)
 
 
@@ -153,13 +173,26 @@ def test_a_capture_says_what_is_stored() -> None:
         temperatures=(), sampling_seed=None,
     )  # fmt: skip
     identity = Identity(teacher="t", tokenizer="w", dataset="d", settings={})
+    assert config.teacher is not None
     text = capture_banner(
-        config,
+        config.store,
         Plan(settings, identity, 2000, 125),
-        teacher=student,
-        mine=RankParameters(teacher=150_000),
+        teacher=(config.teacher, student),
+        data=config.data,
+        parallel=config.parallel,
+        precision=config.capture.precision,
+        memory=MemoryOfRank.of_capture(
+            RankParameters(teacher=150_000),
+            dtype=torch.float32,
+            logits=chunk_logits(
+                config.capture.chunk_tokens,
+                config.capture.micro_batch_size * config.data.sequence_length,
+                student,
+                tensor=config.parallel.tensor,
+                device=CPU,
+            ),
+        ),
         world_size=4,
-        device=CPU,
     )
     assert text.splitlines() == [
         "capture into stores/quickstart",

@@ -1,0 +1,206 @@
+"""One save or resume of a student and its optimizer; started by benchmarks/checkpoint.py."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.anonymous_memory import AnonymousPeak
+from megatron_distill.runtime.launch import joined_world
+
+_LOOK_SECONDS = 0.002
+_STEP = 3
+SHAPE: dict[str, Any] = {
+    "num_layers": 6,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1536,
+    "num_attention_heads": 8,
+    "num_kv_heads": 8,
+    "head_size": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 512,
+}
+
+
+def main() -> None:
+    """Do the requested work in this layout, and write every rank's figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", choices=tuple(_WORK), required=True)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--whole", action="store_true", help="optimizer.distributed=false")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    with joined_world(device="cpu", backend="gloo", threads=1, timeout_seconds=900.0):
+        said = _WORK[given.work](_Student(given), given.folder)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, said)
+        if dist.get_rank() == 0:
+            given.result.write_text(json.dumps(ranks), encoding="utf-8")
+
+
+class _Student:
+    """A bf16 model with its gradient buffers and Adam, every value known by its place."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        from megatron_distill.config import OptimizerConfig, ScheduleConfig
+        from megatron_distill.models.architecture import Architecture, Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+        from megatron_distill.train.checkpoint.state import model_shards, optimizer_shards
+        from megatron_distill.train.optimizer import build_optimizer, wrap_data_parallel
+
+        layout = Layout(tensor=given.tensor, pipeline=given.pipeline)
+        self.groups = create_groups(layout, timeout_minutes=10)
+        seed_everything(1, self.groups)
+        self.architecture = Architecture.from_dict(SHAPE)
+        execution = Execution(torch.bfloat16, torch.device("cpu"))
+        self.chunks = build_gpt(
+            self.architecture, groups=self.groups, execution=execution, seed=None
+        )
+        config = OptimizerConfig(learning_rate=1e-3, distributed=not given.whole)
+        wrapped = wrap_data_parallel(self.chunks, config, groups=self.groups)
+        self.optimizer = build_optimizer(
+            wrapped, config, ScheduleConfig(decay="constant"), dtype=torch.bfloat16
+        )
+        self.weights = model_shards(self.chunks, self.groups)
+        self.shards = self.weights + optimizer_shards(self.optimizer, self.chunks, self.groups)
+        for shard in self.shards:
+            shard.data.fill_(1)  # memory that was never touched is not there yet
+
+    def fill(self) -> None:
+        """Give every element its value."""
+        for shard in self.shards:
+            for start in range(0, shard.data.numel(), 2**16):
+                part = shard.data[start : start + 2**16]
+                part.copy_(_known(shard, start, part.numel()))
+
+    def share(self) -> dict[str, int]:
+        """The bytes of this rank's weights, and of its optimizer's states."""
+        weights = sum(shard.data.nbytes for shard in self.weights)
+        return {
+            "weights": weights,
+            "optimizer": sum(shard.data.nbytes for shard in self.shards) - weights,
+        }
+
+
+def _known(shard: Any, start: int, count: int) -> torch.Tensor:
+    index = torch.arange(shard.first + start, shard.first + start + count)
+    place, stride = torch.zeros_like(index), 1
+    for axis in reversed(range(len(shard.shape))):
+        place += (index % shard.shape[axis] + shard.offset[axis]) * stride
+        index //= shard.shape[axis]
+        stride *= shard.global_shape[axis]
+    return (place * 7919 + zlib.crc32(shard.key.encode())) % 65521 / 65521.0
+
+
+def _save(student: _Student, folder: Path) -> dict[str, int | float]:
+    return _saves(student, folder, asynchronous=False)
+
+
+def _save_meanwhile(student: _Student, folder: Path) -> dict[str, int | float]:
+    return _saves(student, folder, asynchronous=True)
+
+
+def _saves(student: _Student, folder: Path, *, asynchronous: bool) -> dict[str, int | float]:
+    """Save twice: the second save has the first one's host memory."""
+    from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+
+    student.fill()
+    description = Description(
+        step=_STEP, tokens=0, bad_steps=0, architecture=student.architecture.as_dict(),
+        tokenizer="", layout="", data={},
+    )  # fmt: skip
+    checkpoints = CheckpointFolder(folder, keep=1, asynchronous=asynchronous)
+    checkpoints.prepare()
+    blocked = []
+
+    def work() -> None:
+        for _ in range(2):
+            started = time.perf_counter()
+            checkpoints.save(student.shards, description)
+            blocked.append(time.perf_counter() - started)
+            checkpoints.finish()
+
+    peaks = _measured(work)
+    checkpoints.close()
+    written = (folder / f"step_{_STEP:07d}" / f"__{dist.get_rank()}_0.distcp").stat().st_size
+    return {**student.share(), **peaks, "blocked": blocked[1], "file": written}
+
+
+def _gathered(student: _Student, folder: Path) -> dict[str, int | float]:  # noqa: ARG001
+    """Describe the optimizer's state in Megatron-Core's format for all layouts; write nothing."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": student.groups.data_context,
+    }
+    held: list[Any] = []
+
+    def work() -> None:
+        (chunk,) = student.chunks
+        state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+        held.append(student.optimizer.sharded_state_dict(state, metadata=metadata))
+
+    return {**student.share(), **_measured(work), "blocked": 0.0, "file": 0}
+
+
+def _resume(student: _Student, folder: Path) -> dict[str, int | float]:
+    from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
+
+    read = 0
+
+    def work() -> None:
+        nonlocal read
+        chunks = MappedChunks(folder / f"step_{_STEP:07d}")
+        read = load_shards(
+            student.shards, chunks, rank=dist.get_rank(), world=dist.get_world_size()
+        )
+
+    started = time.perf_counter()
+    peaks = _measured(work)
+    seconds = time.perf_counter() - started
+    for shard in student.shards:
+        for start in range(0, shard.data.numel(), 2**16):
+            part = shard.data[start : start + 2**16]
+            assert part.equal(_known(shard, start, part.numel()).to(part.dtype)), shard.key
+    return {**student.share(), **peaks, "blocked": seconds, "file": read}
+
+
+def _measured(work: Callable[[], None]) -> dict[str, int]:
+    """Return the peaks of this process during some work, above its state before."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status("VmRSS")
+    dist.barrier()
+    with AnonymousPeak(_LOOK_SECONDS) as anonymous:
+        work()
+        dist.barrier()
+    return {"anonymous": anonymous.bytes, "resident": _status("VmHWM") - before}
+
+
+def _status(field: str) -> int:
+    lines: Sequence[str] = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+_WORK: dict[str, Callable[[_Student, Path], dict[str, int | float]]] = {
+    "save": _save,
+    "save-asynchronously": _save_meanwhile,
+    "gather": _gathered,
+    "resume": _resume,
+}
+
+if __name__ == "__main__":
+    main()
