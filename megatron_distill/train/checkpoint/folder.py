@@ -189,9 +189,9 @@ class CheckpointFolder:
         self.finish()
         name = f"step_{description.step:07d}"
         attempt = _Attempt(self._root / (name + _PARTIAL), self._root / name, description)
-        self._begin(attempt)
         with together():
             snapshot = take_snapshot(shards, objects or {}, self._staging)
+        self._begin(attempt)
         self._check_space(snapshot, attempt)
         with together():
             if dist.get_rank() == 0:

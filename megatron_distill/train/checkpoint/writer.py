@@ -109,7 +109,8 @@ def write_rank_file(snapshot: Snapshot, folder: Path, rank: int) -> list[Stored]
             stored = _write_entries(snapshot, cast(IO[bytes], stream), path.name)
             stream.flush()
             os.fsync(raw.fileno())
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # A rank that raised here would leave the others waiting for its contents.
         return failure_of(error, rank)
     return stored
 
