@@ -376,11 +376,11 @@ def mend_recomputed_norms() -> None:
 
 
 def mend_gathering() -> None:
-    """Make the delayed all-gather of parameters synchronous; for gloo.
+    """Start the delayed all-gathers of parameters one by one; for gloo.
 
     gloo's asynchronous, coalesced all-gather corrupts the heap if the process allocates meanwhile.
-    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A second
-    call does nothing.
+    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk"; without the
+    coalescing manager none did. A second call does nothing.
     """
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     kind = buffers._ParamAndGradBucketGroup  # noqa: SLF001
@@ -388,10 +388,37 @@ def mend_gathering() -> None:
     if upstream.__module__ == __name__:
         return
 
-    def start_param_sync(self: Any, **_: object) -> None:
-        upstream(self, force_sync=True)
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        gathers = _Gathers(buffers.dist_all_gather_func)
+        names = {"_coalescing_manager": gathers.opened, "dist_all_gather_func": gathers.start}
+        # Upstream's code with two other names; its reductions use the first one too, as it is.
+        types.FunctionType(upstream.__code__, {**vars(buffers), **names})(self, force_sync)
 
     kind.start_param_sync = start_param_sync
+
+
+class _Gathers:
+    """The all-gathers of one group of buckets, in the place of upstream's coalesced one."""
+
+    def __init__(self, all_gather: Callable[..., Any]) -> None:
+        self._all_gather = all_gather
+        self._started: list[Any] = []
+
+    @contextlib.contextmanager
+    def opened(self, *_: object, **__: object) -> Iterator[_Gathers]:
+        """Return the handle of the gathers that the block starts."""
+        yield self
+
+    def start(self, *tensors: Tensor, **named: Any) -> None:
+        """Start one gather, or complete it if it is synchronous."""
+        work = self._all_gather(*tensors, **named)
+        if work is not None:
+            self._started.append(work)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._started:
+            work.wait()
 
 
 def mend_gradient_norm() -> None:

@@ -55,8 +55,15 @@ class OptimizerConfig(Section):
     )
     overlap_param_gather: bool = Field(
         default=False,
-        description="Overlap the gather of updated parameters with the next forward pass; on a "
-        "CPU the pass waits for it. Needs `distributed` and `overlap_grad_reduce`.",
+        description="Overlap the gather of updated parameters with the next forward pass. Needs "
+        "`distributed` and `overlap_grad_reduce`.",
+    )
+    bucket_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Parameters per gradient bucket on the first pipeline stage; null: Megatron's "
+        "default, the larger of 40 million and 1 million per data-parallel rank. Needs "
+        "`overlap_grad_reduce`.",
     )
 
 

@@ -122,6 +122,12 @@ WITHOUT_EFFECT: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             "train.recompute_layers = 2 has no effect with train.recompute = none",
         ],
     ),
+    "buckets without overlap": (
+        ["optimizer={bucket_size: 1000, overlap_grad_reduce: false}"],
+        [
+            "optimizer.bucket_size = 1000 has no effect with optimizer.overlap_grad_reduce = false",
+        ],
+    ),
     "validation of nothing": (
         ["validation.interval=5"],
         [
