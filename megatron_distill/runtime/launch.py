@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
+from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.runtime.torchrun_report import tell_torchrun
 
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
@@ -113,30 +113,11 @@ class Launch:
                 with suppress(dist.DistError):
                     self.store.wait([written], timedelta(seconds=_MESSAGE_SECONDS))
             return
-        self._write_last(text)
+        if not tell_torchrun(text):
+            sys.stderr.write(f"\n{text}\n")
         if self.store is not None:
             with suppress(dist.DistError):
                 self.store.set(written, "yes")
-
-    def _write_last(self, text: str) -> None:
-        restarts, most = (
-            int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-            for name in ("RESTART_COUNT", "MAX_RESTARTS")
-        )
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file is not None and restarts == most and _told_torchrun(Path(file), text):
-            return
-        sys.stderr.write(f"\n{text}\n")
-
-
-def _told_torchrun(file: Path, text: str) -> bool:
-    """Write torchrun's error file of this rank; return whether it could be written."""
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
-        file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
-    except OSError:
-        return False
-    return True
 
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,11 +125,15 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this process and the backend of its collectives."""
+    """The device of this process, the backend of its collectives, and how it fails.
+
+    `alone` is entered inside everything that cleans up: a rank that fails alone must not wait.
+    """
 
     kind: str  # "cpu" or "cuda"
     backend: str  # "gloo" or "nccl"
     torch_device: torch.device
+    alone: LoneFailure = LoneFailure()
 
 
 def select_device(*, device: str, backend: str) -> Device:
@@ -212,7 +197,8 @@ def joined_world(
     """Join the torchrun world, or a world of one without torchrun, and leave it at the end.
 
     Import Megatron-Core inside, not before. An existing process group is used and not destroyed.
-    Raises ConfigError, on all ranks, for a missing device or backend.
+    Raises ConfigError, on all ranks, for a missing device or backend. An error in the block that is
+    no MegatronDistillError is taken for one of this rank alone and ends the process.
 
     Collective: the whole world, rendezvous.
     """
@@ -223,9 +209,18 @@ def joined_world(
             torch.set_num_threads(threads)
         prepare_megatron_core(on_cuda=selected.kind == "cuda")
     is_ours = not dist.is_initialized()
-    start_distributed(selected, launch, timeout_seconds=timeout_seconds)
+    store = launch.store if is_ours else None
+    alone = LoneFailure(launch.rank, launch.size, store)
+    leaves_together = launch.size == 1
     try:
-        yield selected
+        with PeerWatch(rank=launch.rank, store=store), alone:
+            start_distributed(selected, launch, timeout_seconds=timeout_seconds)
+            yield replace(selected, alone=alone)
+        leaves_together = True
+    except MegatronDistillError:
+        leaves_together = True
+        raise
     finally:
-        if is_ours:
+        # An interrupted rank leaves without its peers, for which NCCL would wait.
+        if is_ours and leaves_together:
             dist.destroy_process_group()

@@ -92,7 +92,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
     another job may follow in the same processes.
     """
     folder = Path(config.store.path)
-    with job_groups(config, trains=False) as groups, ExitStack() as resources:
+    with job_groups(config, trains=False) as groups, ExitStack() as resources, device.alone:
         found = FolderAsFound(
             folder,
             kept_file=None,

@@ -411,7 +411,7 @@ def job_groups(config: JobConfig, *, trains: bool) -> Iterator[Groups]:
         expert=parallel.expert,
         sequence=parallel.sequence,
     )
-    groups = create_groups(layout, timeout_minutes=-(-config.runtime.timeout_seconds // 60))
+    groups = create_groups(layout, timeout_minutes=config.runtime.timeout_seconds / 60)
     try:
         seed_everything(config.seed, groups)
         yield groups

@@ -78,7 +78,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     gc.collect()
     gc.freeze()
     try:
-        with job_groups(config, trains=True) as groups, ExitStack() as resources:
+        with job_groups(config, trains=True) as groups, ExitStack() as resources, device.alone:
             parts, plan = _assemble(config, device, groups, resources)
             if parts.state.step >= plan.steps:
                 _LOGGER.info(

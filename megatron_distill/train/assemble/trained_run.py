@@ -34,7 +34,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     """
     if config.validation.samples == 0:
         raise ConfigError("validation.samples=0: nothing is held out; set it to 1 or more")
-    with job_groups(config, trains=False) as groups, ExitStack() as resources:
+    with job_groups(config, trains=False) as groups, ExitStack() as resources, device.alone:
         tokenizer, vocabulary = open_tokenizer(config)
         origin = find_origin(config.student, "student", config, vocabulary)
         architecture = origin.architecture
