@@ -192,6 +192,7 @@ def joined_world(
     backend: str,
     threads: int | None,
     timeout_seconds: float,
+    transformer_engine: str = "auto",
     launch: Launch | None = None,
 ) -> Iterator[Device]:
     """Join the torchrun world, or a world of one without torchrun, and leave it at the end.
@@ -207,7 +208,9 @@ def joined_world(
         selected = select_device(device=device, backend=backend)
         if threads is not None:
             torch.set_num_threads(threads)
-        prepare_megatron_core(on_cuda=selected.kind == "cuda")
+        prepare_megatron_core(
+            on_cuda=selected.kind == "cuda", transformer_engine=transformer_engine
+        )
     is_ours = not dist.is_initialized()
     store = launch.store if is_ours else None
     alone = LoneFailure(launch.rank, launch.size, store)

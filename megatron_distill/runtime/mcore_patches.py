@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ import torch
 from torch import Tensor
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+
+_LOGGER = get_logger(__name__)
 
 SUPPORTED_RELEASES = ("0.16.1",)
 
@@ -276,26 +280,70 @@ def change_literals(change: LiteralChange) -> None:
     function.__code__ = code
 
 
-def prepare_megatron_core(*, on_cuda: bool) -> None:
+def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") -> None:
     """Import Megatron-Core without its warnings; patch it if CUDA or Transformer Engine is missing.
 
-    Must come before any other import of `megatron.core`; a second call does nothing. Raises
-    ConfigError if there is no CUDA and the installed release is not supported.
+    Must come before any other import of `megatron.core`; a second call does nothing.
+    `transformer_engine` is "auto" (used on CUDA if it can be imported), "on" or "off". Raises
+    ConfigError for "on" where it cannot be used, and if there is no CUDA and the installed release
+    of Megatron-Core is not supported.
     """
     for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
         warnings.filterwarnings("ignore", message=message)
+    if transformer_engine == "on" and not on_cuda:
+        raise ConfigError(
+            "runtime.transformer_engine is on, which needs CUDA, and this run is on a CPU; set it "
+            "to auto or off"
+        )
+    if not on_cuda or transformer_engine == "off":
+        _hide("transformer_engine")
     if on_cuda:
         importlib.import_module("megatron.core")
     else:
+        _hide("apex")  # its optimizers run on CUDA only
         _patch_for_cpu()
         mend_gathering()
-    if find_spec("transformer_engine") is None:
+    if not has_transformer_engine():
+        _require_no_transformer_engine(transformer_engine)
         # The router compares this name with None, but it is defined only if the import succeeds.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         vars(router)["te_general_gemm"] = None
     mend_gradient_norm()
     mend_loading()
     mend_recomputed_norms()
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Megatron-Core has imported all that it uses of Transformer Engine.
+
+    An installed release may still lack a module that this Megatron-Core imports, or may not fit
+    the installed torch.
+    """
+    names = ("extensions.transformer_engine", "models.gpt.gpt_layer_specs")
+    return all(importlib.import_module(f"megatron.core.{name}").HAVE_TE for name in names)
+
+
+def _hide(package: str) -> None:
+    """Let every later import of an optional package fail, unless it was imported before."""
+    sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def _require_no_transformer_engine(wanted: str) -> None:
+    """Raise ConfigError if Transformer Engine was asked for; log why an installed one is unused."""
+    if wanted == "off" or (wanted == "auto" and find_spec("transformer_engine") is None):
+        return
+    try:
+        for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+            importlib.import_module(name)
+        reason = f"megatron-core {version('megatron-core')} does not fit its release"
+    except (ImportError, OSError) as error:
+        reason = str(error)
+    if wanted == "on":
+        raise ConfigError(
+            f"runtime.transformer_engine is on, but it cannot be used: {reason}; install "
+            "megatron-distill[gpu], see docs/install.md, or set the key to auto or off"
+        )
+    _LOGGER.warning("the layers are torch's: Transformer Engine cannot be used: %s", reason)
 
 
 def _patch_for_cpu() -> None:

@@ -245,14 +245,16 @@ _MASTER = "optimizer.state.fp32_param."
 
 
 def allocate_moments(optimizer: ChainedOptimizer) -> None:
-    """Allocate the state that the first step of torch's Adam would create.
+    """Allocate the state that the first step of Adam would create, torch's or a fused one.
 
-    Megatron-Core derives the checkpoint's entries from the existing state. Without Transformer
-    Engine or Apex it cannot do so before the first step: neither to load, nor to save after a step
-    that was not applied.
+    Megatron-Core derives the checkpoint's entries from the existing state. Without it torch's Adam
+    can neither load nor save, and a fused one cannot save after a step that was not applied.
     """
-    for adam in _torch_adams(optimizer):
-        allocate_adam(adam)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.Adam):
+            allocate_adam(part.optimizer)
+        elif part.optimizer is not None:  # None: this rank has none of the part's parameters
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def allocate_adam(adam: torch.optim.Adam) -> None:
@@ -308,9 +310,11 @@ def load_optimizer(
     `applied_steps` the number of steps of the saved optimizer.
     """
     filled = _filled(state, shards)
-    single = len(optimizer.chained_optimizers) == 1
-    for part in [filled] if single else filled.values():
-        _set_steps(part, applied_steps)
+    parts = optimizer.chained_optimizers
+    states = [filled] if len(parts) == 1 else list(filled.values())
+    for part, part_state in zip(parts, states, strict=True):
+        counts_alone = isinstance(part.optimizer, torch.optim.Adam)
+        _set_steps(part_state, applied_steps, per_parameter=counts_alone)
     optimizer.load_state_dict(filled)
     for adam in _torch_adams(optimizer):
         # Megatron shares one step tensor between all parameters; each would increment it.
@@ -342,10 +346,13 @@ def _at(loaded: Any, place: Any) -> Any:
     return None if loaded is None else loaded.get(place)
 
 
-def _set_steps(part: dict[str, Any], steps: int) -> None:
-    """Set the number of steps in every field that Megatron-Core's optimizers read."""
+def _set_steps(part: dict[str, Any], steps: int, *, per_parameter: bool) -> None:
+    """Set the number of steps in every field that Megatron-Core's optimizers read.
+
+    torch's Adam counts the steps of each parameter; fused ones refuse such an entry.
+    """
     inner = part.get("optimizer", part)
     for group in inner["param_groups"]:
         group["step"] = steps
-    if "state" in inner:
+    if per_parameter and "state" in inner:
         inner["state"]["common_step"] = torch.tensor(float(steps))

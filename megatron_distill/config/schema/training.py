@@ -257,3 +257,8 @@ class RuntimeConfig(Section):
         ge=1,
         description="Torch threads per process; null: cores divided by processes.",
     )
+    transformer_engine: Literal["auto", "off", "on"] = Field(
+        default="auto",
+        description="Transformer Engine's layers and Adam on `cuda`, or torch's. `auto`: if "
+        "Megatron-Core can import it; `on`: an error if it cannot.",
+    )
