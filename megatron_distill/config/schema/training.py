@@ -239,6 +239,11 @@ class ParallelConfig(Section):
         description="Sequence parallelism: split norms and dropouts over the tensor ranks.",
     )
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether ranks exchange activations inside each layer, tensor or context parallel."""
+        return self.tensor > 1 or self.context > 1
+
 
 class RuntimeConfig(Section):
     """Devices and process groups."""
