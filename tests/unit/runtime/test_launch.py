@@ -28,9 +28,9 @@ TIMEOUT = 30
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Let torch see eight GPUs; what touches them, in order."""
     done: list[Any] = []
-    for name in (QUEUES, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name in cuda_environment._COLLECTIVES:
+    for name in (QUEUES, *cuda_environment._COLLECTIVES):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(done.append("torch")) or True)
@@ -57,7 +57,6 @@ def test_the_device_is_set_before_anything_that_starts_cuda(
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
         own = torch.device("cuda", 5)
         assert device.torch_device == own
-    monkeypatch.delenv(QUEUES)
     assert gpus[:3] == ["torch", own, "import of Megatron-Core"]
     assert gpus[3]["device_id"] == own
 
