@@ -42,7 +42,11 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
     assert run is not None, "the check asks for one"
     with launch.together("configuration"):
         config = load_trained_run(run, overrides, world_size=launch.size)
-    with joined_world(**config.runtime.model_dump(), launch=launch) as device:
+    with joined_world(
+        **config.runtime.model_dump(),
+        splits_layers=config.parallel.splits_layers,
+        launch=launch,
+    ) as device:
         from megatron_distill.train.assemble.trained_run import evaluate
 
         figures = evaluate(config, device)

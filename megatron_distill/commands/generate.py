@@ -86,7 +86,11 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> str:
         config = load_trained_run(
             run, ["teacher=null", "objective.terms=[]", *overrides], world_size=launch.size
         )
-    with joined_world(**config.runtime.model_dump(), launch=launch) as device:
+    with joined_world(
+        **config.runtime.model_dump(),
+        splits_layers=config.parallel.splits_layers,
+        launch=launch,
+    ) as device:
         import torch
 
         from megatron_distill.evaluation.generate import generate

@@ -89,7 +89,11 @@ class Job(Generic[J]):
             if launch.rank == 0:
                 for warning in load_warnings(path, overrides, type(config)):
                     _LOGGER.warning("%s", warning)
-        with joined_world(**config.runtime.model_dump(), launch=launch) as device:
+        with joined_world(
+            **config.runtime.model_dump(),
+            splits_layers=config.parallel.splits_layers,
+            launch=launch,
+        ) as device:
             self.run(config, device, termination)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.taps import AttentionTap, LayerTap, micro_batch_of
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.mcore_patches import has_transformer_engine
 
 Norm = Callable[..., torch.nn.Module]
 
@@ -157,8 +157,8 @@ def _normed(
 
 
 def transformer_engine_runs(device: torch.device) -> bool:
-    """Return whether Transformer Engine is installed and the model is on a CUDA device."""
-    return device.type == "cuda" and find_spec("transformer_engine") is not None
+    """Return whether Megatron-Core uses Transformer Engine and the model is on a CUDA device."""
+    return device.type == "cuda" and has_transformer_engine()
 
 
 def layer_specs(

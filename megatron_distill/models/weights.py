@@ -1,9 +1,9 @@
 """Initial weights, from a source or at random; every rank fills only its slices.
 
-Random weights are a function of the seed and the parameter's name, independent of the layout. A
-sharded checkpoint describes every local tensor by its position in a global one. The same
-description selects a rank's slice of the global random tensor. So a model under any tensor,
-pipeline, virtual pipeline or expert layout starts from the same weights.
+Random weights are a function of the seed, the parameter's name and the place of a tile in it,
+independent of the layout. A sharded checkpoint describes every local tensor by its position in a
+global one; a rank draws the tiles of the random tensor that its window touches. So a model under
+any tensor, pipeline, virtual pipeline or expert layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -256,41 +256,62 @@ def initialise(
 ) -> None:
     """Fill every parameter in place; padded vocabulary rows become zero.
 
-    Extra memory: one global tensor of one layer at a time.
+    Extra memory: `_TILE` rows of a local tensor at a time.
     """
     for part in sharded_tensors(chunks, groups):
         assert part.data is not None
         assert part.flattened_range is None
         layers = part.prepend_axis_num
-        offset = part.global_offset[layers:]
-        whole = _global_tensor(
-            f"{part.key}/{'.'.join(map(str, part.global_offset[:layers]))}",
-            list(part.global_shape[layers:]),
-            architecture,
-            seed=seed,
-        )
-        window = tuple(
-            slice(start, start + length)
-            for start, length in zip(offset, part.data.shape, strict=True)
-        )
-        part.data.copy_(whole[window])
+        key = part.key
+        if key.endswith("bias"):
+            part.data.zero_()
+        elif "norm" in key:
+            part.data.fill_(0.0 if architecture.is_zero_centered else 1.0)
+        else:
+            std = architecture.init_std
+            if key.endswith(_RESIDUAL_PROJECTIONS):
+                std /= math.sqrt(2.0 * architecture.num_layers)
+            name = f"{seed}/{key}/{'.'.join(map(str, part.global_offset[:layers]))}"
+            row, column = part.global_offset[layers:]
+            vocabulary = architecture.vocab_size if key.endswith(_VOCABULARY_TENSORS) else None
+            _fill_random(part.data, name, row, column, std=std, end=vocabulary)
 
 
-def _global_tensor(name: str, shape: list[int], architecture: Architecture, *, seed: int) -> Tensor:
-    """Return the whole fp32 tensor of one parameter of one layer."""
-    key = name.split("/")[0]
-    if key.endswith("bias"):
-        return torch.zeros(shape)
-    if "norm" in key:
-        return torch.zeros(shape) if architecture.is_zero_centered else torch.ones(shape)
-    std = architecture.init_std
-    if key.endswith(_RESIDUAL_PROJECTIONS):
-        std /= math.sqrt(2.0 * architecture.num_layers)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if not key.endswith(_VOCABULARY_TENSORS):
-        return torch.randn(shape, generator=generator) * std
-    # Padding depends on the tensor-parallel size, so only real rows are random.
-    rows = torch.randn([architecture.vocab_size, *shape[1:]], generator=generator) * std
-    padding = torch.zeros([shape[0] - architecture.vocab_size, *shape[1:]])
-    return torch.cat((rows, padding))
+def _fill_random(
+    window: Tensor, name: str, row: int, column: int, *, std: float, end: int | None
+) -> None:
+    """Fill `window [rows, columns]` with its part of a random matrix, from `row` and `column` on.
+
+    Rows from `end` on are zero.
+    """
+    stop = row + window.shape[0]
+    drawn = stop if end is None else min(stop, end)
+    window[max(drawn - row, 0) :].zero_()
+    for first in range(row - row % _TILE, drawn, _TILE):
+        top, bottom = max(first, row), min(first + _TILE, drawn)
+        rows = random_rows(name, (top, bottom), (column, column + window.shape[1]))
+        window[top - row : bottom - row].copy_(rows.mul_(std))
+
+
+# A tile is seeded by itself. Large enough that seeding costs little, small beside a matrix.
+_TILE = 256
+
+
+def random_rows(name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    """Return a window of the standard normal matrix of a name, fp32; `rows` are of one tile.
+
+    The matrix has no end, so neither padding nor a layout changes it.
+    """
+    (top, bottom), (left, right) = rows, columns
+    first = top - top % _TILE
+    assert bottom <= first + _TILE, rows
+    window = torch.empty(bottom - top, right - left)
+    for start in range(left - left % _TILE, right, _TILE):
+        digest = hashlib.sha256(f"{name}/{first // _TILE}.{start // _TILE}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        tile = torch.randn(_TILE, _TILE, generator=generator)
+        begin, stop = max(start, left), min(start + _TILE, right)
+        window[:, begin - left : stop - left] = tile[
+            top - first : bottom - first, begin - start : stop - start
+        ]
+    return window

@@ -71,7 +71,7 @@ class Groups:
         return self.pipeline.rank() == 0
 
 
-def create_groups(layout: Layout, *, timeout_minutes: int) -> Groups:
+def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
     """Build every process group of the layout, in Megatron-Core's rank order tp-cp-ep-dp-pp.
 
     Raises ConfigError if the world size does not divide into the layout.

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
+from megatron_distill.runtime.cuda_environment import limit_queues, prepare_collectives
+from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.runtime.torchrun_report import tell_torchrun
 
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
@@ -113,30 +115,11 @@ class Launch:
                 with suppress(dist.DistError):
                     self.store.wait([written], timedelta(seconds=_MESSAGE_SECONDS))
             return
-        self._write_last(text)
+        if not tell_torchrun(text):
+            sys.stderr.write(f"\n{text}\n")
         if self.store is not None:
             with suppress(dist.DistError):
                 self.store.set(written, "yes")
-
-    def _write_last(self, text: str) -> None:
-        restarts, most = (
-            int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-            for name in ("RESTART_COUNT", "MAX_RESTARTS")
-        )
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file is not None and restarts == most and _told_torchrun(Path(file), text):
-            return
-        sys.stderr.write(f"\n{text}\n")
-
-
-def _told_torchrun(file: Path, text: str) -> bool:
-    """Write torchrun's error file of this rank; return whether it could be written."""
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
-        file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
-    except OSError:
-        return False
-    return True
 
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,11 +127,15 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this process and the backend of its collectives."""
+    """The device of this process, the backend of its collectives, and how it fails.
+
+    `alone` is entered inside everything that cleans up: a rank that fails alone must not wait.
+    """
 
     kind: str  # "cpu" or "cuda"
     backend: str  # "gloo" or "nccl"
     torch_device: torch.device
+    alone: LoneFailure = LoneFailure()
 
 
 def select_device(*, device: str, backend: str) -> Device:
@@ -172,13 +159,29 @@ def select_device(*, device: str, backend: str) -> Device:
     if kind == "cpu":
         return Device(kind, chosen, torch.device("cpu"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        local_rank = 0  # each rank sees its own GPU only, as under `srun --gpus-per-task=1`
+    if local_rank >= visible:
         raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: torch sees "
-            f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node "
-            f"{torch.cuda.device_count()} or set runtime.device=cpu"
+            f"local rank {local_rank} has no GPU of its own: torch sees {visible}; start torchrun "
+            f"with --nproc-per-node {visible} or set runtime.device=cpu"
         )
     return Device(kind, chosen, torch.device("cuda", local_rank))
+
+
+def claim_device(device: Device, launch: Launch) -> None:
+    """Raise ConfigError if another rank of this machine has the same GPU, which NCCL refuses."""
+    if device.backend != "nccl" or launch.store is None:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+    if launch.store.add(f"gpu/{node}/{visible}/{device.torch_device.index}", 1) > 1:
+        raise ConfigError(
+            f"rank {launch.rank} has the same GPU as another rank of {socket.gethostname()}: "
+            f"CUDA_VISIBLE_DEVICES={visible} in both; give each rank a GPU of its own, or start "
+            "fewer ranks per node"
+        )
 
 
 def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float) -> None:
@@ -186,8 +189,6 @@ def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float)
 
     Collective: the whole world, rendezvous.
     """
-    if device.kind == "cuda":
-        torch.cuda.set_device(device.torch_device)
     if dist.is_initialized():
         return
     store = launch.store or dist.HashStore()
@@ -197,6 +198,8 @@ def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float)
         rank=launch.rank,
         world_size=launch.size,
         timeout=timedelta(seconds=timeout_seconds),
+        # With its device NCCL connects at once, and splits communicators for further groups.
+        device_id=device.torch_device if device.backend == "nccl" else None,
     )
 
 
@@ -207,25 +210,47 @@ def joined_world(
     backend: str,
     threads: int | None,
     timeout_seconds: float,
+    transformer_engine: str = "auto",
+    splits_layers: bool = False,
     launch: Launch | None = None,
 ) -> Iterator[Device]:
     """Join the torchrun world, or a world of one without torchrun, and leave it at the end.
 
     Import Megatron-Core inside, not before. An existing process group is used and not destroyed.
-    Raises ConfigError, on all ranks, for a missing device or backend.
+    Raises ConfigError, on all ranks, for a missing device or backend. An error in the block that is
+    no MegatronDistillError is taken for one of this rank alone and ends the process.
+    `splits_layers`: layers are split by tensor or context parallelism, see `limit_queues`.
 
     Collective: the whole world, rendezvous.
     """
     launch = launch or Launch.from_environment()
     with launch.together("device"):
+        if splits_layers and device != "cpu":
+            limit_queues()
         selected = select_device(device=device, backend=backend)
+        claim_device(selected, launch)
+        if selected.kind == "cuda":
+            prepare_collectives()
+            # Before an import that starts CUDA, which would be on the first GPU.
+            torch.cuda.set_device(selected.torch_device)
         if threads is not None:
             torch.set_num_threads(threads)
-        prepare_megatron_core(on_cuda=selected.kind == "cuda")
+        prepare_megatron_core(
+            on_cuda=selected.kind == "cuda", transformer_engine=transformer_engine
+        )
     is_ours = not dist.is_initialized()
-    start_distributed(selected, launch, timeout_seconds=timeout_seconds)
+    store = launch.store if is_ours else None
+    alone = LoneFailure(launch.rank, launch.size, store)
+    leaves_together = launch.size == 1
     try:
-        yield selected
+        with PeerWatch(rank=launch.rank, store=store), alone:
+            start_distributed(selected, launch, timeout_seconds=timeout_seconds)
+            yield replace(selected, alone=alone)
+        leaves_together = True
+    except MegatronDistillError:
+        leaves_together = True
+        raise
     finally:
-        if is_ours:
+        # An interrupted rank leaves without its peers, for which NCCL would wait.
+        if is_ours and leaves_together:
             dist.destroy_process_group()

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS
+
 __all__ = ["main"]
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -52,12 +54,12 @@ def _order(failure: ProcessFailure) -> int:
     if _own_message(failure) is not None:
         return 0
     if not _was_ended(failure):
-        return 1
-    return 2 if failure.exitcode > 0 else 3  # exit status > 0: cleaned up and wrote "stopped"
+        return 2 if failure.exitcode == LOST_PEER_STATUS else 1
+    return 3 if failure.exitcode > 0 else 4  # exit status > 0: cleaned up and wrote "stopped"
 
 
 def _own_message(failure: ProcessFailure) -> str | None:
-    """Return the message that `Launch.status_of` wrote for torchrun."""
+    """Return the message that a rank wrote for torchrun."""
     written = failure.error_file_data["message"]
     return str(written["message"]) if isinstance(written, dict) else None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ import torch
 from torch import Tensor
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+
+_LOGGER = get_logger(__name__)
 
 SUPPORTED_RELEASES = ("0.16.1",)
 
@@ -276,26 +280,70 @@ def change_literals(change: LiteralChange) -> None:
     function.__code__ = code
 
 
-def prepare_megatron_core(*, on_cuda: bool) -> None:
+def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") -> None:
     """Import Megatron-Core without its warnings; patch it if CUDA or Transformer Engine is missing.
 
-    Must come before any other import of `megatron.core`; a second call does nothing. Raises
-    ConfigError if there is no CUDA and the installed release is not supported.
+    Must come before any other import of `megatron.core`; a second call does nothing.
+    `transformer_engine` is "auto" (used on CUDA if it can be imported), "on" or "off". Raises
+    ConfigError for "on" where it cannot be used, and if there is no CUDA and the installed release
+    of Megatron-Core is not supported.
     """
     for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
         warnings.filterwarnings("ignore", message=message)
+    if transformer_engine == "on" and not on_cuda:
+        raise ConfigError(
+            "runtime.transformer_engine is on, which needs CUDA, and this run is on a CPU; set it "
+            "to auto or off"
+        )
+    if not on_cuda or transformer_engine == "off":
+        _hide("transformer_engine")
     if on_cuda:
         importlib.import_module("megatron.core")
     else:
+        _hide("apex")  # its optimizers run on CUDA only
         _patch_for_cpu()
         mend_gathering()
-    if find_spec("transformer_engine") is None:
+    if not has_transformer_engine():
+        _require_no_transformer_engine(transformer_engine)
         # The router compares this name with None, but it is defined only if the import succeeds.
         router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         vars(router)["te_general_gemm"] = None
     mend_gradient_norm()
     mend_loading()
     mend_recomputed_norms()
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Megatron-Core has imported all that it uses of Transformer Engine.
+
+    An installed release may still lack a module that this Megatron-Core imports, or may not fit
+    the installed torch.
+    """
+    names = ("extensions.transformer_engine", "models.gpt.gpt_layer_specs")
+    return all(importlib.import_module(f"megatron.core.{name}").HAVE_TE for name in names)
+
+
+def _hide(package: str) -> None:
+    """Let every later import of an optional package fail, unless it was imported before."""
+    sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def _require_no_transformer_engine(wanted: str) -> None:
+    """Raise ConfigError if Transformer Engine was asked for; log why an installed one is unused."""
+    if wanted == "off" or (wanted == "auto" and find_spec("transformer_engine") is None):
+        return
+    try:
+        for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+            importlib.import_module(name)
+        reason = f"megatron-core {version('megatron-core')} does not fit its release"
+    except (ImportError, OSError) as error:
+        reason = str(error)
+    if wanted == "on":
+        raise ConfigError(
+            f"runtime.transformer_engine is on, but it cannot be used: {reason}; install "
+            "megatron-distill[gpu], see docs/install.md, or set the key to auto or off"
+        )
+    _LOGGER.warning("the layers are torch's: Transformer Engine cannot be used: %s", reason)
 
 
 def _patch_for_cpu() -> None:
@@ -376,11 +424,11 @@ def mend_recomputed_norms() -> None:
 
 
 def mend_gathering() -> None:
-    """Make the delayed all-gather of parameters synchronous; for gloo.
+    """Start the delayed all-gathers of parameters one by one; for gloo.
 
     gloo's asynchronous, coalesced all-gather corrupts the heap if the process allocates meanwhile.
-    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk". A second
-    call does nothing.
+    With torch 2.13 most runs of a minute died of SIGSEGV or "unaligned tcache chunk"; without the
+    coalescing manager none did. A second call does nothing.
     """
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     kind = buffers._ParamAndGradBucketGroup  # noqa: SLF001
@@ -388,10 +436,37 @@ def mend_gathering() -> None:
     if upstream.__module__ == __name__:
         return
 
-    def start_param_sync(self: Any, **_: object) -> None:
-        upstream(self, force_sync=True)
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        gathers = _Gathers(buffers.dist_all_gather_func)
+        names = {"_coalescing_manager": gathers.opened, "dist_all_gather_func": gathers.start}
+        # Upstream's code with two other names; its reductions use the first one too, as it is.
+        types.FunctionType(upstream.__code__, {**vars(buffers), **names})(self, force_sync)
 
     kind.start_param_sync = start_param_sync
+
+
+class _Gathers:
+    """The all-gathers of one group of buckets, in the place of upstream's coalesced one."""
+
+    def __init__(self, all_gather: Callable[..., Any]) -> None:
+        self._all_gather = all_gather
+        self._started: list[Any] = []
+
+    @contextlib.contextmanager
+    def opened(self, *_: object, **__: object) -> Iterator[_Gathers]:
+        """Return the handle of the gathers that the block starts."""
+        yield self
+
+    def start(self, *tensors: Tensor, **named: Any) -> None:
+        """Start one gather, or complete it if it is synchronous."""
+        work = self._all_gather(*tensors, **named)
+        if work is not None:
+            self._started.append(work)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._started:
+            work.wait()
 
 
 def mend_gradient_norm() -> None:

@@ -13,6 +13,7 @@ from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingE
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, highest
+from megatron_distill.runtime.garbage import StepGarbage
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Teacher
@@ -74,7 +75,8 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
     """
     log = _Log(parts.metrics)
     try:
-        stopped = _train(parts, plan, termination, log)
+        with StepGarbage() as garbage:
+            stopped = _train(parts, plan, termination, log, garbage)
         agree(log.failure)
     except MegatronDistillError:
         # All ranks raise together, and the checkpoint being written is of a step that went well.
@@ -86,7 +88,13 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
     return parts.state.step >= plan.steps
 
 
-def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _Log) -> bool:
+def _train(
+    parts: Parts,
+    plan: LoopPlan,
+    termination: TerminationRequest,
+    log: _Log,
+    garbage: StepGarbage,
+) -> bool:
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state = parts.state
     watch = ClampWatch(parts.balancing.ratios.clamp)
@@ -111,6 +119,7 @@ def _train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, log: _
         if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
             state.save(parts.loader)
         state.checkpoints.poll()
+        garbage.after_step(step)
     return stopping
 
 

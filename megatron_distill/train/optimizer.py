@@ -26,15 +26,19 @@ def wrap_data_parallel(
     chunks: Sequence[HiddenStateGPT], config: OptimizerConfig, *, groups: Groups
 ) -> list[DistributedDataParallel]:
     """Give each model chunk its gradient buffers and its reduction over data x context ranks."""
+    overlaps_gather = config.distributed and config.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.distributed and config.overlap_param_gather,
+        overlap_param_gather=overlaps_gather,
+        # Interleaved schedules start the gathers of a chunk themselves, see `connect_schedule`.
+        align_param_gather=overlaps_gather and len(chunks) > 1,
+        bucket_size=config.bucket_size,
         use_distributed_optimizer=config.distributed,
         check_for_nan_in_grad=False,  # the step checks the global norm instead
         average_in_collective=False,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(
             config=chunk.config,
             ddp_config=ddp_config,
@@ -45,6 +49,21 @@ def wrap_data_parallel(
         )
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        _count_padding(chunk)
+    return wrapped
+
+
+def _count_padding(wrapped: DistributedDataParallel) -> None:
+    """Let each bucket's padding count as a part of it.
+
+    Upstream saves the buckets put together without their padding, and cuts parameters out at
+    offsets that count it: with several padded buckets, saved moments would be shifted.
+    """
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
 
 
 def build_optimizer(
@@ -142,6 +161,31 @@ def connect_schedule(
         model_config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
 
 
+def wait_for_parameter(wrapped: DistributedDataParallel, parameter: torch.Tensor) -> None:
+    """Wait until a parameter's updated values have arrived, as upstream's hook on its module does.
+
+    For a parameter that is read without a call of its module. Does nothing if the parameters were
+    gathered together, or if this one arrived already.
+
+    Collective: data x context group, the parameter's bucket, if its gather was not started.
+    """
+    group = wrapped.param_to_bucket_group.get(parameter)
+    if group is not None and wrapped.remove_forward_pre_hook_handles:
+        group.finish_param_sync(skip_next_bucket_dispatch=wrapped.ddp_config.align_param_gather)
+
+
+def finish_gathers(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Wait for every gather of parameters that was started and not waited for.
+
+    No gather may outlast its step: upstream takes one for the gather of newer values, and the
+    optimizer would write the parameters that it sends.
+    """
+    for chunk in wrapped:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
 @dataclass(frozen=True)
 class _Division:
     factor: float
@@ -156,7 +200,8 @@ def _finalise(
     pg_collection: object = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Complete the gradient reductions; the token count is unused, the loss is already scaled."""
+    """Complete the gathers and reductions; the token count is unused, the loss is scaled."""
+    finish_gathers(wrapped)
     finalize_model_grads(
         wrapped, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
@@ -185,14 +230,16 @@ def apply_gradients(
 
 
 def allocate_moments(optimizer: ChainedOptimizer) -> None:
-    """Allocate the state that the first step of torch's Adam would create.
+    """Allocate the state that the first step of Adam would create, torch's or a fused one.
 
-    Megatron-Core derives the checkpoint's entries from the existing state. Without Transformer
-    Engine or Apex it cannot do so before the first step: neither to load, nor to save after a step
-    that was not applied.
+    Megatron-Core derives the checkpoint's entries from the existing state. Without it torch's Adam
+    can neither load nor save, and a fused one cannot save after a step that was not applied.
     """
-    for adam in _torch_adams(optimizer):
-        allocate_adam(adam)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.Adam):
+            allocate_adam(part.optimizer)
+        elif part.optimizer is not None:  # None: this rank has none of the part's parameters
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def allocate_adam(adam: torch.optim.Adam) -> None:
@@ -205,8 +252,3 @@ def allocate_adam(adam: torch.optim.Adam) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-
-
-def _torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
-    inner = [part.optimizer for part in optimizer.chained_optimizers]
-    return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]

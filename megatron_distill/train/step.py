@@ -26,7 +26,7 @@ from megatron_distill.train.objective import (
     TokenObjective,
     reduce_report,
 )
-from megatron_distill.train.optimizer import apply_gradients
+from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
 from megatron_distill.train.pipeline_schedule import run_schedule
 from megatron_distill.train.source_metrics import SourceFigures, step_figures
 
@@ -47,9 +47,7 @@ class Student:
     @property
     def head(self) -> MainGradientHead:
         """The output head, on the last stage."""
-        return MainGradientHead(
-            self.chunks[-1], overlaps=self.wrapped[-1].ddp_config.overlap_grad_reduce
-        )
+        return MainGradientHead(self.chunks[-1], self.wrapped[-1])
 
 
 @dataclass(frozen=True)
@@ -218,36 +216,41 @@ def train_step(
 
 @dataclass(frozen=True)
 class MainGradientHead:
-    """The head of a model chunk, with its fp32 gradient buffer if the chunk is wrapped.
+    """The head of a wrapped model chunk, with its fp32 gradient buffer.
 
     The buffer, `main_grad`, holds the sum over the micro-batches of a step; the data-parallel ranks
     reduce it. Megatron's hook on a parameter adds the gradient from autograd and marks the
     parameter as done. For the head autograd returns no gradient.
-
-    Attributes:
-        chunk: the model chunk with the head.
-        overlaps: whether gradient reduction overlaps the backward pass. Megatron's hook then
-            requires a gradient.
     """
 
     chunk: HiddenStateGPT
-    overlaps: bool
+    wrapped: DistributedDataParallel
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the head [V, H]."""
+        """This rank's rows of the head [V, H], with the values of the last step.
+
+        Collective: as `wait_for_parameter`.
+        """
         weight = self.chunk.head_weight()
-        # Autograd returns a gradient for a weight that is tied to the embedding.
-        if self.overlaps and not getattr(weight, "zero_out_wgrad", False):
+        # No module is called with the head, so none of Megatron's hooks waits for its gather.
+        wait_for_parameter(self.wrapped, weight)
+        # Megatron's hook requires a gradient if the reductions overlap the backward pass. For a
+        # weight that is tied to the embedding autograd returns one.
+        overlaps = self.wrapped.ddp_config.overlap_grad_reduce
+        if overlaps and not getattr(weight, "zero_out_wgrad", False):
             return _Announced.apply(weight)
         return weight
 
     def weight_gradient_sum(self) -> Tensor | None:
-        """The buffer that the head's gradient is added to, fp32 [V, H]; None if not wrapped."""
+        """The buffer that the head's gradient is added to, fp32 [V, H]; None if there is none."""
         return getattr(self.chunk.head_weight(), "main_grad", None)
 
 
 class _Announced(torch.autograd.Function):
-    """The weight itself, with a gradient of arbitrary values that Megatron's hook discards."""
+    """The weight itself, with a gradient that Megatron's hook discards: the weight again.
+
+    A gradient of its own would take [V, H] per micro-batch.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -260,4 +263,4 @@ class _Announced(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
         assert gradient is None, "the gradient is in main_grad"
         ctx.weight.grad_added_to_main_grad = True
-        return torch.empty_like(ctx.weight)
+        return ctx.weight.detach()

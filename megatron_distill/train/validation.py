@@ -11,6 +11,7 @@ import torch
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
 from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.optimizer import finish_gathers
 from megatron_distill.train.source_metrics import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.step import Student, run_student
 
@@ -71,6 +72,8 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
 def evaluating(student: Student) -> Iterator[None]:
     """Put the student in evaluation mode, with the parameters of the last step gathered."""
     gathered = [chunk for chunk in student.wrapped if chunk.ddp_config.overlap_param_gather]
+    # With an earlier gather under way, Megatron would wait for that one and not start another.
+    finish_gathers(gathered)
     for chunk in gathered:
         if chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook()

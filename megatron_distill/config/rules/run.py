@@ -209,6 +209,13 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             reason=f"with {' and '.join(missing)}",
             instead=False,
         )
+    if optimizer.bucket_size is not None and not optimizer.overlap_grad_reduce:
+        yield without_effect(
+            "optimizer.bucket_size",
+            optimizer.bucket_size,
+            "with optimizer.overlap_grad_reduce = false",
+            instead=None,
+        )
 
 
 def _recompute(config: RunConfig) -> Iterator[Problem]:

@@ -56,8 +56,15 @@ class OptimizerConfig(Section):
     )
     overlap_param_gather: bool = Field(
         default=False,
-        description="Overlap the gather of updated parameters with the next forward pass; on a "
-        "CPU the pass waits for it. Needs `distributed` and `overlap_grad_reduce`.",
+        description="Overlap the gather of updated parameters with the next forward pass. Needs "
+        "`distributed` and `overlap_grad_reduce`.",
+    )
+    bucket_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Parameters per gradient bucket on the first pipeline stage; null: Megatron's "
+        "default, the larger of 40 million and 1 million per data-parallel rank. Needs "
+        "`overlap_grad_reduce`.",
     )
 
 
@@ -259,6 +266,11 @@ class ParallelConfig(Section):
         description="Sequence parallelism: split norms and dropouts over the tensor ranks.",
     )
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether ranks exchange activations inside each layer, tensor or context parallel."""
+        return self.tensor > 1 or self.context > 1
+
 
 class RuntimeConfig(Section):
     """Devices and process groups."""
@@ -276,4 +288,9 @@ class RuntimeConfig(Section):
         default=None,
         ge=1,
         description="Torch threads per process; null: cores divided by processes.",
+    )
+    transformer_engine: Literal["auto", "off", "on"] = Field(
+        default="auto",
+        description="Transformer Engine's layers and Adam on `cuda`, or torch's. `auto`: if "
+        "Megatron-Core can import it; `on`: an error if it cannot.",
     )

@@ -102,6 +102,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         ExitStack() as resources,
+        device.alone,
     ):
         found = FolderAsFound(
             folder,

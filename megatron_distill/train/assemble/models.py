@@ -429,7 +429,7 @@ def job_groups(
         expert=parallel.expert,
         sequence=parallel.sequence,
     )
-    groups = create_groups(layout, timeout_minutes=-(-runtime.timeout_seconds // 60))
+    groups = create_groups(layout, timeout_minutes=runtime.timeout_seconds / 60)
     try:
         seed_everything(seed, groups)
         yield groups

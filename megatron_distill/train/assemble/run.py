@@ -102,6 +102,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         with (
             job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
             ExitStack() as resources,
+            device.alone,
         ):
             parts, plan = _assemble(config, device, groups, resources)
             if parts.state.step >= plan.steps:

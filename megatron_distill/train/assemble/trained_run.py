@@ -39,6 +39,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         ExitStack() as resources,
+        device.alone,
     ):
         # Nothing is trained, so nothing is recomputed.
         execution = execution_on(device, precision=config.train.precision)
@@ -73,7 +74,10 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
 
     Raises a MegatronDistillError on all ranks together.
     """
-    with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
+        device.alone,
+    ):
         data = config.data
         options = data_options(data, Path(config.output), shows_progress=config.logging.progress)
         tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)

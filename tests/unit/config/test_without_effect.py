@@ -62,6 +62,8 @@ schedule.wsd_decay_form=cosine
 optimizer={overlap_param_gather: true, overlap_grad_reduce: false}
     -> optimizer.overlap_param_gather = true has no effect with optimizer.overlap_grad_reduce =
        false
+optimizer={bucket_size: 1000, overlap_grad_reduce: false}
+    -> optimizer.bucket_size = 1000 has no effect with optimizer.overlap_grad_reduce = false
 train={recompute_modules: [mlp], recompute_layers: 2}
     -> train.recompute_modules = ['mlp'] has no effect with train.recompute = none
     -> train.recompute_layers = 2 has no effect with train.recompute = none

@@ -1,0 +1,202 @@
+"""The end of a rank whose peers do not know of its failure: at once, without cleanup.
+
+Cleanup waits for peers: for their part of a checkpoint, for NCCL's queue. They wait for this rank.
+So the process ends. Its peers may be in a GPU kernel that never returns, where no signal reaches
+them: a thread of each looks in the rendezvous store for a failed rank. A rank that lost a peer
+first exchanges with the others where each of them waited.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch.distributed as dist
+
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.torchrun_report import tell_torchrun
+
+__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch"]
+
+FAILED_STATUS: Final = 1
+LOST_PEER_STATUS: Final = 75  # of a rank that failed because of another one
+_EXCHANGE_SECONDS: Final = 3.0
+_WATCH_SECONDS: Final = 5.0  # 200 requests per second at the store of 1,000 ranks
+_FAILED: Final = "failed"
+_SHOWN: Final = 8
+# gloo raises plain RuntimeErrors; each has the place in its source.
+_GLOO_SOURCE: Final = "gloo/transport"
+
+
+@dataclass(frozen=True)
+class LoneFailure:
+    """A block that ends the process if this rank fails alone.
+
+    Errors that all ranks raise together, and interruptions, leave the block. So does every error
+    if there is no store: in a world of one, or in a process group of the caller.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: dist.Store | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        together = (MegatronDistillError, KeyboardInterrupt, SystemExit, GeneratorExit)
+        if self.store is None or error is None or isinstance(error, together):
+            return
+        status = LOST_PEER_STATUS if _is_lost_peer(error) else FAILED_STATUS
+        try:  # memory may be exhausted: nothing here may keep the process from its end
+            if status == LOST_PEER_STATUS:
+                self._report_waiting(error)
+            else:
+                self._report_failure(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Write the traceback, and one line for torchrun's report."""
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        text = f"error: rank {self.rank} failed: {_one_line(error)}; its traceback is above"
+        if not tell_torchrun(text):
+            sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        self._tell_peers()
+
+    def _tell_peers(self) -> None:
+        assert self.store is not None
+        with suppress(dist.DistError):
+            self.store.set(_FAILED, str(self.rank))
+
+    def _report_waiting(self, error: BaseException) -> None:
+        """Write where this rank waited; one rank collects that of all ranks, and writes it last."""
+        assert self.store is not None
+        place = _place(error)
+        sys.stderr.write(f"rank {self.rank} waited in {place} and failed: {_one_line(error)}\n")
+        sys.stderr.flush()
+        with suppress(dist.DistError):
+            self.store.set(f"waited/{self.rank}", place)
+            if self.store.add("waited/count", 1) > 1:
+                self.store.wait(["waited/told"], timedelta(seconds=2 * _EXCHANGE_SECONDS))
+                return
+            time.sleep(_EXCHANGE_SECONDS)
+            text = self._collected()
+            if not tell_torchrun(text):
+                sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+            self.store.set("waited/told", "yes")
+        self._tell_peers()
+
+    def _collected(self) -> str:
+        """Return which ranks waited where, and which did not answer."""
+        assert self.store is not None
+        waiting: dict[str, list[int]] = defaultdict(list)
+        silent = []
+        for rank in range(self.size):
+            if self.store.check([f"waited/{rank}"]):
+                waiting[self.store.get(f"waited/{rank}").decode()].append(rank)
+            else:
+                silent.append(rank)
+        places = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in waiting.items())
+        text = f"error: a rank was lost, or did not answer within runtime.timeout_seconds. {places}"
+        if not silent:
+            return f"{text}. All ranks waited: compare where"
+        return f"{text}. No answer from {_ranks(silent)}: look at its output and its machine"
+
+
+class PeerWatch:
+    """A block during which a thread ends this process soon after another rank has failed.
+
+    It looks every few seconds; without a store it does nothing.
+    """
+
+    def __init__(self, *, rank: int, store: dist.Store | None) -> None:
+        self._rank = rank
+        self._store = store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._store is not None:
+            self._thread.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        assert self._store is not None
+        # A store that is gone says nothing: torchrun keeps it until its own ranks have ended.
+        with suppress(dist.DistError):
+            while not self._ended.wait(_WATCH_SECONDS):
+                if self._store.check([_FAILED]):
+                    failed = self._store.get(_FAILED).decode()
+                    if failed != str(self._rank):
+                        _end_after(failed, self._rank)
+                    return
+
+
+def _end_after(failed: str, rank: int) -> None:
+    try:
+        sys.stderr.write(f"rank {rank} ends, because rank {failed} has failed\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(LOST_PEER_STATUS)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank ended or did not answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _GLOO_SOURCE in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Return the collective in which an error arose, and the line that called it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called: str | None = None
+    caller = frames[-1]
+    for outer, frame in zip(frames, frames[1:], strict=False):
+        if f"torch{os.sep}distributed{os.sep}" in frame.filename:
+            caller = outer
+            break
+    for frame in frames:
+        if frame.filename.endswith("distributed_c10d.py"):
+            called = frame.name
+            break
+    where = f"{caller.name}, {Path(caller.filename).name}:{caller.lineno}"
+    return where if called is None else f"{called} ({where})"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,187 @@
+"""A rank that fails alone ends the run within seconds, and the run says which rank and why.
+
+Regimes: an exception, and exhausted memory, in one rank while a checkpoint is being written by
+threads of all ranks; peers that no broken connection wakes; a rank that is killed; a rank that
+stops answering. Under torchrun and under `megatron-distill train --processes`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.processes import SCRIPT, TORCHRUN
+from tests.e2e.runs import Inputs, environment, quick_and_slow
+
+RANK, STEP = 1, 3
+SECONDS_TO_THE_END = 25.0  # of a machine with two busy cores; a hang takes ten minutes
+SILENT_SECONDS = 4
+
+# Python imports this in every process; in one rank the loop's question for a signal fails.
+FAULTY_RANK = f"""
+import os
+rank = os.environ.get("RANK")
+if rank == "{RANK}" or rank == "0" and "BUSY" in os.environ:
+    import signal, time
+    from pathlib import Path
+    from megatron_distill.runtime.termination import TerminationRequest
+    asked = 0
+    def received(self):
+        global asked
+        asked += 1
+        if asked == {STEP} and rank == "0":
+            time.sleep(600)
+        if asked == {STEP}:
+            Path(os.environ["FAULT_FILE"]).write_text(f"{{os.getpid()}} {{time.time()}}")
+            FAULT
+        return False
+    TerminationRequest.received = property(received)
+"""
+FAULTS = {
+    "exception": "raise LookupError('no such thing')",
+    "memory": "raise MemoryError",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+OVERRIDES = (
+    "train.steps=2000", "checkpoint.save=true", "checkpoint.asynchronous=true",
+    "checkpoint.interval=1",
+)  # fmt: skip
+
+
+@dataclass
+class Faulty:
+    """A run of two ranks, one of which fails."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    fault: Path
+
+    def output(self) -> str:
+        """Everything that the run has written."""
+        return self.log.read_text()
+
+    def wait(self) -> int:
+        """Return the exit status, which must be there soon after the fault."""
+        status = self.process.wait(timeout=240)
+        failed = float(self.fault.read_text().split()[1])
+        assert time.time() - failed < SECONDS_TO_THE_END, self.output()
+        return status
+
+    def failed_rank(self) -> psutil.Process:
+        """Return the process with the fault, once it has come."""
+        deadline = time.monotonic() + 240
+        while not (self.fault.exists() and self.fault.read_text()):
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+        return psutil.Process(int(self.fault.read_text().split()[0]))
+
+
+def command(launcher: str, config: Path, output: Path, *overrides: str) -> list[str]:
+    """The command line of a run of two ranks."""
+    changes = [f"output={output}", *OVERRIDES, *overrides]
+    if launcher == "torchrun":
+        two = ["--standalone", "--nproc-per-node=2", str(SCRIPT)]
+        return [*TORCHRUN, *two, "--config", str(config), *changes]
+    train = [sys.executable, "-m", "megatron_distill.cli", "train", str(config)]
+    return [*train, "--processes", "2", *changes]
+
+
+@contextmanager
+def started(folder: Path, words: Sequence[str], fault: str, **variables: str) -> Iterator[Faulty]:
+    """Start a run with a fault; nothing of it is left at the end."""
+    faults = folder / "faults"
+    faults.mkdir()
+    (faults / "sitecustomize.py").write_text(FAULTY_RANK.replace("FAULT\n", f"{fault}\n"))
+    shared = environment(FAULT_FILE=str(folder / "fault"), **variables)
+    shared["PYTHONPATH"] = f"{faults}{os.pathsep}{shared['PYTHONPATH']}"
+    log = folder / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words, env=shared, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield Faulty(process, log, folder / "fault")
+    finally:
+        if process.poll() is None:
+            family = [psutil.Process(process.pid)]
+            family += family[0].children(recursive=True)
+            for member in family:
+                member.kill()
+            process.wait()
+
+
+def descendants_of(launcher: psutil.Process) -> list[psutil.Process]:
+    """The processes below a launcher."""
+    return launcher.children(recursive=True)
+
+
+CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", "processes")]
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, ["exception processes"]))
+def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, case: str) -> None:
+    fault, launcher = case.split()
+    words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run")
+    with started(tmp_path, words, FAULTS[fault]) as run:
+        run.failed_rank()
+        ranks = descendants_of(psutil.Process(run.process.pid))
+        status = run.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert alive == []
+    said = run.output()
+    if fault == "killed":
+        assert status == (1 if launcher == "torchrun" else 128 + signal.SIGKILL), said
+        assert ("SIGKILL" if launcher == "processes" else "Signal 9 (SIGKILL)") in said
+        return
+    assert status == 1, said
+    name = {"exception": "LookupError: no such thing", "memory": "MemoryError"}[fault]
+    assert "in received" in said  # the traceback, with the line that failed
+    assert f"error: rank 1 failed: {name}; its traceback is above" in said
+    if launcher == "processes":
+        assert said.rstrip().endswith("its traceback is above")
+
+
+@pytest.mark.slow
+def test_a_peer_outside_of_collectives_ends_too(inputs: Inputs, tmp_path: Path) -> None:
+    words = command("torchrun", inputs.folder / "dense.yaml", tmp_path / "run")
+    with started(tmp_path, words, FAULTS["exception"], BUSY="yes") as run:
+        assert run.wait() == 1
+    assert "rank 0 ends, because rank 1 has failed" in run.output()
+
+
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("processes", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_stops_answering_is_named(
+    inputs: Inputs, tmp_path: Path, launcher: str
+) -> None:
+    short = f"runtime.timeout_seconds={SILENT_SECONDS}"
+    words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run", short)
+    with started(tmp_path, words, STOPPED) as run:
+        stopped = run.failed_rank()
+        (other,) = [
+            process
+            for process in descendants_of(psutil.Process(run.process.pid))
+            if process.environ().get("RANK") == str(1 - RANK)
+        ]
+        gone, _ = psutil.wait_procs([other], timeout=SECONDS_TO_THE_END)
+        assert gone, run.output()
+        # torchrun gives the stopped rank half a minute; this test does not.
+        stopped.kill()
+        status = run.wait()
+    said = run.output()
+    assert status != 0, said
+    assert "rank 0 waited in all_reduce (highest, collectives.py:" in said
+    assert "No answer from rank 1: look at its output and its machine" in said

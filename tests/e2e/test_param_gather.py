@@ -1,0 +1,139 @@
+"""Parameters that are gathered late arrive before they are read: by the head, held out, in a save.
+
+Regimes: a head that no module's hook waits for, untied or the embedding's copy on the last stage;
+virtual stages, whose gathers the schedule starts; a validation or a save between two steps. Where
+gathers are deferred each happens only when somebody waits for it, so a read without a wait finds
+the values of an earlier step every time. Padding between buckets, which saved states leave out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import (
+    SECONDS,
+    Inputs,
+    course,
+    quick_and_slow,
+    records,
+    run,
+    step_records,
+    train_here,
+)
+
+SMALL_BUCKETS = "optimizer.bucket_size=2000"  # the head closes one of its own
+TIED = "student.architecture.tied_embeddings=true"
+PIPELINE = "parallel.pipeline=2"
+BETWEEN = (
+    "train.steps=6", "validation.samples=8", "validation.interval=2", "checkpoint.save=true",
+    "checkpoint.interval=2", "checkpoint.keep=3",
+)  # fmt: skip
+# configs/llama31_8b_to_1b.yaml with `student.num_layers`: an untied student in bf16.
+LLAMA = (
+    "parallel.tensor=2", "parallel.sequence=true", "train.precision=bf16",
+    "train.recompute=selective", "schedule.decay=wsd", "schedule.wsd_decay_steps=2",
+    "schedule.warmup_steps=1", "checkpoint.asynchronous=true",
+)  # fmt: skip
+CASES: dict[str, tuple[int, Sequence[str]]] = {
+    "untied": (2, ()),
+    "tied": (2, (TIED,)),
+    "tied PP2": (4, (TIED, PIPELINE)),
+    "PP2+virtual": (4, (PIPELINE, "parallel.virtual_pipeline=2")),
+    "the flagship's shape": (4, LLAMA),
+}
+
+
+class Deferred:
+    """A gather that is done when it is waited for, and not before."""
+
+    def __init__(self, *tensors: torch.Tensor, group: Any, async_op: bool) -> None:
+        self._arguments = (tensors, group)
+        if not async_op:
+            self.wait()
+
+    def wait(self) -> None:
+        """Gather now."""
+        tensors, group = self._arguments
+        torch.distributed.all_gather_into_tensor(*tensors, group=group)
+
+
+def train_deferred(rank: int, world: int, config: Path, overrides: Sequence[str]) -> bool:
+    """Train with gathers that arrive as late as they may."""
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    prepare_megatron_core(on_cuda=False)
+    from megatron.core.distributed import param_and_grad_buffer
+
+    with patch.object(param_and_grad_buffer, "dist_all_gather_func", Deferred):
+        return train_here(rank, world, config, overrides)
+
+
+def saved(output: Path) -> dict[str, torch.Tensor]:
+    """The tensors of every checkpoint of a run."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    found = {}
+    for folder in sorted((output / "checkpoints").iterdir()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this process has no process group
+            state = _load_state_dict_from_keys(checkpoint_id=folder)
+        tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+        found |= {f"{folder.name}/{name}": value for name, value in tensors.items()}
+    return found
+
+
+def held_out(output: Path) -> list[dict[str, Any]]:
+    """The validations of a run."""
+    return [record for record in records(output) if "validation" in record]
+
+
+QUICK = ("untied, deferred", "tied PP2, deferred")
+FUNCTIONS = {"at once": train_here, "deferred": train_deferred}
+
+
+@pytest.mark.parametrize(
+    "name", quick_and_slow((f"{case}, {when}" for case in CASES for when in FUNCTIONS), QUICK)
+)
+def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str
+) -> None:
+    case, when = name.rsplit(", ", 1)
+    world, overrides = CASES[case]
+    for output, function, is_late in (
+        ("plain", train_here, False),
+        ("late", FUNCTIONS[when], True),
+    ):
+        changes = (*overrides, SMALL_BUCKETS, f"optimizer.overlap_param_gather={is_late}")
+        arguments = [f"output={tmp_path / output}", *BETWEEN, *changes]
+        config = inputs.folder / "dense.yaml"
+        assert pool.run(world, function, config, arguments, timeout=SECONDS) == [True] * world
+    assert course(step_records(tmp_path / "late")) == course(step_records(tmp_path / "plain"))
+    assert held_out(tmp_path / "late") == held_out(tmp_path / "plain")
+    assert len(held_out(tmp_path / "late")) == 3
+    late, plain = saved(tmp_path / "late"), saved(tmp_path / "plain")
+    assert late.keys() == plain.keys()
+    assert any("output_layer" in name or "word_embeddings" in name for name in late)
+    assert [name for name in late if not torch.equal(late[name], plain[name])] == []
+
+
+def test_padding_between_buckets_moves_no_saved_state(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    # Megatron-Core cuts the optimizer's tensors out of buckets put together without their padding,
+    # at offsets that count it.
+    config, changes = inputs.folder / "dense.yaml", ("train.steps=4", "checkpoint.save=true")
+    run(pool, 2, config, tmp_path / "one", *changes)
+    run(pool, 2, config, tmp_path / "many", *changes, SMALL_BUCKETS)
+    one, many = saved(tmp_path / "one"), saved(tmp_path / "many")
+    moments = [name for name in one if ".exp_avg" in name]
+    assert len(moments) > 10
+    for name in moments:
+        torch.testing.assert_close(many[name], one[name], rtol=1e-3, atol=1e-7, msg=name)

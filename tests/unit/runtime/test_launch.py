@@ -1,0 +1,107 @@
+"""Joining the world on GPUs: which device, in which order, and with which variables.
+
+Regimes: an import of Megatron-Core before the device is set, which starts CUDA on the first GPU; a
+rank that sees its own GPU only; two ranks with one GPU; variables that the user has set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime import cuda_environment, launch
+from megatron_distill.runtime.cuda_environment import limit_queues
+from megatron_distill.runtime.launch import Launch, claim_device, joined_world, select_device
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+TIMEOUT = 30
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Let torch see eight GPUs; what touches them, in order."""
+    done: list[Any] = []
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in (QUEUES, *cuda_environment._COLLECTIVES):
+        monkeypatch.setenv(name, "to be removed at the end")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(done.append("torch")) or True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
+    monkeypatch.setattr(
+        launch, "prepare_megatron_core", lambda **_: done.append("import of Megatron-Core")
+    )
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **named: done.append(named))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    return done
+
+
+def test_the_device_is_set_before_anything_that_starts_cuda(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(cuda_environment, "_compute_capability", lambda: 9)
+    with joined_world(
+        device="cuda", backend="auto", threads=None, timeout_seconds=TIMEOUT, splits_layers=True
+    ) as device:
+        assert os.environ[QUEUES] == "1"
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+        own = torch.device("cuda", 5)
+        assert device.torch_device == own
+    assert gpus[:3] == ["torch", own, "import of Megatron-Core"]
+    assert gpus[3]["device_id"] == own
+
+
+def test_gloo_on_gpus_is_not_bound_to_one(gpus: list[Any]) -> None:
+    with joined_world(device="cuda", backend="gloo", threads=None, timeout_seconds=TIMEOUT):
+        pass
+    assert gpus[-1]["device_id"] is None
+
+
+@pytest.mark.parametrize(("capability", "queues"), [(8, "1"), (9, "1"), (10, None), (None, None)])
+def test_kernels_share_a_queue_before_blackwell(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, capability: int | None, queues: str | None
+) -> None:
+    monkeypatch.setattr(cuda_environment, "_compute_capability", lambda: capability)
+    limit_queues()
+    assert os.environ.get(QUEUES) == queues
+    monkeypatch.setenv(QUEUES, "32")
+    limit_queues()
+    assert os.environ[QUEUES] == "32"
+
+
+def test_without_the_drivers_library_no_capability_is_known() -> None:
+    if torch.version.cuda is None:
+        assert cuda_environment._compute_capability() is None
+
+
+def test_a_rank_may_see_its_own_gpu_alone(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError, match="local rank 3 has no GPU of its own: torch sees 1"):
+        select_device(device="cuda", backend="auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert select_device(device="cuda", backend="auto").torch_device == torch.device("cuda", 0)
+
+
+def test_two_ranks_of_a_machine_with_one_gpu_are_refused(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    store = dist.HashStore()
+    first = Launch(0, 2, store)
+    for rank, visible in enumerate(("0", "1")):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        claim_device(select_device(device="cuda", backend="auto"), replace(first, rank=rank))
+    with pytest.raises(ConfigError, match="rank 1 has the same GPU.*CUDA_VISIBLE_DEVICES=1"):
+        claim_device(select_device(device="cuda", backend="auto"), replace(first, rank=1))
