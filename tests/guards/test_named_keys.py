@@ -26,8 +26,8 @@ ANY_ENTRY = {re.sub(r"\.0(?=\.|$)", "", name) for name in NAMES}
 # A section's name, a dot and more, not within a longer name, a path or a file.
 KEY = re.compile(rf"(?<![\w./=-])(?:{'|'.join(sorted(SECTIONS))})(?:\.(?:[a-z][a-z0-9_]*|\d+))+")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
-# A figure of the log and names within a checkpoint, which look like keys.
-NOT_KEYS = {"validation.ce_loss", "optimizer.state.param", "optimizer.state.fp32_param"}
+# A figure of the log and a name within a checkpoint, which look like keys.
+NOT_KEYS = {"validation.ce_loss", "optimizer.state"}
 # Names of a store's own fields, which are no keys, and the file that translates them.
 STORE_NAMES = {*KEYS, *WORDS}
 TRANSLATION = "capture/folder.py"

@@ -27,6 +27,7 @@ from megatron_distill.models.weights import sharded_parameters
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint.shards import Shard
 
+_STATE = "optimizer.state"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "fp32_param"  # of a bf16 model; where the model is fp32, its weights are these
 
@@ -57,7 +58,7 @@ def optimizer_shards(
             owned.parameter,
             pieces[id(owned.parameter)],
             values,
-            prefix=f"optimizer.state.{name}.",
+            prefix=f"{_STATE}.{name}.",
             start=owned.start,
             groups=groups if owned.is_whole else None,
         )
