@@ -51,10 +51,13 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _order(failure: ProcessFailure) -> int:
-    if _own_message(failure) is not None:
+    has_message = _own_message(failure) is not None
+    if failure.exitcode == LOST_PEER_STATUS:
+        return 1 if has_message else 2  # of equals the earlier one: a lost rank is that
+    if has_message:
         return 0
     if not _was_ended(failure):
-        return 2 if failure.exitcode == LOST_PEER_STATUS else 1
+        return 1
     return 3 if failure.exitcode > 0 else 4  # exit status > 0: cleaned up and wrote "stopped"
 
 

@@ -100,8 +100,9 @@ class LoneFailure:
                 return
             time.sleep(_EXCHANGE_SECONDS)
             text = self._collected()
-            if not tell_torchrun(text):
-                sys.stderr.write(f"{text}\n")
+            # Also here: torchrun shows it only if it takes this rank for the first to fail.
+            tell_torchrun(text)
+            sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
             self.store.set("waited/told", "yes")
         self._tell_peers()

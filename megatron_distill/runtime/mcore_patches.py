@@ -341,7 +341,7 @@ def _require_no_transformer_engine(wanted: str) -> None:
     if wanted == "on":
         raise ConfigError(
             f"runtime.transformer_engine is on, but it cannot be used: {reason}; install "
-            "megatron-distill[gpu], see docs/install.md, or set the key to auto or off"
+            "megatron-distill[gpu], see docs/running.md, or set the key to auto or off"
         )
     _LOGGER.warning("the layers are torch's: Transformer Engine cannot be used: %s", reason)
 

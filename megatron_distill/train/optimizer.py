@@ -38,7 +38,7 @@ def wrap_data_parallel(
         check_for_nan_in_grad=False,  # the step checks the global norm instead
         average_in_collective=False,
     )
-    wrapped = [
+    return [
         DistributedDataParallel(
             config=chunk.config,
             ddp_config=ddp_config,
@@ -49,21 +49,6 @@ def wrap_data_parallel(
         )
         for index, chunk in enumerate(chunks)
     ]
-    for chunk in wrapped:
-        _count_padding(chunk)
-    return wrapped
-
-
-def _count_padding(wrapped: DistributedDataParallel) -> None:
-    """Let each bucket's padding count as a part of it.
-
-    Upstream saves the buckets put together without their padding, and cuts parameters out at
-    offsets that count it: with several padded buckets, saved moments would be shifted.
-    """
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel
 
 
 def build_optimizer(

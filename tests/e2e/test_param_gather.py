@@ -127,8 +127,7 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
 def test_padding_between_buckets_moves_no_saved_state(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    # Megatron-Core cuts the optimizer's tensors out of buckets put together without their padding,
-    # at offsets that count it.
+    # Megatron-Core's own format shifts the states of a bucket by the padding of those before it.
     config, changes = inputs.folder / "dense.yaml", ("train.steps=4", "checkpoint.save=true")
     run(pool, 2, config, tmp_path / "one", *changes)
     run(pool, 2, config, tmp_path / "many", *changes, SMALL_BUCKETS)
