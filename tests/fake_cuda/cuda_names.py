@@ -22,6 +22,23 @@ class _Stream:
     def wait_stream(self, _: Any) -> None:
         pass
 
+    def wait_event(self, _: Any) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1.0
+
 
 class _Generator:
     def get_state(self) -> Tensor:
@@ -40,6 +57,7 @@ def _state(*_: Any, **__: Any) -> Tensor:
 
 
 _NAMES: dict[str, Any] = {
+    "Event": _Event,
     "Stream": _Stream,
     "_lazy_init": _nothing,
     "current_device": lambda: 0,

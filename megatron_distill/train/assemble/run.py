@@ -69,6 +69,7 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
+from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, run_folder
 from megatron_distill.train.run_state import RunState
@@ -245,6 +246,7 @@ def _assemble(
         held_out=held_out,
         metrics=metrics,
         throughput=_throughput(opened, config.train, groups, device),
+        timers=PhaseTimers(device.torch_device),
         device=device.torch_device,
     )
     plan = _plan(
