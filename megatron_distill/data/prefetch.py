@@ -101,13 +101,13 @@ class PrefetchedSteps:
         return self._state
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after the steps that `state` has taken; call before the first `take`.
+        """Continue after the steps that `state` has taken; the step ahead is discarded.
 
         Raises DataError, on all ranks alike, if the source does not read the same data.
 
         Collective: that of the loader.
         """
-        assert self._ahead is None, "a state is loaded before steps are taken"
+        self._discard_ahead()
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
 
@@ -122,12 +122,17 @@ class PrefetchedSteps:
     ) -> None:
         self._steps.put(None)
         if error is None or isinstance(error, MegatronDistillError):
-            if self._ahead is not None:
-                wait([self._ahead[1]])
-            self._ahead = self._in_use = None
+            self._discard_ahead()
+            self._in_use = None
             if self._group is not None:
                 dist.destroy_process_group(self._group)
         self._loader.close()
+
+    def _discard_ahead(self) -> None:
+        """Wait for the step that is being taken, on all ranks, and forget it."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
+            self._ahead = None
 
     def _begin(self, step: int) -> Future[_Taken]:
         taking: Future[_Taken] = Future()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 class _Stream:
     cuda_stream = 0
+    device = torch.device("cuda", 0)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -47,6 +47,14 @@ def test_it_resumes_from_the_state_of_any_step() -> None:
             assert found == batches[done:]
 
 
+def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
+    with prefetched(Numbers()) as steps:
+        beginning = steps.state_dict()
+        first = sample_ids(steps.take(1))
+        steps.load_state_dict(beginning)
+        assert [sample_ids(steps.take(step)) for step in (1, 2)] == [first, [[4, 5], [6, 7]]]
+
+
 def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken() -> None:
     with prefetched(Numbers(broken_at=4 * 3)) as steps:
         for step in (1, 2, 3):
