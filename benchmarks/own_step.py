@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+from megatron_distill.train.phase_timers import TEACHER, PhaseTimers
 from megatron_distill.train.step import Student, train_step
 from megatron_distill.train.teachers.live import OnlineTeacher
 
@@ -59,6 +59,7 @@ class OwnStep:
     teacher: OnlineTeacher
     objective: TokenObjective
     training: TrainingState
+    timers: PhaseTimers
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
@@ -67,18 +68,18 @@ class OwnStep:
 
     def step(self, batches: StepBatches) -> StepFigures:
         """Do the training loop's work between two batches of the loader."""
-        started = time.perf_counter()
-        signals = self.teacher.signals(batches.micro_batches)
-        teacher_seconds = time.perf_counter() - started
+        with self.timers.phase(TEACHER):
+            signals = self.teacher.signals(batches.micro_batches)
         report = train_step(
             self.student,
             self.training.optimizer,
             self.training.schedule,
-            list(zip(batches.micro_batches, signals, strict=True)),
+            self.timers.of_teacher(signals),
             [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )
+        teacher_seconds = self.timers.read()[TEACHER]
         return StepFigures(report.values["ce"], report.values["kd"], teacher_seconds)
 
 
@@ -103,6 +104,7 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
             groups=groups,
         ),
         training=training_state(wrapped, dtype=run.dtype),
+        timers=PhaseTimers(device),
     )
 
 

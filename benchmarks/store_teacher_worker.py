@@ -20,7 +20,6 @@ def distributions(
     """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.models.gpt import vocab_shard
-        from megatron_distill.signals import HiddenState
         from megatron_distill.train.assemble.data import RunSamples, read_validation
         from megatron_distill.train.assemble.models import (
             build_online_teacher,
@@ -61,9 +60,10 @@ def distributions(
             parts, sums, labels = [], [], []
             for batch in batches:
                 (signal,) = teacher.signals([batch])
-                assert isinstance(signal, HiddenState), "one stage, so that the head is here"
+                assert signal is not None, "one stage, so that the head is here"
+                state = signal.logit_source()
                 trained = batch.ce_mask_bs.reshape(-1)
-                logits_NV = signal.hidden[trained].double() @ signal.weight.double().T
+                logits_NV = state.hidden[trained].double() @ state.weight.double().T
                 logits_NV = logits_NV[:, : vocabulary.size]
                 parts.append(logits_NV.log_softmax(1))
                 sums.append(logits_NV.logsumexp(1))

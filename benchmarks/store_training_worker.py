@@ -25,7 +25,7 @@ from megatron_distill.store import CaptureSettings, SampleRecord, StoreReader, S
 if TYPE_CHECKING:
     from megatron_distill.data.samples import State
     from megatron_distill.runtime.groups import Groups
-    from megatron_distill.signals import Signal
+    from megatron_distill.signals import Signals
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.step import Student
 
@@ -67,7 +67,7 @@ class Steps:
     schedule: Any
     objective: TokenObjective
 
-    def take(self, batches: StepBatches, signals: Sequence[Signal | None]) -> float:
+    def take(self, batches: StepBatches, signals: Signals) -> float:
         """One optimizer step; its loss."""
         from benchmarks.subject import OPTIMIZER
         from megatron_distill.train.step import train_step
@@ -76,7 +76,7 @@ class Steps:
             self.student,
             self.optimizer,
             self.schedule,
-            list(zip(batches.micro_batches, signals, strict=True)),
+            signals,
             [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,

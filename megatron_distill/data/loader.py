@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final
 
@@ -83,6 +83,15 @@ class StepLoader:
     def take(self, step: int) -> StepBatches:
         """The micro-batches of this rank for the next step, on its device.
 
+        Raises and communicates as `take_on_host`.
+        """
+        batches = self.take_on_host(step)
+        on_device = tuple(batch.to(self._device) for batch in batches.micro_batches)
+        return replace(batches, micro_batches=on_device)
+
+    def take_on_host(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step, in host memory.
+
         `step` is checked to be the same on all ranks. Raises DataError or StoreError, on all ranks
         alike.
 
@@ -98,7 +107,6 @@ class StepLoader:
             )
             .context_shard(*self._context)
             .with_trained_rows()
-            .to(self._device)
             for index in range(self._layout.micro_batches)
         )
         counts = data.by_source

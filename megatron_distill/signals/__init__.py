@@ -10,7 +10,14 @@ from megatron_distill.signals.targets import (
     Support,
     TermView,
 )
-from megatron_distill.signals.teacher import IdSignal, Signal, Teacher, WithFeatures
+from megatron_distill.signals.teacher import (
+    IdSignal,
+    OnDemand,
+    Signal,
+    Signals,
+    Teacher,
+    WithFeatures,
+)
 from megatron_distill.signals.topk import TopK
 
 __all__ = [
@@ -22,9 +29,11 @@ __all__ = [
     "IdTarget",
     "LogitRule",
     "LogitSource",
+    "OnDemand",
     "Recorded",
     "Sampled",
     "Signal",
+    "Signals",
     "Support",
     "Teacher",
     "TermView",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +14,9 @@ from megatron_distill.signals.targets import IdTarget, TermView
 if TYPE_CHECKING:
     from megatron_distill.runtime.batch import Batch
 
-__all__ = ["IdSignal", "Signal", "Teacher", "WithFeatures"]
+__all__ = ["IdSignal", "OnDemand", "Signal", "Signals", "Teacher", "WithFeatures"]
+
+Given = TypeVar("Given")
 
 
 class Signal(Protocol):
@@ -77,11 +79,54 @@ class WithFeatures:
     features: Mapping[tuple[str, int], Tensor]
 
 
-class Teacher(Protocol):
-    """Any source of signals for the micro-batches of a step, before the student's schedule."""
+class Signals(Protocol):
+    """The signals of a step's micro-batches: a list, or `OnDemand`.
 
-    def signals(
-        self, batches: Sequence[Batch]
-    ) -> Sequence[Signal] | Sequence[None] | Sequence[WithFeatures]:
-        """One signal per micro-batch; None on ranks whose pipeline stage needs none."""
+    The student's step takes element i in the forward step of micro-batch i, on all ranks of a
+    stage in the same order. An element may be computed, and communicate, when it is taken. It is
+    the same each time, but only the element taken last is sure to be free of work.
+    """
+
+    def __len__(self) -> int:
+        """Number of micro-batches."""
+        ...
+
+    def __getitem__(self, micro_batch: int, /) -> Signal | WithFeatures | None:
+        """The signal of a micro-batch; None on ranks whose pipeline stage needs none."""
+        ...
+
+    def __iter__(self) -> Iterator[Signal | WithFeatures | None]:
+        """The signals of all micro-batches in order; a list of them holds every one."""
+        ...
+
+
+class OnDemand(Generic[Given]):
+    """Signals computed when they are taken; only the one taken last is in memory."""
+
+    def __init__(self, count: int, compute: Callable[[int], Given]) -> None:
+        self._count = count
+        self._compute = compute
+        self._held: tuple[int, Given] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, micro_batch: int) -> Given:
+        """See `Signals`. Raises IndexError past the last micro-batch."""
+        if not 0 <= micro_batch < self._count:
+            raise IndexError(f"micro-batch {micro_batch} of {self._count}")
+        if self._held is None or self._held[0] != micro_batch:
+            self._held = None  # its memory is free for the next one
+            self._held = micro_batch, self._compute(micro_batch)
+        return self._held[1]
+
+    def __iter__(self) -> Iterator[Given]:
+        return (self[micro_batch] for micro_batch in range(self._count))
+
+
+class Teacher(Protocol):
+    """Any source of signals for the micro-batches of a step."""
+
+    def signals(self, batches: Sequence[Batch]) -> Signals:
+        """One signal per micro-batch, computed before the student's schedule or during it."""
         ...

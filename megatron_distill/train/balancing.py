@@ -16,6 +16,7 @@ from megatron_distill.losses import (
     BalanceState,
     LossWeights,
     RatioBalance,
+    RawLosses,
     Scales,
     ValueSchedule,
     scaled_weights,
@@ -23,6 +24,7 @@ from megatron_distill.losses import (
 )
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Signals
 from megatron_distill.train.features import FEATURES_LOSS
 from megatron_distill.train.loss_sizes import (
     agreed,
@@ -35,7 +37,7 @@ from megatron_distill.train.loss_sizes import (
 from megatron_distill.train.metrics import PUBLIC_NAMES
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.source_metrics import SourceFigures
-from megatron_distill.train.step import Pair, StepReport, Student
+from megatron_distill.train.step import StepReport, Student
 
 __all__ = ["BalancedStep", "Balancing", "CLAMPED_STEPS", "ClampWatch", "Schedules"]
 
@@ -111,6 +113,14 @@ class Balancing:
         """Whether the weights depend on the measured losses."""
         return self.mode in ("magnitude", "gradient_norm")
 
+    def runs_student_twice(self, state: BalanceState) -> bool:
+        """Whether `prepare` runs the student's schedule too, so that a signal is taken twice."""
+        return self.per_micro_batch or (self.is_measured and self._known(state) is None)
+
+    def _known(self, state: BalanceState) -> RawLosses | None:
+        """The losses of the steps before, where this step's are not measured."""
+        return state.mean(decay=self.decay) if self.from_last_step else None
+
     def resumed(self, state: BalanceState) -> BalanceState:
         """The state of a checkpoint, or a new one if that belongs to different losses."""
         terms, features = len(self.schedules.terms), len(self.schedules.features)
@@ -129,7 +139,7 @@ class Balancing:
     def prepare(
         self,
         student: Student,
-        pairs: Sequence[Pair],
+        signals: Signals,
         objective: TokenObjective,
         step: StepBatches,
         *,
@@ -147,13 +157,13 @@ class Balancing:
         own = self.schedules.applied(objective, steps_done)
         after = state
         if self.per_micro_batch:
-            raws = local_loss_values(student, pairs, own, step)
+            raws = local_loss_values(student, signals, own, step)
             each = [self.ratios.scales(raw, weights) for raw in raws]
         else:
             scales = Scales()
             if self.is_measured:
-                scales, after = self._measured(student, pairs, own, step, weights, state)
-            each = [scales] * len(pairs)
+                scales, after = self._measured(student, signals, own, step, weights, state)
+            each = [scales] * len(signals)
         effective = [scaled_weights(weights, alpha=alpha, scales=scales) for scales in each]
         temperatures = [term.temperature for term in own.terms]
         objectives = tuple(own.at(one, temperatures) for one in effective)
@@ -163,7 +173,7 @@ class Balancing:
             self._logged(own, alpha, scales, one)
             for scales, one in zip(each, effective, strict=True)
         ]
-        means = _mean(logged, student.groups, pairs) if self.per_micro_batch else logged[0]
+        means = _mean(logged, student.groups, step) if self.per_micro_batch else logged[0]
         return BalancedStep(objectives, weights, (state, after), means)
 
     def finish(
@@ -195,17 +205,17 @@ class Balancing:
     def _measured(
         self,
         student: Student,
-        pairs: Sequence[Pair],
+        signals: Signals,
         own: TokenObjective,
         step: StepBatches,
         weights: LossWeights,
         state: BalanceState,
     ) -> tuple[Scales, BalanceState]:
-        known = state.mean(decay=self.decay) if self.from_last_step else None
+        known = self._known(state)
         if known is not None:
             return self.ratios.scales(known, weights), state
         measure = gradient_norms if self.mode == "gradient_norm" else loss_values
-        raw = measure(student, pairs, own, step)
+        raw = measure(student, signals, own, step)
         if not self.from_last_step:
             state = state.updated(raw, measure=self.mode, decay=self.decay)
             raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
@@ -258,11 +268,11 @@ def _sources_with_own_weights(balanced: BalancedStep, sources: SourceFigures) ->
 
 
 def _mean(
-    logged: Sequence[Mapping[str, float]], groups: Groups, pairs: Sequence[Pair]
+    logged: Sequence[Mapping[str, float]], groups: Groups, step: StepBatches
 ) -> dict[str, float]:
     """The mean over the micro-batches of all data and context ranks."""
     names = list(logged[0])
-    device = pairs[0][0].tokens_bs.device
+    device = step.micro_batches[0].tokens_bs.device
     total = torch.tensor([[one[name] for name in names] for one in logged], device=device).sum(0)
     if groups.data_context.size() > 1:
         dist.all_reduce(total, group=groups.data_context)

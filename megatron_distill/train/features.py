@@ -34,6 +34,7 @@ from megatron_distill.models.layers import tap_layers
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Signals, WithFeatures
 from megatron_distill.train.optimizer import allocate_adam
 
 # Report entry of the weighted sum of all pairs.
@@ -49,11 +50,17 @@ class _Step:
     With `of_gradients` each value is the sum of squares of the weighted loss's gradient.
     """
 
-    features: Sequence[Features]  # per micro-batch
+    signals: Signals
     weights_sb: Sequence[Tensor]  # per micro-batch, of all tokens of this context rank
     pair_weights: Sequence[Sequence[float]]  # per micro-batch
     of_gradients: bool
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by pair and micro-batch
+
+    def features(self, micro_batch: int) -> Features:
+        """The teacher's features; recomputation in backward takes those of the same micro-batch."""
+        given = self.signals[micro_batch]
+        assert isinstance(given, WithFeatures)
+        return given.features
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class FeatureLosses:
 
     def begin(
         self,
-        features: Sequence[Features],
+        signals: Signals,
         step: StepBatches,
         pair_weights: Sequence[Sequence[float]],
         *,
@@ -118,15 +125,15 @@ class FeatureLosses:
     ) -> None:
         """Compute the losses of the schedule that runs next, until `finish` or `finish_each`.
 
-        `features` are the teacher's, per micro-batch. `pair_weights`, per micro-batch, are the
-        pairs' weights in the gradient. Without gradients enabled, none is added. With
+        `signals` have the teacher's features. `pair_weights`, per micro-batch, are the pairs'
+        weights in the gradient. Without gradients enabled, none is added. With
         `of_gradients` the values are the sums of squares of the weighted losses' gradients with
         respect to the layers' outputs, and no gradient is added.
         """
         weights_sb = [
             token_weights(batch.kd_weights_bs.t(), step.kd_tokens) for batch in step.micro_batches
         ]
-        self._step = _Step(features, weights_sb, pair_weights, of_gradients)
+        self._step = _Step(signals, weights_sb, pair_weights, of_gradients)
 
     def finish(self) -> dict[str, Tensor]:
         """Return the unweighted means over the global batch per pair, and their weighted sum.
@@ -162,7 +169,7 @@ class FeatureLosses:
 
     def _shares(self, step: _Step) -> Tensor:
         """This rank's share; the sum over tensor ranks is the whole."""
-        shares_MP = torch.zeros(len(step.features), len(self.pairs), device=self._device)
+        shares_MP = torch.zeros(len(step.weights_sb), len(self.pairs), device=self._device)
         for (index, micro_batch), value in step.values.items():
             # Every tensor rank has the whole loss of a map, also under sequence parallelism.
             is_part = self._splits and not self.pairs[index].is_of_attention
@@ -194,7 +201,7 @@ class FeatureLosses:
         for index, pair in self._of(layer, is_of_attention=False):
             loss = FeatureLoss(
                 pair.loss,
-                teacher=step.features[micro_batch]["output", pair.teacher].flatten(0, 1),
+                teacher=step.features(micro_batch)["output", pair.teacher].flatten(0, 1),
                 weights=weights_sb.reshape(-1),
                 projector=self.projectors.of(pair) if self.projectors else None,
             )
@@ -216,7 +223,7 @@ class FeatureLosses:
         step = self._step
         assert step is not None
         assert not step.of_gradients, "the rules refuse that of attention maps"
-        features = step.features[micro_batch]
+        features = step.features(micro_batch)
         for index, pair in self._of(layer, is_of_attention=True):
             loss = AttentionLoss(
                 AttentionInputs(

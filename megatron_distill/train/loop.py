@@ -1,4 +1,4 @@
-"""The training loop: take batches, ask the teacher, step, log, validate, save."""
+"""The training loop: take batches, step with the teacher's signals, log, validate, save."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.garbage import StepGarbage
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.signals import Teacher
+from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
 from megatron_distill.train.metrics import MetricsLog, public_names
 from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.phase_timers import TEACHER, PhaseTimers
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.teachers.lookahead import StepSource
@@ -53,6 +54,7 @@ class Parts:
     held_out: HeldOut
     metrics: MetricsLog
     throughput: Throughput
+    timers: PhaseTimers
     device: torch.device
 
 
@@ -156,14 +158,11 @@ def _distil(
     parts: Parts, batches: StepBatches, plan: LoopPlan
 ) -> tuple[StepReport, Mapping[str, float], float]:
     """Return the step's report, its logged weights and the teacher's time in seconds."""
-    started = time.perf_counter()
-    state, micro_batches = parts.state, batches.micro_batches
-    signals = parts.teacher.signals(micro_batches) if parts.teacher else [None] * len(micro_batches)
-    teacher_seconds = time.perf_counter() - started
-    pairs = list(zip(micro_batches, signals, strict=True))
+    state, timers = parts.state, parts.timers
+    signals = _signals(parts, batches)
     balanced = parts.balancing.prepare(
         state.student,
-        pairs,
+        signals,
         parts.objective,
         batches,
         steps_done=state.step,
@@ -173,7 +172,7 @@ def _distil(
         state.student,
         state.optimizer,
         state.schedule,
-        pairs,
+        signals,
         balanced.objectives,
         batches,
         clip_grad_norm=plan.clip_grad_norm,
@@ -181,7 +180,20 @@ def _distil(
     state.balance, report = parts.balancing.finish(
         balanced, report, groups=state.student.groups, device=parts.device
     )
-    return report, balanced.logged, teacher_seconds
+    return report, balanced.logged, timers.read().get(TEACHER, 0.0)
+
+
+def _signals(parts: Parts, batches: StepBatches) -> Signals:
+    """Return the teacher's signals; those computed during the schedule are timed there."""
+    micro_batches, timers = batches.micro_batches, parts.timers
+    if parts.teacher is None:
+        return [None] * len(micro_batches)
+    with timers.phase(TEACHER):
+        signals = parts.teacher.signals(micro_batches)
+    signals = timers.of_teacher(signals)
+    # Taken twice, a signal is kept: a second forward pass of the teacher takes longer than any
+    # other part of the step, its hidden states take as much memory as with pipeline stages.
+    return list(signals) if parts.balancing.runs_student_twice(parts.state.balance) else signals
 
 
 def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_distill.losses import RawLosses
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups, repeated_dropout
-from megatron_distill.signals import Signal
+from megatron_distill.signals import Signal, Signals
 from megatron_distill.train.features import FEATURES_LOSS, FeatureLosses
 from megatron_distill.train.objective import Head, TokenObjective
-from megatron_distill.train.step import Pair, Student, run_student, student_reports
+from megatron_distill.train.step import Student, run_student, student_reports
 
 
 def loss_values(
-    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+    student: Student, signals: Signals, objective: TokenObjective, step: StepBatches
 ) -> RawLosses:
     """Return the mean of each raw loss over the trained tokens of the global batch.
 
@@ -29,15 +29,15 @@ def loss_values(
     """
     objective = replace(objective, source_names=())
     with torch.no_grad(), repeated_dropout():
-        objectives = [objective] * len(pairs)
-        means = run_student(student, pairs, objectives, step, forward_only=True)
+        objectives = [objective] * len(signals)
+        means = run_student(student, signals, objectives, step, forward_only=True)
     names = raw_names(objective)
     values = agreed(torch.stack([means[name] for name in names]), groups=student.groups)
     return raw_losses(objective, values)
 
 
 def local_loss_values(
-    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+    student: Student, signals: Signals, objective: TokenObjective, step: StepBatches
 ) -> list[RawLosses]:
     """Return the mean of each raw loss over this rank's trained tokens, for each micro-batch.
 
@@ -49,10 +49,10 @@ def local_loss_values(
     """
     objective = replace(objective, source_names=())
     with torch.no_grad(), repeated_dropout():
-        objectives = [objective] * len(pairs)
-        reports = student_reports(student, pairs, objectives, step, forward_only=True)
-    names = token_names(objective)
-    shares = torch.zeros(len(pairs), len(names), device=pairs[0][0].tokens_bs.device)
+        objectives = [objective] * len(signals)
+        reports = student_reports(student, signals, objectives, step, forward_only=True)
+    names, batches = token_names(objective), step.micro_batches
+    shares = torch.zeros(len(signals), len(names), device=batches[0].tokens_bs.device)
     for row, report in enumerate(reports):
         shares[row] = torch.stack([report[name] for name in names])
     if student.groups.pipeline.size() > 1:
@@ -62,7 +62,7 @@ def local_loss_values(
     means = torch.stack(
         [
             share * _batches_in(batch, step, share)
-            for (batch, _), share in zip(pairs, shares.unbind(), strict=True)
+            for batch, share in zip(batches, shares.unbind(), strict=True)
         ]
     )
     return [raw_losses(objective, row) for row in means.tolist()]
@@ -79,7 +79,7 @@ def _batches_in(batch: Batch, step: StepBatches, share: Tensor) -> Tensor:
 
 
 def gradient_norms(
-    student: Student, pairs: Sequence[Pair], objective: TokenObjective, step: StepBatches
+    student: Student, signals: Signals, objective: TokenObjective, step: StepBatches
 ) -> RawLosses:
     """Return the norms of the gradients of cross-entropy and of the weighted divergences.
 
@@ -92,9 +92,9 @@ def gradient_norms(
     pass in the tensor group.
     """
     with torch.no_grad(), repeated_dropout():
-        objectives = [_GradientSquares(replace(objective, source_names=()))] * len(pairs)
+        objectives = [_GradientSquares(replace(objective, source_names=()))] * len(signals)
         squares = run_student(
-            student, pairs, objectives, step, forward_only=True, feature_gradients=True
+            student, signals, objectives, step, forward_only=True, feature_gradients=True
         )
     names = ["ce", "kd"] + ([] if objective.features is None else [FEATURES_LOSS])
     norms = torch.stack([squares[name] for name in names]).sqrt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_distill.models.gpt import HiddenStateGPT, run_model
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Signal, WithFeatures
+from megatron_distill.signals import Signal, Signals, WithFeatures
 from megatron_distill.train.features import FEATURES_LOSS
 from megatron_distill.train.objective import (
     Head,
@@ -31,8 +31,7 @@ from megatron_distill.train.pipeline_schedule import run_schedule
 from megatron_distill.train.source_metrics import SourceFigures, step_figures
 
 PROJECTOR_NORM = "projector_grad_norm"
-Pair = tuple[Batch, Signal | WithFeatures | None]
-_Item = tuple[int, Pair, MicroBatchObjective]
+_Item = tuple[int, Batch, MicroBatchObjective]
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,19 @@ def _forward(
     chunk: torch.nn.Module,
     *,
     student: Student,
+    signals: Signals,
     step: StepBatches,
 ) -> tuple[Tensor, Any]:
-    number, (batch, spoken), objective = next(iterator)
+    number, batch, objective = next(iterator)
+    # Before the student: its activations are not in memory while a live teacher runs.
+    given = signals[number]
     hidden_sbh = run_model(
         chunk,
         batch,
         context_size=student.groups.context.size(),
         micro_batch=None if objective.features is None else number,
     )
-    signal = spoken.signal if isinstance(spoken, WithFeatures) else spoken
+    signal = given.signal if isinstance(given, WithFeatures) else given
     return hidden_sbh, partial(
         _loss, objective=objective, head=student.head, batch=batch, signal=signal, step=step
     )
@@ -97,7 +99,7 @@ def _loss(
 
 def student_reports(
     student: Student,
-    pairs: Sequence[Pair],
+    signals: Signals,
     objectives: Sequence[MicroBatchObjective],
     step: StepBatches,
     *,
@@ -106,24 +108,25 @@ def student_reports(
 ) -> list[dict[str, Tensor]]:
     """Run the student's schedule, leaving gradients in its buffers unless `forward_only`.
 
-    Each micro-batch has its own objective. Returns the reports of all micro-batches on the last
-    stage, an empty list elsewhere. Feature losses stay open until `FeatureLosses.finish`; with
-    `feature_gradients` they are the squared norms of their gradients.
+    Each micro-batch has its own signal and objective. Returns the reports of all micro-batches on
+    the last stage, an empty list elsewhere. Feature losses stay open until `FeatureLosses.finish`;
+    with `feature_gradients` they are the squared norms of their gradients.
 
-    Collective: those of `run_schedule` and of the objective per micro-batch.
+    Collective: those of `run_schedule`, and of the signal and the objective per micro-batch.
     """
+    batches = step.micro_batches
+    assert len(signals) == len(batches), (len(signals), len(batches))
     features = objectives[0].features
     if features is not None:
-        spoken = [_features(pair) for pair in pairs]
         weights = [objective.feature_weights for objective in objectives]
-        features.begin(spoken, step, weights, of_gradients=feature_gradients)
-    numbered = enumerate(zip(pairs, objectives, strict=True))
+        features.begin(signals, step, weights, of_gradients=feature_gradients)
+    numbered = enumerate(zip(batches, objectives, strict=True))
     return run_schedule(
-        partial(_forward, student=student, step=step),
+        partial(_forward, student=student, signals=signals, step=step),
         student.wrapped,
-        [(number, pair, objective) for number, (pair, objective) in numbered],
+        [(number, batch, objective) for number, (batch, objective) in numbered],
         groups=student.groups,
-        micro_batch_size=pairs[0][0].tokens_bs.shape[0],
+        micro_batch_size=batches[0].tokens_bs.shape[0],
         sequence_length=student.sequence_length,
         forward_only=forward_only,
     )
@@ -131,7 +134,7 @@ def student_reports(
 
 def run_student(
     student: Student,
-    pairs: Sequence[Pair],
+    signals: Signals,
     objectives: Sequence[MicroBatchObjective],
     step: StepBatches,
     *,
@@ -146,7 +149,7 @@ def run_student(
     """
     reports = student_reports(
         student,
-        pairs,
+        signals,
         objectives,
         step,
         forward_only=forward_only,
@@ -157,7 +160,7 @@ def run_student(
         names=objectives[0].report_names,
         source_names=objectives[0].source_report_names,
         groups=student.groups,
-        device=pairs[0][0].tokens_bs.device,
+        device=step.micro_batches[0].tokens_bs.device,
     )
     features = objectives[0].features
     if features is not None:
@@ -166,17 +169,11 @@ def run_student(
     return means
 
 
-def _features(pair: Pair) -> Mapping[tuple[str, int], Tensor]:
-    _, spoken = pair
-    assert isinstance(spoken, WithFeatures)
-    return spoken.features
-
-
 def train_step(
     student: Student,
     optimizer: ChainedOptimizer,
     schedule: OptimizerParamScheduler,
-    pairs: Sequence[Pair],
+    signals: Signals,
     objectives: Sequence[TokenObjective],
     step: StepBatches,
     *,
@@ -193,7 +190,7 @@ def train_step(
     projectors = objectives[0].features.projectors if objectives[0].features else None
     if projectors is not None:
         projectors.zero_gradients()
-    means = run_student(student, pairs, objectives, step)
+    means = run_student(student, signals, objectives, step)
     if projectors is not None:
         means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))

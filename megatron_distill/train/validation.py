@@ -55,9 +55,8 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
         for step in held_out.steps:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
-            pairs = list(zip(batches, signals, strict=True))
-            objectives = [objective] * len(pairs)
-            means = run_student(student, pairs, objectives, step, forward_only=True)
+            objectives = [objective] * len(batches)
+            means = run_student(student, signals, objectives, step, forward_only=True)
             mine = LabelTotals.of([step], ())
             for key, mean in means.items():
                 # A source's entry, like the rest, is a share of the whole batch.

@@ -181,11 +181,11 @@ def balanced(rank: int, world: int, case: Case) -> Found:
             ranks=groups.data.size(),
             context=(groups.context.rank(), groups.context.size()),
         )
-        pairs = list(zip(step.micro_batches, listener.signals(step.micro_batches), strict=True))
+        signals = listener.signals(step.micro_batches)
         prepared = balancing.prepare(
-            student, pairs, objective, step, steps_done=0, state=BalanceState()
+            student, signals, objective, step, steps_done=0, state=BalanceState()
         )
-        means = run_student(student, pairs, prepared.objectives, step)
+        means = run_student(student, signals, prepared.objectives, step)
         mean = prepared.states[1].mean(decay=0.0)
         return Found(
             report={name: float(value) for name, value in means.items()},

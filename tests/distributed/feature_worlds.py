@@ -264,10 +264,9 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         teacher_weights = parts([online.model], groups)
         step = step_batches(groups, setting.micro_batch_size)
         signals = FeatureTeacher(online, ways).signals(step.micro_batches)
-        pairs = list(zip(step.micro_batches, signals, strict=True))
         balancing = build_balancing(setting, objective)
         balanced = balancing.prepare(
-            student, pairs, objective, step, steps_done=0, state=BalanceState()
+            student, signals, objective, step, steps_done=0, state=BalanceState()
         )
         for chunk in student.wrapped:
             chunk.zero_grad_buffer()
@@ -275,9 +274,9 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
             losses.projectors.zero_gradients()
         if setting.forward_only:
             with torch.no_grad():
-                means = run_student(student, pairs, balanced.objectives, step, forward_only=True)
+                means = run_student(student, signals, balanced.objectives, step, forward_only=True)
         else:
-            means = run_student(student, pairs, balanced.objectives, step)
+            means = run_student(student, signals, balanced.objectives, step)
         norm = losses.projectors.reduce_gradients() if losses.projectors else torch.zeros(())
         for chunk in student.chunks:
             for parameter in chunk.parameters():

@@ -75,10 +75,9 @@ def figures_of_sources(
         def means(step: StepBatches, how: Any) -> dict[str, float]:
             assert parts.teacher is not None
             signals = parts.teacher.signals(step.micro_batches)
-            pairs = list(zip(step.micro_batches, signals, strict=True))
             with torch.no_grad():
-                objectives = [how] * len(pairs)
-                found = run_student(student, pairs, objectives, step, forward_only=True)
+                objectives = [how] * len(signals)
+                found = run_student(student, signals, objectives, step, forward_only=True)
             return {name: float(value) for name, value in found.items()}
 
         step = parts.loader.take(1)

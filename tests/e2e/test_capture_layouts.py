@@ -92,8 +92,9 @@ def whole_logits(
         ]
         batch = pack_samples(samples)
         whole = micro_batch(batch, slice(None), isolate_documents=True).with_trained_rows()
-        (state,) = teacher.signals([whole])
-        assert state is not None
+        (signal,) = teacher.signals([whole])
+        assert signal is not None
+        state = signal.logit_source()
         logits = state.hidden.double() @ state.weight[: vocabulary.size].double().t()
         return logits.view(len(tokens), -1, vocabulary.size).numpy()
 

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "TP2+sequence": ("dense", 1, 2, (TENSOR, SEQUENCE)),
     "first stage": ("dense", 0, 2, (PIPELINE,)),
     "last stage, virtual": ("dense", 1, 2, (PIPELINE, VIRTUAL)),
+    "last stage, states on the host": ("dense", 1, 2, (PIPELINE, "teacher.offload_hidden=true")),
     "DP2": ("dense", 1, 2, ()),
     "CP2": ("dense", 1, 2, (CONTEXT,)),
     "GPT-like": ("gpt", 0, 1, ()),

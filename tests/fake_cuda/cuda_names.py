@@ -15,12 +15,30 @@ from torch import Tensor
 
 class _Stream:
     cuda_stream = 0
+    device = torch.device("cuda", 0)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def wait_stream(self, _: Any) -> None:
         pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1.0
 
 
 class _Generator:
@@ -40,6 +58,7 @@ def _state(*_: Any, **__: Any) -> Tensor:
 
 
 _NAMES: dict[str, Any] = {
+    "Event": _Event,
     "Stream": _Stream,
     "_lazy_init": _nothing,
     "current_device": lambda: 0,

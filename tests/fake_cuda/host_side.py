@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_distill.data import loader
 from megatron_distill.data.loader import Wire
+from megatron_distill.data.prefetch import PrefetchedSteps
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.fake_cuda.watching_mode import WatchingMode
-
-_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -38,23 +37,30 @@ class OwnWire(Wire):
 
 def read_on_the_host(mode: WatchingMode) -> None:
     """Let loaders read real samples and hand out fake ones, for the rest of the process."""
-    take = loader.StepLoader.take
+    take = loader.StepLoader.take_on_host
 
     def taken(self: loader.StepLoader, step: int) -> StepBatches:
-        with as_first_rank(), patch.object(self, "_device", _CPU):
+        with as_first_rank():
             batches = take(self, step)
-        on_device = tuple(_on_device(batch, mode) for batch in batches.micro_batches)
-        return replace(batches, micro_batches=on_device)
+        fakes = tuple(_fake(batch, mode) for batch in batches.micro_batches)
+        return replace(batches, micro_batches=fakes)
+
+    def begun(self: PrefetchedSteps, step: int) -> Future[Any]:
+        # Here and not in a thread, where tensors are not fake.
+        taking: Future[Any] = Future()
+        taking.set_result(self._take(step))
+        return taking
 
     patch.object(loader, "Wire", OwnWire).start()
-    patch.object(loader.StepLoader, "take", taken).start()
+    patch.object(loader.StepLoader, "take_on_host", taken).start()
+    patch.object(PrefetchedSteps, "_begin", begun).start()
 
 
-def _on_device(batch: Batch, mode: WatchingMode) -> Batch:
-    def moved(value: Any) -> Any:
-        return mode.from_tensor(value).cuda() if isinstance(value, Tensor) else value
+def _fake(batch: Batch, mode: WatchingMode) -> Batch:
+    def faked(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
 
-    found = {field.name: moved(getattr(batch, field.name)) for field in fields(batch)}
+    found = {field.name: faked(getattr(batch, field.name)) for field in fields(batch)}
     return Batch(**{**found, "copied_from": batch})
 
 

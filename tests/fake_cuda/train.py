@@ -49,6 +49,7 @@ def _train(config: RunConfig, seen: Seen) -> bool:
         patch.object(module, "on_first_rank", lambda work, **_: work()).start()
         run_on_the_host(module, "on_first_rank")
     run_on_the_host(assembly, "open_tokenizer", "keep_assets")
+    patch.object(assembly, "exchange_group", lambda **_: None).start()
     run_on_the_host(HostBatch, "of")
     distil = loop._distil
 

@@ -46,11 +46,13 @@ class WatchingMode(FakeTensorMode):
         self.seen = seen
         FakeTensor.data = property(Tensor.data.__get__, _set_data)
         FakeTensor.tolist = lambda tensor: self._as_list(tensor)
+        FakeTensor.pin_memory = lambda tensor: tensor  # there is no memory, and no stream
+        FakeTensor.record_stream = lambda _tensor, _stream: None
 
     def dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if func is _aten._local_scalar_dense.default and args[0].constant is None:
             self._note_wait(args[0])
             return _numbers(args[0]).item()

@@ -80,6 +80,19 @@ def _layers_per_stage(job: JobConfig) -> Iterator[Problem]:
             )
 
 
+def _offloading(job: JobConfig) -> Iterator[Problem]:
+    for role, model in job.models.items():
+        reason = None
+        if role == "student":
+            reason = "for a student"
+        elif model.store is not None:
+            reason = "with teacher.store, which has no hidden states"
+        elif job.parallel.pipeline == 1:
+            reason = "with parallel.pipeline = 1: the states of one micro-batch exist at a time"
+        if model.offload_hidden and reason is not None:
+            yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
+
+
 def _sequence(job: JobConfig) -> Iterator[Problem]:
     parallel, length = job.parallel, job.data.sequence_length
     if parallel.sequence and parallel.tensor < 2:
@@ -213,6 +226,7 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _models,
     _pipeline,
     _layers_per_stage,
+    _offloading,
     _sequence,
     _experts,
     _sources,

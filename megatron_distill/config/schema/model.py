@@ -259,6 +259,13 @@ class ModelConfig(Section):
         "keys of `teacher` are compared with the store.",
     )
 
+    offload_hidden: bool = Field(
+        default=False,
+        description="Teacher only: with pipeline stages, keep its hidden states of a step in "
+        "pinned host memory until the student needs them. On a GPU they else take 2 bytes times "
+        "hidden size per token of the step and replica, divided by `tensor` with `sequence`.",
+    )
+
     @field_validator("store", mode="before")
     @classmethod
     def _paths_are_sources(cls, store: object) -> object:

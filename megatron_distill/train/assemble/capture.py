@@ -301,6 +301,7 @@ def _assemble(
         execution=execution,
         shard=shard,
         layers=teacher_layers(given, job.origin.architecture, layout=groups.layout),
+        offload_hidden=config.teacher is not None and config.teacher.offload_hidden,
     )
     _LOGGER.info("%s", _banner(config, job, teacher.model, execution))
     filler: ShardFiller | None = None

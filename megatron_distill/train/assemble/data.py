@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_distill.config import DataConfig, TrainConfig
 from megatron_distill.data.loader import StepLoader
@@ -103,9 +104,16 @@ class RunSamples:
 
 
 def open_training_loader(
-    samples: RunSamples, train: TrainConfig, *, groups: Groups, device: torch.device
+    samples: RunSamples,
+    train: TrainConfig,
+    *,
+    groups: Groups,
+    device: torch.device,
+    exchange: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     """Open the training stream on the first rank and a loader on every rank.
+
+    The batches are exchanged in the group `exchange`, None: the world.
 
     Raises DataError on all ranks.
     """
@@ -118,6 +126,7 @@ def open_training_loader(
         device=device,
         prefetch=2,
         sources=len(samples.names(held_out=False)),
+        exchange=exchange,
     )
 
 
@@ -174,6 +183,7 @@ def open_loader(
     device: torch.device,
     prefetch: int,
     sources: int = 1,
+    exchange: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     """Open a loader on every rank for a source that exists on the first rank."""
     return StepLoader(
@@ -187,7 +197,7 @@ def open_loader(
         context_parallel_size=groups.context.size(),
         isolate_documents=data.isolate_documents,
         device=device,
-        group=groups.world,
+        group=exchange or groups.world,
         prefetch=prefetch,
         sources=sources,
     )

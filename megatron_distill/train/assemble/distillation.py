@@ -122,6 +122,7 @@ def open_teacher(
         execution=execution,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         layers=teacher_layers(given, origin.architecture, layout=groups.layout),
+        offload_hidden=section.offload_hidden,
     )
 
 

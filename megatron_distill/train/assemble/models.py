@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_distill.config import (
@@ -48,6 +49,7 @@ from megatron_distill.train.checkpoint.folder import Description, assets_of, res
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import check_same_model, saved_architecture
+from megatron_distill.train.teachers.host_states import HostStates
 from megatron_distill.train.teachers.live import OnlineTeacher
 
 _LOGGER = get_logger(__name__)
@@ -81,11 +83,13 @@ def build_online_teacher(
     execution: Execution,
     shard: VocabShard,
     layers: tuple[int, ...] | None = None,
+    offload_hidden: bool = False,
 ) -> OnlineTeacher:
     """Build the frozen model; its head has the columns of `shard`.
 
     The model may have more or fewer rows than the one that `shard` belongs to, but all of its real
-    ids. `layers` of each stage; None: even.
+    ids. `layers` of each stage; None: even. `offload_hidden`: with pipeline stages, hidden states
+    wait for the student in host memory.
     """
     execution = replace(execution, layers_per_stage=layers)
     (model,) = _build(
@@ -104,7 +108,15 @@ def build_online_teacher(
         head_weight=head,
         groups=groups,
         sequence_length=sequence_length,
+        host_states=_host_states(groups, execution.device) if offload_hidden else None,
     )
+
+
+def _host_states(groups: Groups, device: torch.device) -> HostStates | None:
+    """Return the host memory for hidden states, on the stage that has them."""
+    if device.type == "cpu" and groups.world.rank() == 0:
+        _LOGGER.warning("teacher.offload_hidden = true has no effect on a CPU")
+    return HostStates(device) if groups.is_last_stage else None
 
 
 def teacher_seed(seed: int) -> int:

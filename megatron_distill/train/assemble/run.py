@@ -23,6 +23,7 @@ from megatron_distill.config import (
     ValidationConfig,
     with_steps,
 )
+from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Execution, Recompute
@@ -69,6 +70,7 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
+from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, run_folder
 from megatron_distill.train.run_state import RunState
@@ -226,7 +228,14 @@ def _assemble(
         groups=groups,
         device=device.torch_device,
     )
-    loader = _open_source(samples, config.train, groups, device.torch_device, resources)
+    loader = _open_source(
+        samples,
+        config.train,
+        groups,
+        device.torch_device,
+        resources,
+        timeout_seconds=config.runtime.timeout_seconds,
+    )
     if newest is not None:
         state.restore(newest, loader)
         state.balance = balancing.resumed(state.balance)
@@ -246,6 +255,7 @@ def _assemble(
         held_out=held_out,
         metrics=metrics,
         throughput=_throughput(opened, config.train, groups, device),
+        timers=PhaseTimers(device.torch_device),
         device=device.torch_device,
     )
     plan = _plan(
@@ -347,15 +357,25 @@ def _open_source(
     groups: Groups,
     device: torch.device,
     resources: ExitStack,
+    *,
+    timeout_seconds: float,
 ) -> StepSource:
-    """Open the training stream; it reads ahead where the teacher is a store."""
-    loader = open_training_loader(samples, train, groups=groups, device=device)
-    resources.callback(loader.close)
+    """Open the training stream; a thread takes each step while the one before runs.
+
+    Where the teacher is a store, steps are taken two steps early.
+
+    Collective: world, creation of the group that exchanges the batches.
+    """
+    exchange = exchange_group(timeout_seconds=timeout_seconds)
+    loader = open_training_loader(samples, train, groups=groups, device=device, exchange=exchange)
+    source = resources.enter_context(
+        PrefetchedSteps(loader, last_step=train.steps, device=device, group=exchange)
+    )
     stored = samples.stored
     if stored is None:
-        return loader
+        return source
     return Lookahead(
-        loader, last_step=train.steps, expect=stored.teacher.expect, stores=stored.identities
+        source, last_step=train.steps, expect=stored.teacher.expect, stores=stored.identities
     )
 
 

@@ -81,7 +81,7 @@ def _hear(parts: CaptureParts, batches: StepBatches) -> None:
     for index, (batch, signal) in enumerate(zip(batches.micro_batches, signals, strict=True)):
         if signal is None:
             continue
-        found = parts.positions(signal, batch).whole(batch, parts.groups.context)
+        found = parts.positions(signal.logit_source(), batch).whole(batch, parts.groups.context)
         if parts.filler is not None:
             settings = parts.positions.settings
             parts.filler.submit(build_records(samples[index], found.on_host(), settings))

@@ -16,8 +16,16 @@ from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_mod
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import HiddenState, WithFeatures
+from megatron_distill.signals import (
+    HiddenState,
+    IdTarget,
+    OnDemand,
+    Signals,
+    TermView,
+    WithFeatures,
+)
 from megatron_distill.train.pipeline_schedule import run_schedule
+from megatron_distill.train.teachers.host_states import HostStates
 
 # The kind of feature, `output`, `query` or `key`, and its layer, counted from 1.
 Feature = tuple[str, int]
@@ -50,10 +58,11 @@ def routes(
 
 
 class FeatureTeacher:
-    """An online teacher that also returns features of selected layers.
+    """An online teacher that also returns features of selected layers, in the teacher's dtype.
 
-    Features are held for a whole step, in the teacher's dtype. The stage of the student's layer
-    holds them for every micro-batch; the teacher's own stage holds them until they are sent.
+    With one pipeline stage the features of one micro-batch exist at a time, as the layers left
+    them. With several, the stage of the student's layer holds them for every micro-batch of a step;
+    the teacher's own stage holds them until they are sent.
     """
 
     def __init__(self, online: OnlineTeacher, ways: Sequence[Route]) -> None:
@@ -69,14 +78,19 @@ class FeatureTeacher:
             {layer: partial(self._attended, layer) for what, layer in features if what == "query"},
         )
 
-    def signals(self, batches: Sequence[Batch]) -> Sequence[WithFeatures]:
+    def signals(self, batches: Sequence[Batch]) -> OnDemand[WithFeatures] | Sequence[WithFeatures]:
         """Return the teacher's signal of each micro-batch, and the features that this stage needs.
 
-        Collective: those of the online teacher; then, in the pipeline group, one message per
-        feature and each different stage that needs it. Hidden states take 2 bytes (in bf16) per
-        value and token of this rank's micro-batches. Queries and keys take 2 bytes per value of
-        this tensor rank's heads, the keys of the whole sequence.
+        With one pipeline stage both are computed when they are taken.
+
+        Collective: those of the online teacher; then, with several stages, in the pipeline group
+        one message per feature and each different stage that needs it. Hidden states take 2 bytes
+        (in bf16) per value and token of this rank's micro-batches. Queries and keys take 2 bytes
+        per value of this tensor rank's heads, the keys of the whole sequence.
         """
+        if self.online.runs_in_step:
+            in_step = self.online.signals(batches)
+            return OnDemand(len(batches), partial(self._one, in_step))
         self._micro_batches = len(batches)
         signals = self.online.signals(batches)
         kept, self._kept = self._kept, {}
@@ -92,6 +106,12 @@ class FeatureTeacher:
             WithFeatures(signal, {name: states[index] for name, states in features.items()})
             for index, signal in enumerate(signals)
         ]
+
+    def _one(self, signals: Signals, micro_batch: int) -> WithFeatures:
+        signal = signals[micro_batch]
+        assert not isinstance(signal, WithFeatures)
+        kept, self._kept = self._kept, {}
+        return WithFeatures(signal, kept)
 
     def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         self._keep(("output", layer), hidden_sbH, micro_batch)
@@ -111,6 +131,9 @@ class FeatureTeacher:
         return query, key
 
     def _keep(self, feature: Feature, tensor: Tensor, micro_batch: int) -> None:
+        if self.online.runs_in_step:
+            self._kept[feature] = tensor
+            return
         if feature not in self._kept:
             self._kept[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
         self._kept[feature][micro_batch] = tensor
@@ -174,11 +197,54 @@ def exchange(
 
 
 @dataclass(frozen=True)
+class ModelOutput:
+    """A teacher's last hidden states as its model leaves them, and its head; a `Signal`.
+
+    Under sequence parallelism each tensor rank has a part of the sequence. The whole is gathered by
+    `logit_source`, and exists as long as its result.
+
+    Attributes:
+        tokens: number of tokens N.
+        take: returns the hidden states [s, b, h] on the device.
+    """
+
+    tokens: int
+    take: Callable[[], Tensor]
+    teacher: OnlineTeacher
+
+    @torch.no_grad()
+    def logit_source(self) -> HiddenState:
+        """Return the hidden states [N, H] of all tokens, and the head.
+
+        Collective: tensor group, under sequence parallelism one all-gather of h values per token.
+        """
+        weight, shape = self.teacher.head_weight, self.teacher.architecture
+        assert weight is not None, "the last stage has the head"
+        return HiddenState(
+            hidden=hidden_for_head(self.take(), groups=self.teacher.groups),
+            weight=weight,
+            logit_softcap=shape.logit_softcap,
+            logit_scale=shape.logit_scale,
+        )
+
+    def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:  # noqa: ARG002
+        """None: terms are between logits, or on ids chosen from them."""
+        return None
+
+    def token_statistics(self) -> Mapping[str, Tensor]:
+        """Empty: all follow from the logits."""
+        return {}
+
+
+@dataclass(frozen=True)
 class OnlineTeacher:
     """A frozen model; the signal of a micro-batch is its final hidden state and its head shard.
 
-    The last stage holds the hidden states of a whole step, in the model's output layout (split
-    along the sequence under sequence parallelism); no logits are stored.
+    With one pipeline stage the model runs when a signal is taken, in the student's forward step:
+    one micro-batch's hidden states exist at a time. With several it runs before the student's
+    schedule, and the last stage holds the hidden states of a whole step, on the device or in
+    `host_states`. They are in the model's output layout (split along the sequence under sequence
+    parallelism); no logits are stored.
     """
 
     model: HiddenStateGPT
@@ -186,46 +252,54 @@ class OnlineTeacher:
     head_weight: Tensor | None  # rows of the student's vocabulary shard; on the last stage only
     groups: Groups
     sequence_length: int
+    host_states: HostStates | None = None
 
-    @torch.no_grad()
-    def signals(self, batches: Sequence[Batch]) -> Sequence[HiddenState] | Sequence[None]:
+    @property
+    def runs_in_step(self) -> bool:
+        """Whether the model runs when a signal is taken."""
+        return self.groups.pipeline.size() == 1
+
+    def signals(
+        self, batches: Sequence[Batch]
+    ) -> OnDemand[ModelOutput] | Sequence[ModelOutput] | Sequence[None]:
         """Return one signal per micro-batch on the last pipeline stage, None elsewhere.
 
-        Collective: the forward half of `run_schedule`, then per micro-batch one all-gather of the
-        hidden state in the tensor group under sequence parallelism, when the signal is built.
+        Collective: the forward half of `run_schedule`: for all micro-batches at once, or for one
+        when its signal is taken.
         """
-        context_size = self.groups.context.size()
-        outputs = run_schedule(
-            partial(_forward, context_size=context_size),
+        if self.runs_in_step:
+            return OnDemand(len(batches), lambda number: self._run([(number, batches[number])])[0])
+        outputs = self._run(list(enumerate(batches)))
+        return outputs or [None] * len(batches)
+
+    @torch.no_grad()
+    def _run(self, batches: Sequence[tuple[int, Batch]]) -> list[ModelOutput]:
+        """Run the model; an empty list on stages other than the last."""
+        return run_schedule(
+            self._forward,
             [self.model],
-            list(enumerate(batches)),
+            batches,
             groups=self.groups,
-            micro_batch_size=batches[0].tokens_bs.shape[0],
+            micro_batch_size=batches[0][1].tokens_bs.shape[0],
             sequence_length=self.sequence_length,
             forward_only=True,
             collect_outputs=True,
         )
-        if self.head_weight is None:
-            return [None] * len(batches)
-        return [
-            HiddenState(
-                hidden=hidden_for_head(hidden_sbh, groups=self.groups),
-                weight=self.head_weight,
-                logit_softcap=self.architecture.logit_softcap,
-                logit_scale=self.architecture.logit_scale,
-            )
-            for hidden_sbh in outputs
-        ]
 
+    def _forward(
+        self, iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., ModelOutput]]:
+        number, batch = next(iterator)
+        context_size = self.groups.context.size()
+        output = run_model(model, batch, context_size=context_size, micro_batch=number)
+        return output, partial(self._collected, number=number, tokens=batch.tokens_bs.numel())
 
-def _forward(
-    iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module, *, context_size: int
-) -> tuple[Tensor, Callable[..., Tensor]]:
-    number, batch = next(iterator)
-    output = run_model(model, batch, context_size=context_size, micro_batch=number)
-    return output, _keep_output
-
-
-def _keep_output(output: Tensor, *, non_loss_data: bool) -> Tensor:
-    assert non_loss_data
-    return output
+    def _collected(
+        self, hidden_sbh: Tensor, *, number: int, tokens: int, non_loss_data: bool
+    ) -> ModelOutput:
+        assert non_loss_data
+        states = self.host_states
+        if states is None or self.runs_in_step:
+            return ModelOutput(tokens, lambda: hidden_sbh, self)
+        states.put(number, hidden_sbh)
+        return ModelOutput(tokens, partial(states.take, number), self)

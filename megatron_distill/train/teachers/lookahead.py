@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.batch import Batch, StepBatches
@@ -43,7 +42,7 @@ class Lookahead:
 
     def __init__(
         self,
-        loader: StepLoader,
+        loader: StepSource,
         *,
         last_step: int,
         expect: Callable[[Sequence[Batch]], None],
@@ -61,7 +60,7 @@ class Lookahead:
 
         Raises DataError or StoreError on all ranks alike, up to two steps early.
 
-        Collective: those of `StepLoader.take`, for steps ahead.
+        Collective: those of the loader's `take`, for steps ahead.
         """
         first = self._ahead[-1][0] + 1 if self._ahead else step
         for number in range(first, min(step + _STEPS_AHEAD, self._last_step) + 1):

@@ -1,0 +1,178 @@
+"""Each step's batches, read, exchanged and copied to the device while the step before runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.samples import State
+from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.batch import Batch, StepBatches
+
+__all__ = ["PrefetchedSteps", "exchange_group"]
+
+
+def exchange_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks for the exchange of batches; None in a world of one rank.
+
+    Collective: the whole world, group creation.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step's batches, the loader's state after it, and the event at the end of its copies."""
+
+    batches: StepBatches
+    state: State
+    copied: torch.cuda.Event | None
+
+
+class PrefetchedSteps:
+    """Takes steps from a loader one step ahead, in a thread of each rank; a `StepSource`.
+
+    The loader's `group` is its own: collectives of two threads cannot share one. It is destroyed on
+    exit; None: the loader does not communicate. No step after `last_step` is taken. On CUDA the
+    thread copies from pinned memory on a stream of its own.
+
+    An error of the loader is raised on all ranks alike by the `take` of its step. As a context, the
+    steps end with the run: a step under way is waited for where all ranks end together, and left
+    alone after an error of this rank only, whose peers may never send it.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        *,
+        last_step: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._loader = loader
+        self._last_step = last_step
+        self._device = device
+        self._group = group
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead: tuple[int, Future[_Taken]] | None = None
+        self._in_use: StepBatches | None = None
+        self._state = loader.state_dict()
+        self._steps: SimpleQueue[tuple[Callable[[], _Taken], Future[_Taken]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def take(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step; the step after it is begun.
+
+        Raises DataError or StoreError, on all ranks alike.
+
+        Collective: those of `StepLoader.take_on_host`, in the thread.
+        """
+        number, taking = self._ahead or (step, self._begin(step))
+        assert number == step, f"step {number} has its turn, not {step}"
+        self._ahead = None
+        taken = taking.result()
+        if taken.copied is not None:
+            assert self._stream is not None
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(taken.copied)
+            # The next copies may reuse the memory of batches that the steps so far have read.
+            self._stream.wait_stream(current)
+        self._in_use, self._state = taken.batches, taken.state
+        if step < self._last_step:
+            self._ahead = step + 1, self._begin(step + 1)
+        return taken.batches
+
+    def state_dict(self) -> State:
+        """The position after the last step returned; plain values, the same on all ranks."""
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue after the steps that `state` has taken; the step ahead is discarded.
+
+        Raises DataError, on all ranks alike, if the source does not read the same data.
+
+        Collective: that of the loader.
+        """
+        self._discard_ahead()
+        self._loader.load_state_dict(state)
+        self._state = self._loader.state_dict()
+
+    def __enter__(self) -> PrefetchedSteps:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._steps.put(None)
+        if error is None or isinstance(error, MegatronDistillError):
+            self._discard_ahead()
+            self._in_use = None
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+        self._loader.close()
+
+    def _discard_ahead(self) -> None:
+        """Wait for the step that is being taken, on all ranks, and forget it."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
+            self._ahead = None
+
+    def _begin(self, step: int) -> Future[_Taken]:
+        taking: Future[_Taken] = Future()
+        self._steps.put((lambda: self._take(step), taking))
+        if self._thread is None:
+            # A daemon: a process that ends by an error does not wait for its peers' messages.
+            self._thread = Thread(target=_work, args=(self._steps,), name="prefetch", daemon=True)
+            self._thread.start()
+        return taking
+
+    def _take(self, step: int) -> _Taken:
+        batches = self._loader.take_on_host(step)
+        state = self._loader.state_dict()
+        if self._stream is None:
+            return _Taken(batches, state, None)
+        with torch.cuda.stream(self._stream):  # also makes its device this thread's
+            on_device = tuple(_pinned(batch).to(self._device) for batch in batches.micro_batches)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return _Taken(replace(batches, micro_batches=on_device), state, copied)
+
+
+def _work(steps: SimpleQueue[tuple[Callable[[], _Taken], Future[_Taken]] | None]) -> None:
+    """Do the work of the queue until it has None."""
+    while (asked := steps.get()) is not None:
+        work, taking = asked
+        try:
+            taking.set_result(work())
+        except (MegatronDistillError, RuntimeError) as error:
+            taking.set_exception(error)  # `take` raises it
+        finally:
+            if not taking.done():  # a defect: it ends this thread as well
+                taking.set_exception(sys.exception())
+
+
+def _pinned(batch: Batch) -> Batch:
+    """The same batch in pinned host memory, from which copies do not block."""
+    tensors: dict[str, Any] = {
+        field.name: value.pin_memory()
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **tensors)

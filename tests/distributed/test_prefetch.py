@@ -1,0 +1,88 @@
+"""Steps taken in a thread of each rank, in a group of their own, beside the steps' collectives.
+
+Regimes: collectives of two threads in one group; an error that some ranks see a step early; an end
+in the middle of the stream, after which the world must still work.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
+from megatron_distill.errors import DataError
+from tests.distributed.pool import Pool
+from tests.distributed.test_loader import LENGTH, ROWS, Layout, open_source, take_until_error
+from tests.support.data_fixtures import story
+
+
+def prefetched(spec: SourceSpec, rank: int, layout: Layout) -> PrefetchedSteps:
+    """The steps of a training stream, ranks as in `loader_for`."""
+    data, context, micro = layout
+    group = exchange_group(timeout_seconds=60.0)
+    loader = StepLoader(
+        open_source(spec, rank),
+        sequence_length=LENGTH,
+        global_batch_size=ROWS,
+        micro_batch_size=micro,
+        data_parallel_rank=rank // context,
+        data_parallel_size=data,
+        context_parallel_rank=rank % context,
+        context_parallel_size=context,
+        group=group,
+    )
+    return PrefetchedSteps(loader, last_step=99, device=torch.device("cpu"), group=group)
+
+
+def prefetch_until_error(
+    rank: int, world_size: int, spec: SourceSpec, layout: Layout
+) -> tuple[int, str]:
+    """The step that raised a DataError on this rank, and its message."""
+    with prefetched(spec, rank, layout) as steps:
+        for step in range(1, 99):
+            try:
+                steps.take(step)
+            except DataError as error:
+                return step - 1, str(error)
+            total = torch.ones(1)
+            dist.all_reduce(total)  # the training's collectives meanwhile
+            assert total == world_size
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2), (1, 2, 4)])
+def test_an_error_is_raised_on_all_ranks_by_the_step_of_a_loader_without_prefetch(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    path = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": story(index)}) for index in range(60)]
+    path.write_text("\n".join([*lines, '{"text": 7}']))
+    spec = SourceSpec("jsonl", (str(path),))
+    plain = pool.run(2, take_until_error, spec, 0)
+    assert pool.run(2, prefetch_until_error, spec, layout) == plain
+
+
+def end_early(rank: int, world_size: int, spec: SourceSpec) -> list[list[int]]:
+    """The samples of two steps, in each of two runs that end before the stream does."""
+    found = []
+    for _ in range(2):
+        with prefetched(spec, rank, (world_size, 1, 1)) as steps:
+            taken = [steps.take(step) for step in (1, 2)]
+        dist.barrier()
+        ids = [batch.sample_ids_b for step in taken for batch in step.micro_batches]
+        found.append(torch.cat(ids).tolist())
+    return found
+
+
+def test_the_world_works_on_after_an_end_in_the_middle(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
+    for first, second in pool.run(4, end_early, SourceSpec("jsonl", (str(path),))):
+        assert first == second
+        assert len(first) == 2 * ROWS // 4

@@ -1,0 +1,165 @@
+"""A live teacher within the student's step: its hidden states in memory, and their way through it.
+
+Regimes: hidden states or features of a whole step where one micro-batch's suffice; whole hidden
+states of all micro-batches on each tensor rank; states that come back from host memory as those of
+another micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from megatron_distill.runtime.batch import StepBatches
+from tests.distributed.feature_worlds import (
+    STUDENT,
+    TEACHER,
+    Setting,
+    build_losses,
+    build_student,
+    build_teacher,
+    whole_batch,
+)
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+from tests.distributed.test_models import LENGTH
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.groups import Groups
+    from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.train.objective import TokenObjective
+    from megatron_distill.train.step import Student
+
+ROWS = 4
+SEQUENCE = {"tensor": 2, "sequence": True}
+
+
+def step_of(micro_batches: int) -> StepBatches:
+    """Micro-batches of four sequences, each with tokens of its own."""
+    whole, batches = whole_batch(), []
+    for number in range(micro_batches):
+        tokens = (whole.tokens_bs + number) % 200
+        batch = replace(whole, tokens_bs=tokens, labels_bs=tokens.roll(-1, 1))
+        batches.append(batch.with_trained_rows())
+    return StepBatches(
+        tuple(batches),
+        ce_tokens=micro_batches * int(whole.ce_mask_bs.sum()),
+        kd_tokens=micro_batches * int(whole.kd_mask_bs.sum()),
+        positions=micro_batches * ROWS * LENGTH,
+    )
+
+
+def student_of(groups: Groups, step: StepBatches, recompute: str) -> Student:
+    """The student, its gradients divided by the positions of this step."""
+    from megatron_distill.config import OptimizerConfig
+    from megatron_distill.train.optimizer import connect_schedule
+
+    student = build_student(groups, recompute)
+    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
+    connect_schedule(student.wrapped, plain, positions=step.positions)
+    return student
+
+
+def objective_of(groups: Groups, features: FeatureLosses | None) -> TokenObjective:
+    """Cross-entropy, a divergence, and the feature losses if given."""
+    from megatron_distill.losses import Term
+    from megatron_distill.models.gpt import vocab_shard
+    from megatron_distill.ops import LogitRule
+    from megatron_distill.train.objective import TokenObjective
+
+    return TokenObjective(
+        ce_weight=1.0,
+        terms=(Term("forward_kl"),),
+        metrics=("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"),
+        chunk_tokens=None,
+        shard=vocab_shard(small_architecture(**STUDENT), groups),
+        logit_rule=LogitRule(None, 1.0),
+        groups=groups,
+        features=features,
+        feature_weights=tuple(pair.weight for pair in features.pairs) if features else (),
+    )
+
+
+def peak_of_step(
+    rank: int, world: int, layout: dict[str, Any], micro_batches: int, with_features: bool
+) -> int:
+    """Peak bytes of tensors above those alive before the teacher's and the student's schedule."""
+    with megatron_groups(**layout) as groups:
+        from benchmarks.peak import LiveStorages
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers.live import FeatureTeacher, routes
+
+        step = step_of(micro_batches)
+        student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
+        features = build_losses(Setting(), groups) if with_features else None
+        source: Any = teacher
+        if features is not None:
+            features.attach(student.chunks)
+            ways = routes(features.pairs, student_layers=4, teacher_layers=6, layout=groups.layout)
+            source = FeatureTeacher(teacher, ways)
+        objective = objective_of(groups, features)
+
+        def take() -> None:
+            signals = source.signals(step.micro_batches)
+            run_student(student, signals, [objective] * micro_batches, step)
+
+        take()
+        with LiveStorages() as live:
+            take()
+        return live.peak
+
+
+@pytest.mark.parametrize("with_features", [False, True])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
+def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
+    pool: Pool, world: int, layout: dict[str, Any], with_features: bool
+) -> None:
+    few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (4, 32))
+    for own_few, own_many in zip(few, many, strict=True):
+        assert own_many <= 1.05 * own_few, (few, many)
+
+
+def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, int]:
+    """Whether this is the last stage, and the bytes that a step's signals hold there."""
+    with megatron_groups(**SEQUENCE, pipeline=2) as groups:
+        from benchmarks.peak import LiveStorages
+
+        teacher, step = build_teacher(groups, TEACHER), step_of(micro_batches)
+        teacher.signals(step.micro_batches)
+        with LiveStorages() as live:
+            signals = teacher.signals(step.micro_batches)
+            held = live.current
+        assert len(signals) == micro_batches
+        return groups.is_last_stage, held
+
+
+def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool: Pool) -> None:
+    part = ROWS * LENGTH // 2 * TEACHER["hidden_size"] * torch.float32.itemsize
+    for is_last, held in pool.run(4, bytes_of_signals, 8):
+        # Megatron's model keeps the input of its last micro-batch.
+        assert held == (8 + 1) * part if is_last else held == 0
+
+
+def means_of_step(rank: int, world: int, through_host: bool) -> dict[str, float]:
+    """The report of a step with two pipeline stages, its schedule run twice."""
+    with megatron_groups(pipeline=2, virtual_pipeline=2) as groups:
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers.host_states import HostStates
+
+        step, objective = step_of(4), objective_of(groups, None)
+        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        if through_host and groups.is_last_stage:
+            teacher = replace(teacher, host_states=HostStates(torch.device("cpu")))
+        signals = teacher.signals(step.micro_batches)
+        means = [run_student(student, signals, [objective] * 4, step) for _ in range(2)]
+        assert means[0] == means[1]
+        return {name: float(mean) for name, mean in means[0].items()}
+
+
+def test_states_in_host_memory_give_the_same_losses(pool: Pool) -> None:
+    on_device, through_host = (pool.run(2, means_of_step, host) for host in (False, True))
+    assert through_host == on_device
+    assert on_device[0]["kd"] > 0
