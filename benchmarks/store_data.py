@@ -109,7 +109,7 @@ def _packed(
 
 def record_of(sample: MadeUpSample, k: int, *, sample_id: int) -> SampleRecord:
     """A capture's record at this k; the dropped ids are added to the tail."""
-    entries = sample.record.top_k
+    entries = sample.record.entries
     assert entries.log_tail_S is not None
     dropped = np.concatenate([entries.log_probs_SK[:, k:], entries.log_tail_S[:, None]], axis=1)
     tail = np.logaddexp.reduce(dropped.astype(np.float64), axis=1).astype(np.float32)

@@ -168,7 +168,7 @@ def _stored(codec: str, entries: TopKEntries, vocab_size: int) -> TopKEntries:
         entries=entries,
         scalars=PositionScalars(nothing, nothing, nothing),
     )
-    return unpack(pack(record, settings, bytes(8))).top_k
+    return unpack(pack(record, settings, bytes(8))).entries
 
 
 def _peer(

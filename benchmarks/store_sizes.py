@@ -129,7 +129,7 @@ def _distillkit(
 ) -> Size:
     tokens, values, ids = [], [], []
     for sample in samples:
-        entries = sample.record.top_k
+        entries = sample.record.entries
         tokens.append(sample.record.tokens_S1[:-1].tolist())
         values.append(codec.value_bytes(entries.log_probs_SK[:, :k]))
         ids.append(encode_bits(entries.ids_SK[:, :k], VOCAB_SIZE))

@@ -111,7 +111,7 @@ def main() -> None:
 
 def _own(timings: Timings, place: Path, records: Sequence[SampleRecord], codec: str) -> None:
     folder, count = place / "store", len(records)
-    positions, k = records[0].top_k.ids_SK.shape
+    positions, k = records[0].entries.ids_SK.shape
     settings = CaptureSettings(k=k, vocab_size=VOCAB_SIZE, sequence_length=positions, codec=codec)
     subject = Subject(f"ours, {codec}", k, count * positions)
     os.sync()

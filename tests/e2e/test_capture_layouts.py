@@ -94,7 +94,7 @@ def whole_logits(
 
 def assert_is_what_the_logits_say(record: SampleRecord, logits: np.ndarray) -> None:
     """One record against float64 logits [S, G]."""
-    entries, scalars = record.top_k, record.scalars
+    entries, scalars = record.entries, record.scalars
     assert scalars is not None
     sums = np.logaddexp.reduce(logits, axis=1)
     dense = logits - sums[:, None]
@@ -195,7 +195,7 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(
 ) -> None:
     assert run_in(pool, 2, config, tmp_path / "store", "store.top_p=0.3") is True
     for record, whole in zip(samples_of(tmp_path / "store"), samples_of(reference), strict=True):
-        entries = record.top_k
+        entries = record.entries
         assert entries.n_kept_S is not None
         kept = np.arange(K) < entries.n_kept_S[:, None]
         np.testing.assert_array_equal(entries.ids_SK[kept], whole.top_k.ids_SK[kept])
@@ -254,7 +254,7 @@ def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
     kept = (stores[0] / "tokenizer" / "tokenizer.json").read_bytes()
     assert kept == (inputs.tokenizer / "tokenizer.json").read_bytes()
     for record, same in zip(samples_of(stores[0]), samples_of(stores[1]), strict=True):
-        np.testing.assert_array_equal(record.top_k.log_probs_SK, same.top_k.log_probs_SK)
+        np.testing.assert_array_equal(record.entries.log_probs_SK, same.top_k.log_probs_SK)
     # In another precision it is another store, near to this one.
     given = [*overrides, f"teacher.hf={models['hf']}", "data.tokenizer.path=null"]
     narrow = tmp_path / "narrow"

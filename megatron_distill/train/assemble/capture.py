@@ -27,7 +27,14 @@ from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
+from megatron_distill.store import (
+    KINDS,
+    CaptureSettings,
+    Identity,
+    Manifest,
+    Plan,
+    StoreWriter,
+)
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
 from megatron_distill.train.assemble.banner import capture_banner
@@ -193,7 +200,8 @@ def _plan(
 def _settings(
     section: StoreConfig, vocab_size: int, sequence_length: int, seed: int
 ) -> CaptureSettings:
-    if section.mode == "top_k" and section.k > vocab_size:
+    kind = KINDS[section.mode]
+    if kind.is_ranked and section.k > vocab_size:
         raise ConfigError(
             f"store.k = {section.k}: the teacher's vocabulary has {vocab_size} tokens; lower it"
         )
@@ -205,7 +213,7 @@ def _settings(
         codec=section.codec,
         top_p=section.top_p,
         temperatures=section.temperatures,
-        sampling_seed=seed if section.mode == "sampled" else None,
+        sampling_seed=seed if kind.needs_seed else None,
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +19,14 @@ from megatron_distill.losses import Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Recorded, Sampled, TopK
+from megatron_distill.signals import IdSignal, Recorded
 from megatron_distill.store import (
     CaptureSettings,
-    DrawnEntries,
     PositionScalars,
     SampleRecord,
     SampleTokens,
     StoreSet,
     Support,
-    TopKEntries,
-    cut_to_k,
-    sampled_signal,
-    top_k_signal,
     unpack,
 )
 
@@ -250,16 +244,16 @@ def recorded_signal(
         unpack(content, is_checked=True) if content else _blank(settings, number)
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
-    known: dict[tuple[object, ...], TopK | Sampled] = {}
+    known: dict[tuple[object, ...], IdSignal] = {}
     by_term = []
     for term in terms:
         key = (term.top_k, *_reading(term, settings))
         if key not in known:
-            known[key] = _kept(records, term, settings, batch.sequence_index_s)
+            known[key] = _read_signal(records, term, settings, batch.sequence_index_s)
         by_term.append(known[key])
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
-    if settings.normalised_over == "vocabulary":
+    if settings.is_complete:
         index_s = batch.sequence_index_s
         entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
         label_log_prob = _joined(
@@ -276,34 +270,24 @@ def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
     """
     if term.support != "renormalized":
         return term.temperature, "tail"
-    return 1.0, "renormalized" if settings.normalised_over == "kept" else "tail"
+    return 1.0, "tail" if settings.is_complete else "renormalized"
 
 
-def _kept(
+def _read_signal(
     records: Sequence[SampleRecord],
     term: Term,
     settings: CaptureSettings,
     index_s: NDArray[np.int64],
-) -> TopK | Sampled:
-    rows_n = torch.from_numpy(
-        np.concatenate([index_s + row * settings.sequence_length for row in range(len(records))])
-    )
-    if settings.mode == "sampled":
-        drawn = sampled_signal(records)
-        return Sampled(drawn.ids[rows_n], drawn.counts[rows_n])
-    k = term.top_k or settings.k
+) -> IdSignal:
+    """The signal of the records for a term, at this rank's positions."""
     temperature, support = _reading(term, settings)
-    whole = top_k_signal(
-        [cut_to_k(record, k) for record in records], temperature=temperature, support=support
-    )
-    if len(index_s) == settings.sequence_length:
+    whole = settings.kind.signal(records, k=term.top_k, temperature=temperature, support=support)
+    length = settings.sequence_length
+    if len(index_s) == length:
         return whole
-    return replace(
-        whole,
-        ids=whole.ids[rows_n],
-        log_probs=whole.log_probs[rows_n],
-        log_tail=whole.log_tail[rows_n],
-    )
+    rows = np.concatenate([index_s + row * length for row in range(len(records))])
+    rows_n = torch.from_numpy(rows)
+    return whole.map(lambda values: values[rows_n])
 
 
 def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
@@ -312,34 +296,15 @@ def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
 
 def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
     """A valid record of the right shapes for a row that is not trained."""
-    positions, k, temperatures = settings.sequence_length, settings.k, settings.temperatures
-    ids = np.zeros((positions, k), np.int32)
-    knows = settings.normalised_over == "vocabulary"
-    entries: TopKEntries | DrawnEntries
-    if settings.mode == "sampled":
-        counts = np.zeros_like(ids)
-        counts[:, 0] = k
-        entries = DrawnEntries(ids, counts)
-    else:
-        log_probs = np.full((positions, k), -np.inf, np.float32)
-        log_probs[:, 0] = 0.0
-        nothing = np.full(positions, -np.inf, np.float32)
-        further: dict[str, Any] = {}
-        if temperatures:
-            further = {
-                "temperatures": temperatures,
-                "log_sum_exp_TS": np.zeros((len(temperatures), positions), np.float32),
-                "log_tail_TS": np.tile(nothing, (len(temperatures), 1)),
-            }
-        entries = TopKEntries(ids, log_probs, nothing if knows else None, **further)
+    positions = settings.sequence_length
     zeros = np.zeros(positions, np.float32)
     return SampleRecord(
         sample_id=sample_id,
         tokens_S1=np.zeros(positions + 1, np.int32),
         document_ids_S1=np.full(positions + 1, -1, np.int32),
         flags_S1=np.zeros(positions + 1, np.uint8),
-        entries=entries,
-        scalars=PositionScalars(zeros, zeros, zeros) if knows else None,
+        entries=settings.kind.blank(settings),
+        scalars=PositionScalars(zeros, zeros, zeros) if settings.is_complete else None,
     )
 
 

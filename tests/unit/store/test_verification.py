@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def bad(kind: str, record: SampleRecord) -> SampleRecord:
-    entries = record.top_k
+    entries = record.entries
     ids, values = entries.ids_SK.copy(), entries.log_probs_SK.copy()
     if kind == "twice":
         ids[7, 3] = ids[7, 5]

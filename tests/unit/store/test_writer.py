@@ -136,9 +136,9 @@ def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
 
 def wrong_records() -> dict[str, object]:
     good = made_up(0, settings())
-    top_k, values = good.top_k, good.top_k.log_probs_SK.copy()
+    top_k, values = good.entries, good.entries.log_probs_SK.copy()
     values[3, 2] = np.nan
-    rising = good.top_k.log_probs_SK[:, ::-1].copy()
+    rising = good.entries.log_probs_SK[:, ::-1].copy()
     outside = top_k.ids_SK.copy()
     outside[1, 1] = 131_073
     half = good.scalars.entropy_S.astype(np.float16)
