@@ -70,14 +70,14 @@ def _forward(
     student: Student,
     step: StepBatches,
 ) -> tuple[Tensor, Any]:
-    number, (batch, spoken), objective = next(iterator)
+    number, (batch, of_teacher), objective = next(iterator)
     hidden_sbh = run_model(
         chunk,
         batch,
         context_size=student.groups.context.size(),
         micro_batch=None if objective.features is None else number,
     )
-    signal = spoken.signal if isinstance(spoken, WithFeatures) else spoken
+    signal = of_teacher.signal if isinstance(of_teacher, WithFeatures) else of_teacher
     return hidden_sbh, partial(
         _loss, objective=objective, head=student.head, batch=batch, signal=signal, step=step
     )
@@ -116,9 +116,9 @@ def student_reports(
     """
     features = objectives[0].features
     if features is not None:
-        spoken = [_features(pair) for pair in pairs]
+        teacher_features = [_features(pair) for pair in pairs]
         weights = [objective.feature_weights for objective in objectives]
-        features.begin(spoken, step, weights, of_gradients=feature_gradients)
+        features.begin(teacher_features, step, weights, of_gradients=feature_gradients)
     numbered = enumerate(zip(pairs, objectives, strict=True))
     return run_schedule(
         partial(_forward, student=student, step=step),
@@ -169,9 +169,9 @@ def run_student(
 
 
 def _features(pair: Pair) -> Mapping[tuple[str, int], Tensor]:
-    _, spoken = pair
-    assert isinstance(spoken, WithFeatures)
-    return spoken.features
+    _, signal = pair
+    assert isinstance(signal, WithFeatures)
+    return signal.features
 
 
 def train_step(

@@ -68,7 +68,7 @@ from megatron_distill.train.capture.loop import CaptureParts, fill_holes
 from megatron_distill.train.capture.order import (
     CaptureOrder,
     HoleSource,
-    StreamPlaces,
+    StreamPositions,
     working_folder,
 )
 from megatron_distill.train.capture.positions import PositionCapture
@@ -286,7 +286,7 @@ def _assemble(
 ) -> CaptureParts:
     groups, data = job.groups, config.data
     execution = execution_on(device, precision=config.capture.precision)
-    places = StreamPlaces(working_folder(job.folder), job.plan.uid)
+    places = StreamPositions(working_folder(job.folder), job.plan.uid)
     source = _open_source(job.samples, places, order, execution.device)
     loader = open_loader(
         source,
@@ -322,7 +322,7 @@ def _assemble(
         ),
         filler=filler,
         source=source,
-        places=places,
+        stream_positions=places,
         progress=_open_progress(job, order),
         groups=groups,
         device=execution.device,
@@ -356,7 +356,7 @@ def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module, execution:
 
 
 def _open_source(
-    samples: RunSamples, places: StreamPlaces, order: CaptureOrder, device: torch.device
+    samples: RunSamples, places: StreamPositions, order: CaptureOrder, device: torch.device
 ) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
 

@@ -66,8 +66,8 @@ class StoredTeacher:
         self._terms = tuple(terms)
         self._groups = groups
         self._device = device
-        self._is_listener = groups.is_last_stage
-        assert (stores is not None) == (self._is_listener and groups.tensor.rank() == 0)
+        self._reads_signals = groups.is_last_stage
+        assert (stores is not None) == (self._reads_signals and groups.tensor.rank() == 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._expected: deque[_Step] = deque()
 
@@ -104,7 +104,7 @@ class StoredTeacher:
             self._stores.close()
 
     def _begin(self, batches: Sequence[Batch]) -> _Step:
-        if not self._is_listener:
+        if not self._reads_signals:
             return _Step(batches, ())
         step = _Step(batches, [HostBatch.of(batch) for batch in batches])
         if self._stores is not None:
@@ -133,7 +133,7 @@ class StoredTeacher:
         # Failures are rare and their messages long: one number first shows if there is any.
         if any_rank(failure is not None, device=self._device):
             agree(failure)
-        if not self._is_listener:
+        if not self._reads_signals:
             return
         count = sum(len(batch.sample_ids) for batch in step.on_host)
         packed = _broadcast(packed, count, group=self._groups.tensor, device=self._device)
@@ -216,9 +216,9 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
     """Raise StoreError unless a record has the tokens and documents of a row."""
     index_s = batch.sequence_index_s
     tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
-    for mine, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
-        if not np.array_equal(mine, stored):
-            place = int(index_s[np.flatnonzero(mine != stored)[0]])
+    for own, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
+        if not np.array_equal(own, stored):
+            place = int(index_s[np.flatnonzero(own != stored)[0]])
             raise StoreError(
                 f"{where}: the tokens in the store and in this run differ, first at position "
                 f"{place}; use the corpus, seed and packing of the capture, or remove "

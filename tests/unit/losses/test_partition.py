@@ -58,14 +58,14 @@ KEPT = [
     Term("reverse_kl", 0.3, 2.0, top_k=5),
     Term("js_divergence", 0.8, top_k=8, support="renormalized"),
 ]
-CURVED = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
+NONLINEAR = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
 
 
 CASES: dict[str, tuple[list[Term], str]] = {
     "no term": ([], "live"),
-    "curved terms": (CURVED, "live"),
+    "curved terms": (NONLINEAR, "live"),
     "kept ids of a live teacher": (KEPT, "live"),
-    "given logits": ([Term(), *CURVED], "logits"),
+    "given logits": ([Term(), *NONLINEAR], "logits"),
     "recorded": (KEPT, "recorded"),
 }
 
