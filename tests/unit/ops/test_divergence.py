@@ -87,7 +87,7 @@ def test_equal_distributions_give_exactly_nothing(name: str, dtype: torch.dtype)
     assert slope is None or not slope.any()
 
 
-@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("near_equal", [True, False])
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_slopes_are_finite_where_a_class_has_hardly_any_probability(
     name: str, near_equal: bool
