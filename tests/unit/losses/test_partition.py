@@ -97,7 +97,7 @@ def test_parts_add_up_and_change_nothing_else(
             assert float(parts[part]) == pytest.approx(float(alone), rel=1e-6, abs=1e-9), name
 
 
-def test_what_is_not_finite_stays_in_its_part(problem: Problem, partition: Partition) -> None:
+def test_non_finite_values_stay_in_its_part(problem: Problem, partition: Partition) -> None:
     problem.ce_weights_N[:] = problem.kd_weights_N[:] = 1 / TOKENS
     spoiled = int((partition.ids == 1).nonzero()[3])
     hidden = problem.hidden_NH.clone()

@@ -52,7 +52,7 @@ def test_a_blend_shares_its_weight_between_forward_and_reverse() -> None:
     assert blended.sparse
 
 
-def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
+def test_top_k_ids_add_a_multiple_of_the_softmax_and_a_scatter() -> None:
     term = WeightedDivergence(KL, 2.0, 3.0)
     solved = IdTermGradient(
         value=torch.zeros(2),
@@ -88,7 +88,7 @@ def test_unused_rows_are_zero_even_if_nothing_in_them_is_finite() -> None:
     assert torch.equal(scale_rows_(values, weights, sparse=True), expected)
 
 
-def test_weights_of_all_but_kept_ids_leave_nothing_on_these_however_large_they_are() -> None:
+def test_tail_weights_of_any_size_leave_no_residue_on_top_k_ids() -> None:
     softmax = torch.randn(3, 7, generator=torch.Generator().manual_seed(6)).softmax(1)
     columns, topk_mask = torch.tensor([[4, 0], [1, 0], [6, 2]]), torch.tensor([True, False])
     topk_mask = topk_mask.expand(3, 2).clone()

@@ -125,7 +125,7 @@ def test_sums_lose_less_than_their_last_rounding_in_fp32(columns: int, dtype: to
     assert bool(((found - expected).abs() <= 2e-8 * expected).all())
 
 
-def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
+def test_local_statistics_have_the_rows_of_the_spec_and_no_more() -> None:
     term = WeightedDivergence(KL, 2.0, 1.0)
     assert len(StatisticsSpec(("student", "teacher"), (term,), full=False).names) == 5
     one = WeightedDivergence(KL, 1.0, 1.0)

@@ -201,7 +201,7 @@ def test_the_same_record_is_the_same_bytes(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_what_was_decoded_can_be_stored_again(codec: str) -> None:
+def test_decoded_records_can_be_stored_again(codec: str) -> None:
     wanted = settings(codec=codec, k=20, sequence_length=50)
     once = unpack(pack(made_up(8, wanted), wanted, UID))
     twice = unpack(pack(once, wanted, UID))

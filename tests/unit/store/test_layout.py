@@ -94,7 +94,7 @@ def read_top_k(packed: bytes, codec: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
 @pytest.mark.parametrize("top_p", [None, 0.8])
-def test_a_record_reads_as_the_document_says(codec: str, top_p: float | None) -> None:
+def test_a_record_reads_as_documented(codec: str, top_p: float | None) -> None:
     wanted = settings(codec=codec, top_p=top_p, k=9, sequence_length=21)
     record = made_up(77, wanted) if top_p is None else cut_to_mass(made_up(77, wanted), top_p)
     packed = pack(record, wanted, UID)
@@ -131,7 +131,7 @@ def require_header(packed: bytes, record: SampleRecord, codec: str, *, ragged: b
     assert plain.at(124, "u32") == zlib.crc32(packed[:124])
 
 
-def test_draws_read_as_the_document_says() -> None:
+def test_draws_read_as_documented() -> None:
     wanted = settings(mode="sampled", k=9, sampling_seed=0, sequence_length=21, codec="f32")
     record = made_up(4, wanted)
     packed = pack(record, wanted, UID)

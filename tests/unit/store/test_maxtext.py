@@ -105,7 +105,7 @@ def test_sequences_become_samples(tmp_path: Path) -> None:
             np.testing.assert_allclose(np.exp(part.log_probs_SK).sum(1), 1.0, rtol=1e-5)
 
 
-def test_the_store_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_store_names_its_missing_fields(tmp_path: Path) -> None:
     convert(tmp_path / "store", saved(tmp_path))
     with StoreReader.open(tmp_path / "store") as reader:
         assert reader.settings.lacks == ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
@@ -168,7 +168,7 @@ def refused() -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("said", list(refused()))
-def test_what_is_not_of_this_era_is_refused(tmp_path: Path, said: str) -> None:
+def test_files_of_another_version_are_refused(tmp_path: Path, said: str) -> None:
     file = write(tmp_path / "a.array_record", refused()[said])
     with pytest.raises(StoreError) as caught:
         convert(tmp_path / "store", [file])

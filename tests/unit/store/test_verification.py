@@ -75,7 +75,7 @@ def test_nothing_is_wrong_with_a_good_store(store: Path) -> None:
     assert contents(store) == before
 
 
-def test_an_incomplete_store_says_what_is_missing(tmp_path: Path) -> None:
+def test_an_incomplete_store_names_its_missing_shards(tmp_path: Path) -> None:
     fill(begin(tmp_path, settings()), [1])
     report = verify(tmp_path)
     assert report.missing == (0, 2)

@@ -46,6 +46,6 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
         StreamPositions(tmp_path, UID).load()
 
 
-def test_in_a_finished_store_nothing_is_kept(tmp_path: Path) -> None:
+def test_in_a_finished_store_no_position_is_saved(tmp_path: Path) -> None:
     StreamPositions(tmp_path / "gone", UID).save(STATES)
     assert list(tmp_path.iterdir()) == []
