@@ -107,9 +107,15 @@ def _packed(
     return tokens, np.cumsum(starts).astype(np.int32)
 
 
+def top_k_of(record: SampleRecord) -> TopKEntries:
+    """The entries of a record, a top-k in all benchmarks."""
+    assert isinstance(record.entries, TopKEntries)
+    return record.entries
+
+
 def record_of(sample: MadeUpSample, k: int, *, sample_id: int) -> SampleRecord:
     """A capture's record at this k; the dropped ids are added to the tail."""
-    entries = sample.record.top_k
+    entries = top_k_of(sample.record)
     assert entries.log_tail_S is not None
     dropped = np.concatenate([entries.log_probs_SK[:, k:], entries.log_tail_S[:, None]], axis=1)
     tail = np.logaddexp.reduce(dropped.astype(np.float64), axis=1).astype(np.float32)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.children import run_child
 from benchmarks.environment import ROOT
+from benchmarks.store_data import top_k_of
 from benchmarks.store_polynomial import BUDGET, RECOMMENDED, Polynomial, as_bf16
 from megatron_distill.config import load_config, to_yaml
 from megatron_distill.evaluation.quickstart import ChildRun, make
@@ -168,7 +169,7 @@ def _stored(codec: str, entries: TopKEntries, vocab_size: int) -> TopKEntries:
         entries=entries,
         scalars=PositionScalars(nothing, nothing, nothing),
     )
-    return unpack(pack(record, settings, bytes(8))).top_k
+    return top_k_of(unpack(pack(record, settings, bytes(8))))
 
 
 def _peer(

@@ -18,7 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from benchmarks.environment import installed
-from benchmarks.store_data import MadeUpSample
+from benchmarks.store_data import MadeUpSample, top_k_of
 from megatron_distill.store.maxtext import read_example
 
 __all__ = [
@@ -57,7 +57,7 @@ def example_features(sample: MadeUpSample, k: int, *, is_bf16: bool) -> dict[str
     return {
         "inputs": record.tokens_S1[:-1].astype(np.int64),
         "top_k_logits": logits.reshape(-1).astype(np.float32),
-        "top_k_indices": record.top_k.ids_SK[:, :k].reshape(-1).astype(np.int64),
+        "top_k_indices": top_k_of(record).ids_SK[:, :k].reshape(-1).astype(np.int64),
         "sequence_hash": np.asarray([-(1 << 62) + record.sample_id], np.int64),
         "inputs_position": np.arange(len(documents)) - begins,
         "inputs_segmentation": documents.astype(np.int64) + 1,
@@ -111,7 +111,7 @@ def megatron_member(samples: Sequence[MadeUpSample], k: int) -> bytes:
     """Megatron-LM's serialised data of an iteration: a list of micro-batches of one sequence."""
     values, low, high = [], [], []
     for sample in samples:
-        entries = sample.record.top_k
+        entries = top_k_of(sample.record)
         ids = entries.ids_SK[:, None, :k]
         assert ids.max() < _MEGATRON_VOCAB, "one bit beyond 16 is all that it has"
         values.append(torch.from_numpy(entries.log_probs_SK[:, None, :k].astype(np.float16)))

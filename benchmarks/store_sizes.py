@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import installed
-from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of
+from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
 from benchmarks.store_peers import (
     compressed,
     example_features,
@@ -129,7 +129,7 @@ def _distillkit(
 ) -> Size:
     tokens, values, ids = [], [], []
     for sample in samples:
-        entries = sample.record.top_k
+        entries = top_k_of(sample.record)
         tokens.append(sample.record.tokens_S1[:-1].tolist())
         values.append(codec.value_bytes(entries.log_probs_SK[:, :k]))
         ids.append(encode_bits(entries.ids_SK[:, :k], VOCAB_SIZE))

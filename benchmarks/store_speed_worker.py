@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of
+from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
 from benchmarks.store_peers import (
     EXAMPLE_KEYS,
     ExampleParser,
@@ -111,7 +111,7 @@ def main() -> None:
 
 def _own(timings: Timings, place: Path, records: Sequence[SampleRecord], codec: str) -> None:
     folder, count = place / "store", len(records)
-    positions, k = records[0].top_k.ids_SK.shape
+    positions, k = top_k_of(records[0]).ids_SK.shape
     settings = CaptureSettings(k=k, vocab_size=VOCAB_SIZE, sequence_length=positions, codec=codec)
     subject = Subject(f"ours, {codec}", k, count * positions)
     os.sync()

@@ -63,7 +63,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     manifest = Manifest.load(arguments.store, plan)
     settings, identity = plan.settings, plan.identity
     table = Table("", Column(str(arguments.store), overflow="fold"), box=None)
-    entries = "draws" if settings.mode == "sampled" else "ids"
+    entries = "ids" if settings.kind.is_ranked else "draws"
     temperatures = ", ".join(f"{t:g}" for t in (1.0, *settings.temperatures))
     rows = {
         "samples": f"{plan.samples:,} of {settings.sequence_length:,} positions",
@@ -97,7 +97,7 @@ def _stats(arguments: argparse.Namespace, console: Console) -> int:
     table = Table("per trained position", "", box=None)
     table.add_row("positions", f"{totals.positions:,}")
     if totals.positions:
-        kept = "not defined" if plan.settings.mode == "sampled" or lacks else None
+        kept = "not defined" if not plan.settings.kind.is_ranked or lacks else None
         table.add_row("kept mass", kept or f"{totals.kept_mass / totals.positions:.5f}")
         nats = {"entropy": totals.entropy, "cross-entropy": -totals.label_log_prob}
         for name, total in nats.items():

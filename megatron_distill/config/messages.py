@@ -58,9 +58,9 @@ class Key:
     def plain(self) -> Any:
         """The type without null."""
         if get_origin(self.annotation) in (Union, types.UnionType):
-            kept = [arm for arm in get_args(self.annotation) if arm is not type(None)]
-            assert len(kept) == 1, "a key has one type, with or without null"
-            return kept[0]
+            arms = [arm for arm in get_args(self.annotation) if arm is not type(None)]
+            assert len(arms) == 1, "a key has one type, with or without null"
+            return arms[0]
         return self.annotation
 
     @property

@@ -97,8 +97,8 @@ class StepLoader:
 
         Collective: the group, two broadcasts of together 8 bytes per token of the global batch.
         """
-        said = self._next_step() if self._source is not None else None
-        data = self._wire.exchange(step, said)
+        outcome = self._next_step() if self._source is not None else None
+        data = self._wire.exchange(step, outcome)
         self._last = data
         self._samples_taken += self._layout.global_batch_size
         shards = tuple(
@@ -238,10 +238,10 @@ class Wire:
         uses_device = not self._is_alone and dist.get_backend(group) != "gloo"
         self._device = device if uses_device else torch.device("cpu")
 
-    def exchange(self, step: int, said: StepData | MegatronDistillError | None) -> StepData:
+    def exchange(self, step: int, outcome: StepData | MegatronDistillError | None) -> StepData:
         """Broadcast rank 0's step data to every rank, or raise rank 0's error on all of them.
 
-        `said` is None on every other rank. All ranks must ask for the same step. The returned data
+        `outcome` is None on other ranks. All ranks must ask for the same step. The returned data
         is in host memory, independent of the device of the broadcast.
 
         Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, then the
@@ -249,23 +249,25 @@ class Wire:
         text.
         """
         if self._is_alone:
-            assert said is not None
-            if isinstance(said, MegatronDistillError):
-                raise said
-            return said
-        header, payload = self._message(step, said) if said is not None else (None, None)
+            assert outcome is not None
+            if isinstance(outcome, MegatronDistillError):
+                raise outcome
+            return outcome
+        header, payload = self._message(step, outcome) if outcome is not None else (None, None)
         header = self._broadcast(header, _HEADER_FIELDS + 2 * self._sources, torch.int64)
         status, sent_step, text_bytes, *counts = header.tolist()
         assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
         words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
         payload = self._broadcast(payload, words, torch.int32)
-        if isinstance(said, StepData):
-            text = said.state_text
+        if isinstance(outcome, StepData):
+            text = outcome.state_text
         else:
             text = payload[-self._text_words(text_bytes) :].numpy().tobytes()[:text_bytes]
         if status != _DATA:
             kind = ERROR_TYPES[status - _FIRST_ERROR]
-            raise said if isinstance(said, MegatronDistillError) else kind(text.decode("utf-8"))
+            raise (
+                outcome if isinstance(outcome, MegatronDistillError) else kind(text.decode("utf-8"))
+            )
         values = [_count(units) for units in counts]
         by_source = tuple(map(LabelCounts, values[::2], values[1::2]))
         return StepData(self._unpack(payload), by_source, text)
@@ -277,14 +279,16 @@ class Wire:
     def _text_words(text_bytes: int) -> int:
         return max(1, -(-text_bytes // 4))
 
-    def _message(self, step: int, said: StepData | MegatronDistillError) -> tuple[Tensor, Tensor]:
+    def _message(
+        self, step: int, outcome: StepData | MegatronDistillError
+    ) -> tuple[Tensor, Tensor]:
         status = _DATA
-        if isinstance(said, MegatronDistillError):
-            status = _FIRST_ERROR + ERROR_TYPES.index(type(said))
-            text, parts, counts = str(said).encode("utf-8"), [], [0, 0] * self._sources
+        if isinstance(outcome, MegatronDistillError):
+            status = _FIRST_ERROR + ERROR_TYPES.index(type(outcome))
+            text, parts, counts = str(outcome).encode("utf-8"), [], [0, 0] * self._sources
         else:
-            text, batch = said.state_text, said.batch
-            each = [count for source in said.by_source for count in (source.ce, source.kd)]
+            text, batch = outcome.state_text, outcome.batch
+            each = [count for source in outcome.by_source for count in (source.ce, source.kd)]
             counts = [_units(count) for count in each]
             ids_G2 = batch.sample_ids_G.view(torch.int32)
             parts = [batch.tokens_GS1, batch.marks_GS1, ids_G2, batch.sources_G]

@@ -92,16 +92,16 @@ class AttentionLoss:
         return torch.where(self.weights[rows, :, None, None] != 0, query[rows], 0)
 
     def _of_block(self, query_qbnd: Tensor, key: Tensor, rows: slice, hidden: Tensor) -> Tensor:
-        mine = _mean_map(query_qbnd, key, self.rule, hidden)
+        student_map = _mean_map(query_qbnd, key, self.rule, hidden)
         with torch.no_grad():
             queries = self._counted(self.teacher.query, rows)
-            theirs = _mean_map(queries, self.teacher.key, self.teacher.rule, hidden)
-            both = torch.stack([theirs, mine])
+            teacher_map = _mean_map(queries, self.teacher.key, self.teacher.rule, hidden)
+            both = torch.stack([teacher_map, student_map])
             if self.group is not None and self.group.size() > 1:
                 dist.all_reduce(both, group=self.group)
         p, q = both
         # Value of the mean over all heads, with the gradient of this rank's heads only.
-        q = mine + (q - mine).detach()
+        q = student_map + (q - student_map).detach()
         # Both maps sum to one up to rounding; p log(p/q) - p + q is of second order.
         p, q = p.double(), q.double()
         loss_bq = (torch.xlogy(p, p) - p * q.clamp_min(_SMALLEST).log() + (q - p)).sum(2)

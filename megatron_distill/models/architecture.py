@@ -199,7 +199,7 @@ _NORMS = {
 }
 
 
-def _keep(weight: torch.Tensor) -> torch.Tensor:
+def _unchanged(weight: torch.Tensor) -> torch.Tensor:
     """Leave a weight unchanged: `initialise` fills it, by name and not by layout."""
     return weight
 
@@ -234,10 +234,10 @@ def transformer_config(
         qk_layernorm=architecture.qk_norm,
         attention_dropout=architecture.attention_dropout,
         hidden_dropout=architecture.hidden_dropout,
-        init_method=_keep,
-        output_layer_init_method=_keep,
+        init_method=_unchanged,
+        output_layer_init_method=_unchanged,
         init_method_std=architecture.init_std,
-        embedding_init_method=_keep,
+        embedding_init_method=_unchanged,
         params_dtype=execution.dtype,
         pipeline_dtype=execution.dtype,
         bf16=execution.dtype is torch.bfloat16,

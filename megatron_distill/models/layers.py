@@ -248,10 +248,10 @@ def release_routing(model: nn.Module) -> None:
 
 
 def _detach_routing(layer: MoELayer, *_: object) -> None:
-    kept = vars(layer.token_dispatcher)
-    for name, value in kept.items():
+    fields = vars(layer.token_dispatcher)
+    for name, value in fields.items():
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            kept[name] = value.detach()
+            fields[name] = value.detach()
 
 
 class SequenceBalancedRouter(TopKRouter):

@@ -28,7 +28,9 @@ from megatron_distill.runtime.groups import Groups
 class WeightSource(Protocol):
     """A source of a model's global tensors by their names in sharded checkpoints."""
 
-    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+    def read_into(
+        self, destination: Tensor, key: str, place: LayerIndex, start: Sequence[int]
+    ) -> None:
         """Copy a window of the tensor at `place` (layer, expert) into `destination`.
 
         `start` is the window's first row and column. Rows past the real vocabulary become zero.
@@ -36,7 +38,7 @@ class WeightSource(Protocol):
         ...
 
     def read(
-        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+        self, key: str, place: LayerIndex, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
         """Return a window as a memory-mapped view of one file, or None if not contiguous there.
 
@@ -58,7 +60,7 @@ class WindowReader:
     def read(
         self,
         key: str,
-        place: Place,
+        place: LayerIndex,
         start: Sequence[int],
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -96,7 +98,7 @@ def fill(
         source.read_into(part.data, part.key, place, part.global_offset[axes:])
 
 
-Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
+LayerIndex = tuple[int, ...]  # (), (layer,) or (layer, expert)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Parameter:
         return sizes
 
 
-def placed(architecture: Architecture) -> Iterator[tuple[Parameter, Place]]:
+def placed(architecture: Architecture) -> Iterator[tuple[Parameter, LayerIndex]]:
     """Yield every tensor of every layer and expert, layer by layer, with its place."""
     everything = parameters(architecture)
     first_layer = next(i for i, parameter in enumerate(everything) if parameter.per_layer)
@@ -137,12 +139,12 @@ def placed(architecture: Architecture) -> Iterator[tuple[Parameter, Place]]:
         yield parameter, ()
 
 
-def places(parameter: Parameter, architecture: Architecture) -> Iterator[Place]:
+def places(parameter: Parameter, architecture: Architecture) -> Iterator[LayerIndex]:
     """Yield every layer and expert that has a tensor of this name."""
     return _indices(parameter.leading_shape(architecture))
 
 
-def _indices(sizes: Sequence[int]) -> Iterator[Place]:
+def _indices(sizes: Sequence[int]) -> Iterator[LayerIndex]:
     return product(*map(range, sizes))
 
 

@@ -15,7 +15,7 @@ from megatron_distill.ops.divergences import Model
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.rows import RowExecutor, choose_rows
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.statistics import GlobalStatistics, LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.ops.vocab import VocabShard
@@ -29,10 +29,10 @@ __all__ = ["Chunk"]
 class Chunk:
     """Raw outputs ``[N, V]`` of the models over this shard's real columns, with their logit rules.
 
-    ``labels [N]`` are global ids, given if the sweep is full.
+    ``labels [N]`` are global ids, given if the spec is full.
     """
 
-    sweep: Sweep
+    spec: StatisticsSpec
     raw: Mapping[Model, Tensor]
     rules: Mapping[Model, LogitRule]
     shard: VocabShard
@@ -42,15 +42,15 @@ class Chunk:
     @cached_property
     def rows(self) -> RowExecutor:
         """The implementation of the passes over the logits, chosen once."""
-        return choose_rows(self.sweep, self.raw, self.rules, self.scratch)
+        return choose_rows(self.spec, self.raw, self.rules, self.scratch)
 
     def process(
         self,
-        packet: Packet,
+        local: LocalStatistics,
         weights: Sequence[SoftmaxWeights] | None,
         group: dist.ProcessGroup | None,
         out: Tensor,
-    ) -> tuple[MergedStatistics, Mapping[str, Tensor]]:
+    ) -> tuple[GlobalStatistics, Mapping[str, Tensor]]:
         """Merged statistics and the values of all terms; with weights, also the gradient.
 
         The gradient on the student's raw outputs is written to ``out``, which may alias these
@@ -59,68 +59,68 @@ class Chunk:
         Collective: those of `solve`.
         """
         if weights is not None and group is None and isinstance(self.rows, TorchRows):
-            # Without a merge between the sweeps, a block stays in the cache for all of them.
-            self._measure_labels(packet)
-            values, blends = self.rows.all_sweeps(packet, weights, out)
-            merged = packet.merge(None)
-            whole = Normalizers(packet.values[:0], blends=blends)
-            for term in self.sweep.terms:
+            # Without a merge between the passes, a block stays in the cache for all of them.
+            self._measure_labels(local)
+            values, blends = self.rows.all_passes(local, weights, out)
+            merged = local.merge(None)
+            whole = Normalizers(local.values[:0], blends=blends)
+            for term in self.spec.terms:
                 whole.set_value(term, merged, values.get(term.key))
             return merged, whole.values
-        merged, normalizers = self.solve(packet, group)
+        merged, normalizers = self.solve(local, group)
         if weights is not None:
-            self.write_gradient(packet, normalizers, weights, out)
+            self.write_gradient(local, normalizers, weights, out)
         return merged, normalizers.values
 
     def solve(
-        self, packet: Packet, group: dist.ProcessGroup | None
-    ) -> tuple[MergedStatistics, Normalizers]:
-        """Fill the packet; compute the values of all terms and the normalisers of their gradients.
+        self, local: LocalStatistics, group: dist.ProcessGroup | None
+    ) -> tuple[GlobalStatistics, Normalizers]:
+        """Fill the local statistics; compute values of all terms and normalisers of gradients.
 
-        Collective: over ``group`` that of `Packet.merge`; one all-gather of 24 bytes per token and
-        term with slopes, if there is one; those of `head_share` for each term that blends.
+        Collective: over ``group`` that of `LocalStatistics.merge`; one all-gather of 24 bytes per
+        token and term with slopes, if there is one; those of `head_share` for each blend.
         """
-        self.measure(packet)
-        merged = packet.merge(group)
-        normalizers = Normalizers.of(packet, merged)
-        normalizers.blends.update(self.rows.blends(packet, normalizers, group))
-        of_slopes = self._sum_slopes(packet, merged, normalizers, group)
-        for term in self.sweep.terms:
+        self.measure(local)
+        merged = local.merge(group)
+        normalizers = Normalizers.of(local, merged)
+        normalizers.blends.update(self.rows.blends(local, normalizers, group))
+        of_slopes = self._sum_slopes(local, merged, normalizers, group)
+        for term in self.spec.terms:
             normalizers.set_value(term, merged, of_slopes.get(term.key))
         return merged, normalizers
 
-    def measure(self, packet: Packet) -> None:
-        """Fill the packet of the whole chunk."""
-        self._measure_labels(packet)
-        self.rows.measure(packet)
+    def measure(self, local: LocalStatistics) -> None:
+        """Fill the local statistics of the whole chunk."""
+        self._measure_labels(local)
+        self.rows.measure(local)
 
     def write_gradient(
         self,
-        packet: Packet,
+        local: LocalStatistics,
         normalizers: Normalizers,
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
         """Write the gradient on the student's raw outputs to ``out``, which may alias these.
 
-        Reads from the packet the peaks and the statistics that compare both models.
+        Reads from the local statistics the peaks and the statistics that compare both models.
         """
         slopes, blends = normalizers.slopes, normalizers.blends
         known = [softmax.with_slopes(slopes).blended(blends) for softmax in weights]
-        self.rows.write_gradient(packet, normalizers, known, out)
+        self.rows.write_gradient(local, normalizers, known, out)
 
     def _sum_slopes(
         self,
-        packet: Packet,
-        merged: MergedStatistics,
+        local: LocalStatistics,
+        merged: GlobalStatistics,
         normalizers: Normalizers,
         group: dist.ProcessGroup | None,
     ) -> dict[str, Tensor]:
         """Values ``[N]`` of terms with slopes; stores reference and average in ``normalizers``."""
-        terms = self.sweep.curved
+        terms = self.spec.nonlinear
         if not terms:
             return {}
-        gathered = gather_ranks(self.rows.sum_slopes(packet, normalizers), group)
+        gathered = gather_ranks(self.rows.sum_slopes(local, normalizers), group)
         values = {}
         for number, term in enumerate(terms):
             value, average, reference = gathered[:, 3 * number : 3 * number + 3].unbind(1)
@@ -130,16 +130,16 @@ class Chunk:
             shares = merged.shares(term.temperature)
             total = (average + shares * (reference - chosen)).sum(0)
             normalizers.slopes[term.key] = (
-                chosen.to(packet.dtype).unsqueeze(1),
-                total.to(packet.dtype).unsqueeze(1),
+                chosen.to(local.dtype).unsqueeze(1),
+                total.to(local.dtype).unsqueeze(1),
             )
         return values
 
-    def _measure_labels(self, packet: Packet) -> None:
+    def _measure_labels(self, local: LocalStatistics) -> None:
         if self.labels is None or self.shard.real_width == 0:
             return
         owned, columns = self.shard.owns(self.labels), self.shard.local(self.labels).unsqueeze(1)
         for model, raw in self.raw.items():
-            label = packet.rows[f"{model}_label"]
+            label = local.rows[f"{model}_label"]
             label.copy_(raw.gather(1, columns).squeeze(1))
             label.copy_(torch.where(owned, self.rules[model].apply_(label), -math.inf))

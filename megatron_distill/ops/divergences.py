@@ -110,32 +110,32 @@ def forward_kl_summands(classes: Classes) -> tuple[Tensor, None]:
 # sum q log(q/p): slope log(q/p) + 1.
 def _reverse_kl(classes: Classes) -> tuple[Tensor, Tensor]:
     ratio = classes.log_ratio()
-    value = torch.add(ratio, classes.top_ratio, out=classes.spare("value"))
+    value = torch.add(ratio, classes.top_ratio, out=classes.workspace("value"))
     return value.mul_(classes.student), ratio
 
 
 # sum |p - q| / 2: slope sign(q - p) / 2.
 def _total_variation(classes: Classes) -> tuple[Tensor, Tensor]:
-    gap = torch.sub(classes.student, classes.teacher, out=classes.spare("gap"))
-    return torch.abs(gap, out=classes.spare("value")), gap.sign_()
+    gap = torch.sub(classes.student, classes.teacher, out=classes.workspace("gap"))
+    return torch.abs(gap, out=classes.workspace("value")), gap.sign_()
 
 
 # sum (sqrt p - sqrt q)^2 / 2: slope (1 - sqrt(p/q)) / 2.
 def _squared_hellinger(classes: Classes) -> tuple[Tensor, Tensor]:
-    root = torch.sqrt(classes.student, out=classes.spare("root"))
-    of_teacher = torch.sqrt(classes.teacher, out=classes.spare("teacher"))
-    value = torch.sub(root, of_teacher, out=classes.spare("value")).square_()
-    return value, of_teacher.div_(root).sub_(classes.share_at_anchor)
+    root = torch.sqrt(classes.student, out=classes.workspace("root"))
+    of_teacher = torch.sqrt(classes.teacher, out=classes.workspace("teacher"))
+    value = torch.sub(root, of_teacher, out=classes.workspace("value")).square_()
+    return value, of_teacher.div_(root).sub_(classes.share_offset)
 
 
 _REVERSE = KernelForm("reverse_kl")
 
 
-def _forward_row() -> Divergence:
+def _forward_entry() -> Divergence:
     return Divergence("forward_kl", forward_kl_summands, -1.0)
 
 
-def _reverse_row() -> Divergence:
+def _reverse_entry() -> Divergence:
     return _reverse_named("reverse_kl")
 
 
@@ -154,7 +154,7 @@ def _reverse_named(name: str, head_mass: float | None = None) -> Divergence:
 
 # At beta 0 and 1 JSD is zero. As in TRL and Liger these stand for the KLs that are its limits when
 # divided by beta or 1 - beta.
-def _js_row(beta: float = 0.5) -> Divergence:
+def _js_entry(beta: float = 0.5) -> Divergence:
     _require("beta", beta, 0 <= beta <= 1, "between 0 and 1")
     name = _named("js_divergence", beta=(beta, 0.5))
     if beta == 0:
@@ -162,46 +162,46 @@ def _js_row(beta: float = 0.5) -> Divergence:
     if beta == 1:
         return _reverse_named(name)
     form = KernelForm("js_divergence", beta)
-    row = partial(js_divergence, beta=beta)
-    return Divergence(name, row, 0.0, Scales(value=-beta, slope=beta - 1), kernel=form)
+    evaluate = partial(js_divergence, beta=beta)
+    return Divergence(name, evaluate, 0.0, Scales(value=-beta, slope=beta - 1), kernel=form)
 
 
-def _skewed_forward_row(skew_lambda: float = 0.1) -> Divergence:
+def _skewed_forward_entry(skew_lambda: float = 0.1) -> Divergence:
     _require("skew_lambda", skew_lambda, 0 <= skew_lambda < 1, "at least 0 and less than 1")
     name = _named("skewed_forward_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
         return Divergence(name, forward_kl_summands, -1.0)
-    row = partial(skewed_forward_kl, skew_lambda=skew_lambda)
+    evaluate = partial(skewed_forward_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_forward_kl", skew_lambda)
     of_gap = skew_lambda - 1
-    return Divergence(name, row, of_gap, Scales(-1.0, of_gap), balance=of_gap, kernel=form)
+    return Divergence(name, evaluate, of_gap, Scales(-1.0, of_gap), balance=of_gap, kernel=form)
 
 
-def _skewed_reverse_row(skew_lambda: float = 0.1) -> Divergence:
+def _skewed_reverse_entry(skew_lambda: float = 0.1) -> Divergence:
     _require("skew_lambda", skew_lambda, 0 <= skew_lambda < 1, "at least 0 and less than 1")
     name = _named("skewed_reverse_kl", skew_lambda=(skew_lambda, 0.1))
     if skew_lambda == 0:
         return _reverse_named(name)
-    row = partial(skewed_reverse_kl, skew_lambda=skew_lambda)
+    evaluate = partial(skewed_reverse_kl, skew_lambda=skew_lambda)
     form = KernelForm("skewed_reverse_kl", skew_lambda)
     rest = 1 - skew_lambda
-    return Divergence(name, row, rest, Scales(rest, rest), balance=rest, kernel=form)
+    return Divergence(name, evaluate, rest, Scales(rest, rest), balance=rest, kernel=form)
 
 
 # A blend of forward and reverse KL, by the models' distance on the teacher's head and tail. Wu et
 # al., arXiv 2404.02657, section 4.
-def _adaptive_row(adaptive_alpha: float = 0.5) -> Divergence:
+def _adaptive_entry(adaptive_alpha: float = 0.5) -> Divergence:
     _require("adaptive_alpha", adaptive_alpha, 0 < adaptive_alpha < 1, "between 0 and 1")
     name = _named("adaptive_kl", adaptive_alpha=(adaptive_alpha, 0.5))
     return _reverse_named(name, adaptive_alpha)
 
 
-def _total_variation_row() -> Divergence:
+def _total_variation_entry() -> Divergence:
     form = KernelForm("total_variation")
     return Divergence("total_variation", _total_variation, 0.0, Scales(0.5, 0.5), kernel=form)
 
 
-def _squared_hellinger_row() -> Divergence:
+def _squared_hellinger_entry() -> Divergence:
     form = KernelForm("squared_hellinger")
     scales = Scales(value=0.5, slope=-0.5)
     return Divergence("squared_hellinger", _squared_hellinger, 0.0, scales, kernel=form)
@@ -210,14 +210,14 @@ def _squared_hellinger_row() -> Divergence:
 # Each function takes the divergence's parameters and returns its entry.
 DIVERGENCES: Mapping[str, Callable[..., Divergence]] = MappingProxyType(
     {
-        "forward_kl": _forward_row,
-        "reverse_kl": _reverse_row,
-        "js_divergence": _js_row,
-        "skewed_forward_kl": _skewed_forward_row,
-        "skewed_reverse_kl": _skewed_reverse_row,
-        "adaptive_kl": _adaptive_row,
-        "total_variation": _total_variation_row,
-        "squared_hellinger": _squared_hellinger_row,
+        "forward_kl": _forward_entry,
+        "reverse_kl": _reverse_entry,
+        "js_divergence": _js_entry,
+        "skewed_forward_kl": _skewed_forward_entry,
+        "skewed_reverse_kl": _skewed_reverse_entry,
+        "adaptive_kl": _adaptive_entry,
+        "total_variation": _total_variation_entry,
+        "squared_hellinger": _squared_hellinger_entry,
     }
 )
 
@@ -248,8 +248,10 @@ def _require(name: str, value: float, holds: bool, wanted: str) -> None:
 
 def _named(name: str, **parameters: tuple[float, float]) -> str:
     """The name, with the parameters that are not the default."""
-    others = [f"{key}{value:g}" for key, (value, default) in parameters.items() if value != default]
-    return "_".join([name, *others])
+    changed = [
+        f"{key}{value:g}" for key, (value, default) in parameters.items() if value != default
+    ]
+    return "_".join([name, *changed])
 
 
 # 2/3 + 2/5 w + 2/7 w^2 + ..., highest power first; relative error 1e-7 of the sum, up to w = 1/9.
@@ -263,7 +265,9 @@ def _mixture(of: Tensor, other: Tensor, share: float, out: Tensor) -> Tensor:
     return torch.lerp(other, of, 1 - share, out=out)
 
 
-def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor) -> Tensor:
+def _log_mixture_ratio(
+    of: Tensor, other: Tensor, share: float, classes: Classes, out: Tensor
+) -> Tensor:
     """``log(m/of)`` in ``m = share other + (1 - share) of``.
 
     It is ``log(1 + share gap/of)`` with ``gap = other - of``, and where the gap is negative also
@@ -274,18 +278,18 @@ def _surprise(of: Tensor, other: Tensor, share: float, classes: Classes, out: Te
     if share <= 0.5:
         return gap.div_(of).mul_(share).log1p_()
     # One plus a number near minus one would lose digits.
-    least = _mixture(of, other, share, classes.spare("mixture"))
+    least = _mixture(of, other, share, classes.workspace("mixture"))
     torch.minimum(least, of, out=least)
-    size = torch.abs(gap, out=classes.spare("size")).div_(least).mul_(share).log1p_()
+    size = torch.abs(gap, out=classes.workspace("size")).div_(least).mul_(share).log1p_()
     return torch.copysign(size, gap, out=out)
 
 
-def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tensor:
-    """``log(m/q)`` up to a constant; more accurate where p is small and the anchor false."""
-    if classes.anchor is True:
-        return surprise
+def _shifted_log_ratio(log_mixture_ratio: Tensor, classes: Classes, teacher_share: float) -> Tensor:
+    """``log(m/q)`` up to a constant; more accurate where p is small and `near_equal` false."""
+    if classes.near_equal is True:
+        return log_mixture_ratio
     p, q = classes.teacher, classes.student
-    exact = classes.spare("exact")
+    exact = classes.workspace("exact")
     odds = teacher_share / (1 - teacher_share)
     if odds <= 1:
         # m/q is 1 - share times 1 + odds p/q.
@@ -297,26 +301,28 @@ def _anchored(surprise: Tensor, classes: Classes, teacher_share: float) -> Tenso
         # q/m is near its bound, at distance share p/m. Up to one half that distance gives the
         # result; beyond it the logarithm adds the rest.
         excess = math.log1p(-teacher_share) - math.log(0.5)
-        beyond = torch.sub(surprise, excess, out=classes.spare("beyond")).clamp_(min=0.0)
+        beyond = torch.sub(log_mixture_ratio, excess, out=classes.workspace("beyond")).clamp_(
+            min=0.0
+        )
         mixture = _mixture(q, p, teacher_share, exact)
         distance = torch.div(p, mixture, out=mixture).mul_(-teacher_share)
         torch.sub(beyond, distance.clamp_(min=-0.5).log1p_(), out=exact)
-    if classes.anchor is False:
+    if classes.near_equal is False:
         return exact
-    return torch.where(classes.anchor, surprise, exact, out=exact)
+    return torch.where(classes.near_equal, log_mixture_ratio, exact, out=exact)
 
 
 def _share(gap: Tensor, classes: Classes, teacher_share: float) -> Tensor:
     """``p/m``, or ``p/m - 1`` where slopes are exact near ``p == q``; overwrites ``p - q``."""
     p, q = classes.teacher, classes.student
-    mixture = _mixture(q, p, teacher_share, classes.spare("mixture"))
-    if classes.anchor is False:
+    mixture = _mixture(q, p, teacher_share, classes.workspace("mixture"))
+    if classes.near_equal is False:
         return torch.div(p, mixture, out=mixture)
     # p - m = (1 - share) (p - q)
     beyond = gap.div_(mixture).mul_(1 - teacher_share)
-    if classes.anchor is True:
+    if classes.near_equal is True:
         return beyond
-    return torch.where(classes.anchor, beyond, torch.div(p, mixture, out=mixture), out=beyond)
+    return torch.where(classes.near_equal, beyond, torch.div(p, mixture, out=mixture), out=beyond)
 
 
 def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -> Tensor:
@@ -331,12 +337,12 @@ def _log1p_beyond(log1p: Tensor, share: Tensor, out: Tensor, classes: Classes) -
     """
     if share.dtype == torch.float64:
         return torch.sub(log1p, share, out=out)
-    near = torch.clamp(share, min=-1.0, max=0.5, out=classes.spare("size"))
+    near = torch.clamp(share, min=-1.0, max=0.5, out=classes.workspace("size"))
     is_far = near != share
     ratio = torch.sub(2.0, near, out=out)
     torch.div(near, ratio, out=ratio)
-    square = torch.square(ratio, out=classes.spare("square"))
-    series = torch.mul(square, _ATANH[0], out=classes.spare("series"))
+    square = torch.square(ratio, out=classes.workspace("square"))
+    series = torch.mul(square, _ATANH[0], out=classes.workspace("series"))
     for coefficient in _ATANH[1:]:
         series.add_(coefficient).mul_(square)
     series.add_(near)
@@ -349,10 +355,10 @@ def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     """Summands and slopes of the Jensen-Shannon divergence, without their scales."""
     p, q = classes.teacher, classes.student
     rest = 1 - beta
-    value = _surprise(p, q, rest, classes, classes.spare("value")).mul_(p)
-    surprise = _surprise(q, p, beta, classes, classes.spare("surprise"))
-    value.addcmul_(surprise, q, value=rest / beta)
-    return value, _anchored(surprise, classes, beta)
+    value = _log_mixture_ratio(p, q, rest, classes, classes.workspace("value")).mul_(p)
+    log_mixture_ratio = _log_mixture_ratio(q, p, beta, classes, classes.workspace("surprise"))
+    value.addcmul_(log_mixture_ratio, q, value=rest / beta)
+    return value, _shifted_log_ratio(log_mixture_ratio, classes, beta)
 
 
 # sum p log(p/m), m = lam p + (1 - lam) q: slope -(1 - lam) p/m.
@@ -360,8 +366,8 @@ def skewed_forward_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     """Summands and slopes of forward KL to a mixture, without their scales."""
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    gap = torch.sub(q, p, out=classes.spare("gap"))
-    value = _surprise(p, q, rest, classes, classes.spare("value")).mul_(p)
+    gap = torch.sub(q, p, out=classes.workspace("gap"))
+    value = _log_mixture_ratio(p, q, rest, classes, classes.workspace("value")).mul_(p)
     return value.add_(gap, alpha=-rest), _share(gap.neg_(), classes, skew_lambda)
 
 
@@ -371,21 +377,25 @@ def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     """Summands and slopes of reverse KL from a mixture, without their scales."""
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
-    gap = torch.sub(p, q, out=classes.spare("gap"))
-    surprise = _surprise(q, p, rest, classes, classes.spare("surprise"))
-    value = torch.addcmul(gap, surprise, q, value=-1 / rest, out=classes.spare("value"))
-    mixture = _mixture(q, p, rest, classes.spare("mixture"))
-    if classes.anchor is False:
+    gap = torch.sub(p, q, out=classes.workspace("gap"))
+    log_mixture_ratio = _log_mixture_ratio(q, p, rest, classes, classes.workspace("surprise"))
+    value = torch.addcmul(
+        gap, log_mixture_ratio, q, value=-1 / rest, out=classes.workspace("value")
+    )
+    mixture = _mixture(q, p, rest, classes.workspace("mixture"))
+    if classes.near_equal is False:
         gap.copy_(p)
-        surprise.sub_(math.log(skew_lambda))
-    elif classes.anchor is not True:
-        torch.where(classes.anchor, gap, p, out=gap)
-        surprise.sub_(torch.where(classes.anchor, 0.0, math.log(skew_lambda)))
+        log_mixture_ratio.sub_(math.log(skew_lambda))
+    elif classes.near_equal is not True:
+        torch.where(classes.near_equal, gap, p, out=gap)
+        log_mixture_ratio.sub_(torch.where(classes.near_equal, 0.0, math.log(skew_lambda)))
     share = torch.div(gap, mixture, out=mixture).mul_(rest)
-    slope = _log1p_beyond(surprise, share, gap, classes).mul_(-1 / rest)
-    if classes.anchor is False:
+    slope = _log1p_beyond(log_mixture_ratio, share, gap, classes).mul_(-1 / rest)
+    if classes.near_equal is False:
         return value, slope
-    return value, slope.sub_(share if classes.anchor is True else share.mul_(classes.anchor))
+    return value, slope.sub_(
+        share if classes.near_equal is True else share.mul_(classes.near_equal)
+    )
 
 
 Model = Literal["student", "teacher"]
@@ -403,21 +413,21 @@ class Classes:
         log_ratio: returns ``log p - log q - top_ratio`` in memory that the caller may overwrite.
         top_ratio: ``[N, 1]``, or one for all tokens, ``log p - log q`` of the student's top token.
             Separate, because a large ratio would round off the rest.
-        spare: returns the caller's buffer ``[N, C]`` of that name.
-        anchor: bool ``[N, 1]``, or one for all tokens. False: slopes are exact near ``p == 0``;
+        workspace: returns the caller's buffer ``[N, C]`` of that name.
+        near_equal: bool ``[N, 1]``, or one for all tokens. False: slopes are exact near ``p == 0``;
             true: near ``p == q``.
     """
 
     teacher: Tensor
     student: Tensor
     log_ratio: Callable[[], Tensor]
-    spare: Callable[[str], Tensor]
-    anchor: Tensor | bool = True
+    workspace: Callable[[str], Tensor]
+    near_equal: Tensor | bool = True
     top_ratio: Tensor | float = 0.0
 
     @property
-    def share_at_anchor(self) -> Tensor | float:
+    def share_offset(self) -> Tensor | float:
         """p/m where slopes are exact: one at ``p == q``, zero at ``p == 0``."""
-        if isinstance(self.anchor, bool):
-            return float(self.anchor)
-        return self.anchor.to(self.teacher.dtype)
+        if isinstance(self.near_equal, bool):
+            return float(self.near_equal)
+        return self.near_equal.to(self.teacher.dtype)

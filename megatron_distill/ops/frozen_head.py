@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.chunk import Chunk
-from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import (
     Rows,
@@ -59,11 +59,11 @@ def output_chunks(
     device synchronisation finds the remaining tokens.
     """
     total, device = state.tokens, state.weight.device
-    is_other = torch.ones(total, dtype=torch.bool, device=device)
-    is_other[counted] = False
-    others = is_other.nonzero().squeeze(1)
+    is_uncounted = torch.ones(total, dtype=torch.bool, device=device)
+    is_uncounted[counted] = False
+    uncounted = is_uncounted.nonzero().squeeze(1)
     # The same selection as in the objective: without a copy where all tokens count.
-    both = ((Rows.of_indices(total, counted), counted), (Rows(total, others), others))
+    both = ((Rows.of_indices(total, counted), counted), (Rows(total, uncounted), uncounted))
     for rows, indices in both:
         chunks = equal_chunks(indices.numel(), chunk_tokens)
         if not chunks:
@@ -90,13 +90,13 @@ def row_statistics(
 
     Collective: over ``group`` one all-gather of 32 bytes per token and 8 more per temperature.
     """
-    # A sweep with one model names it the student; here it stands for the teacher.
-    sweep = Sweep(("student",), (), full=True, student_temperatures=tuple(temperatures))
+    # A spec with one model names it the student; here it stands for the teacher.
+    spec = StatisticsSpec(("student",), (), full=True, student_temperatures=tuple(temperatures))
     dtype = accumulation_dtype(raw.dtype)
-    packet = Packet.empty(sweep, raw.shape[0], dtype, raw.device)
+    local = LocalStatistics.empty(spec, raw.shape[0], dtype, raw.device)
     scratch = Scratch(raw.shape[0], raw.shape[1], dtype, raw.device)
-    Chunk(sweep, {"student": raw}, {"student": rule}, shard, scratch, labels).measure(packet)
-    merged = packet.merge(group)
+    Chunk(spec, {"student": raw}, {"student": rule}, shard, scratch, labels).measure(local)
+    merged = local.merge(group)
     sums = [merged.log_normalizer("student", value) for value in (1.0, *temperatures)]
     label = -merged.cross_entropy("student")
     return RowStatistics(torch.stack(sums), merged.entropy("student"), label)

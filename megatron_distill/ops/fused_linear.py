@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights, softmax_weights
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.statistics import GlobalStatistics, LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_terms
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
@@ -60,7 +60,7 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     (`row_blocks`) ``1 + 2 T`` fp32 buffers for T temperatures; one more for each model whose logits
     are narrower, capped or scaled; at most seven for each term with slopes.
 
-    Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the sweep and token
+    Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the spec and token
     (10 names with a teacher and forward KL at temperature one), the further ones of `Chunk.solve`,
     and those of `solve_id_terms`; none in backward. The number of chunks follows from the weights
     and ``chunk_tokens``, the same on all ranks.
@@ -226,16 +226,16 @@ class _Executor:
         labels = self._rows.take(work.labels, rows)
         ce_weights = self._rows.take(work.ce_weights, rows).to(self._dtype)
         kd_weights = self._rows.take(work.kd_weights, rows).to(self._dtype)
-        sweep = work.sweep
-        packet = Packet.empty(sweep, labels.shape[0], self._dtype, labels.device)
-        chunk = Chunk(sweep, raw, rules, work.shard, scratch, labels)
+        spec = work.spec
+        local = LocalStatistics.empty(spec, labels.shape[0], self._dtype, labels.device)
+        chunk = Chunk(spec, raw, rules, work.shard, scratch, labels)
         id_terms = [term.of_rows(self._rows, rows) for term in work.id_terms]
         solved = solve_id_terms(id_terms, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
         if any(one is not None for one in (self._hidden_rows, self._weight, self._bias)):
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
-            weights = softmax_weights(sweep, kd_weights, label, labels, work.shard, solved)
-        merged, values = chunk.process(packet, weights, work.group, raw["student"])
+            weights = softmax_weights(spec, kd_weights, label, labels, work.shard, solved)
+        merged, values = chunk.process(local, weights, work.group, raw["student"])
         found = _weighted_rows(work, merged, values, solved, ce_weights, kd_weights)
         self._sums += sum_tokens(found, self._partition(rows))
         self._accumulate(rows, raw["student"])
@@ -275,7 +275,7 @@ class _Executor:
 
 def _weighted_rows(
     work: FusedLinear,
-    merged: MergedStatistics,
+    merged: GlobalStatistics,
     values: Mapping[str, Tensor],
     solved: Sequence[SolvedIdTerm],
     ce_weights: Tensor,
@@ -351,11 +351,11 @@ class FusedLinear:
         return ("student",) if self.teacher is None else ("student", "teacher")
 
     @property
-    def sweep(self) -> Sweep:
+    def spec(self) -> StatisticsSpec:
         """The statistics to measure on each chunk."""
         may_be_infinite = self.teacher is not None and self.teacher.formed is not None
         temperatures = tuple(one.term.temperature for one in self.id_terms if one.needs_rest)
-        return Sweep(self.models, self.terms, True, may_be_infinite, temperatures)
+        return StatisticsSpec(self.models, self.terms, True, may_be_infinite, temperatures)
 
     @property
     def ranked(self) -> int | None:

@@ -73,11 +73,11 @@ def _log_normalizer(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if values.shape[1]:
         peak = values.amax(1).clamp_(min=lowest)
         mass = values.sub(peak.unsqueeze(1)).exp_().sum(1)
-    packet = torch.stack((peak, mass)).unsqueeze(0)
+    local = torch.stack((peak, mass)).unsqueeze(0)
     if group is not None:
         world = dist.get_world_size(group)
-        gathered = packet.new_empty(world * 2, packet.shape[2])
-        dist.all_gather_into_tensor(gathered, packet[0], group=group)
-        packet = gathered.view(world, 2, -1)
-    peaks, masses = packet.double().unbind(1)
+        gathered = local.new_empty(world * 2, local.shape[2])
+        dist.all_gather_into_tensor(gathered, local[0], group=group)
+        local = gathered.view(world, 2, -1)
+    peaks, masses = local.double().unbind(1)
     return (peaks + masses.log()).logsumexp(0).to(values.dtype)

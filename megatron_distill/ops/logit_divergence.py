@@ -14,7 +14,7 @@ from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import softmax_weights
-from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate
@@ -51,15 +51,15 @@ class LogitDivergence:
         if self.teacher is not None:
             raw["teacher"] = self.teacher.detach()[:, :columns]
             rules["teacher"] = LogitRule()
-            sweep = Sweep(("student", "teacher"), (self.term,), full=False, infinite=True)
+            spec = StatisticsSpec(("student", "teacher"), (self.term,), full=False, infinite=True)
         else:
             assert self.id_term is not None
             temperatures = (self.term.temperature,) if self.id_term.needs_rest else ()
-            sweep = Sweep(("student",), (), False, student_temperatures=temperatures)
+            spec = StatisticsSpec(("student",), (), False, student_temperatures=temperatures)
         rows = max(student.tokens, 1)
         dtype = accumulation_dtype(student.dtype)
         scratch = Scratch(rows, columns, dtype, student.logits.device)
-        return Chunk(sweep, raw, rules, self.shard, scratch)
+        return Chunk(spec, raw, rules, self.shard, scratch)
 
 
 def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
@@ -140,7 +140,7 @@ class _State:
 
     work: LogitDivergence
     chunk: Chunk
-    packet: Packet
+    local: LocalStatistics
     normalizers: Normalizers | None = None
     id_terms: tuple[SolvedIdTerm, ...] = ()
 
@@ -148,17 +148,17 @@ class _State:
     def of(cls, student: DenseLogits, work: LogitDivergence) -> _State:
         chunk = work.chunk(student)
         logits = student.logits
-        packet = Packet.empty(chunk.sweep, len(logits), chunk.scratch.dtype, logits.device)
-        return cls(work, chunk, packet)
+        local = LocalStatistics.empty(chunk.spec, len(logits), chunk.scratch.dtype, logits.device)
+        return cls(work, chunk, local)
 
     @property
-    def _only_points(self) -> bool:
+    def _only_scatters(self) -> bool:
         """Whether only the ids have a gradient."""
         return self.work.id_term is not None and not self.work.id_term.needs_rest
 
     @property
     def _is_one_pass(self) -> bool:
-        """Whether the sweeps need no merge over ranks in between."""
+        """Whether the passes need no merge over ranks in between."""
         return self.work.group is None and self.work.teacher is not None
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
@@ -170,11 +170,11 @@ class _State:
         """``[N]`` fp64."""
         term, raw = self.work.id_term, self.chunk.raw["student"]
         if term is None:
-            _, self.normalizers = self.chunk.solve(self.packet, self.work.group)
+            _, self.normalizers = self.chunk.solve(self.local, self.work.group)
             return self.normalizers.values[self.work.term.key]
         rule, shard, group = self.chunk.rules["student"], self.work.shard, self.work.group
         found = SolvedIdTerm(term, solve_id_term(term, raw, rule, shard, group))
-        self.normalizers = _normalizers(found, self.packet)
+        self.normalizers = _normalizers(found, self.local)
         self.id_terms = (found,)
         return found.gradient.value
 
@@ -182,9 +182,9 @@ class _State:
         """The value, and the gradient of its sum on the logits, padding included, in ``out``."""
         ones = out.new_ones(out.shape[0], dtype=self.chunk.scratch.dtype)
         if self._is_one_pass:
-            weights = softmax_weights(self.chunk.sweep, ones, None, None, self.work.shard)
+            weights = softmax_weights(self.chunk.spec, ones, None, None, self.work.shard)
             inside = self._without_padding(out)
-            _, values = self.chunk.process(self.packet, weights, None, inside)
+            _, values = self.chunk.process(self.local, weights, None, inside)
             return values[self.work.term.key]
         value = self.value()
         self.push(ones, out)
@@ -203,12 +203,12 @@ class _State:
             self.value()  # not stored in one pass; on one rank this needs no collective
         assert self.normalizers is not None
         inside = self._without_padding(out)
-        if self._only_points:
-            self._push_points(upstream, inside)
+        if self._only_scatters:
+            self._scatter_gradient(upstream, inside)
             return
-        sweep, shard = self.chunk.sweep, self.work.shard
-        weights = softmax_weights(sweep, upstream, None, None, shard, self.id_terms)
-        self.chunk.write_gradient(self.packet, self.normalizers, weights, inside)
+        spec, shard = self.chunk.spec, self.work.shard
+        weights = softmax_weights(spec, upstream, None, None, shard, self.id_terms)
+        self.chunk.write_gradient(self.local, self.normalizers, weights, inside)
 
     def _without_padding(self, out: Tensor) -> Tensor:
         """The real columns, after setting the padding to zero."""
@@ -216,7 +216,7 @@ class _State:
         out[:, real:].zero_()
         return out[:, :real]
 
-    def _push_points(self, upstream: Tensor, out: Tensor) -> None:
+    def _scatter_gradient(self, upstream: Tensor, out: Tensor) -> None:
         """The gradient where only the ids have one."""
         (found,) = self.id_terms
         coefficient = self.work.term.coefficient / self.work.term.temperature
@@ -230,11 +230,11 @@ class _State:
             out.index_put_((rows, columns), added.to(out.dtype), accumulate=True)
 
 
-def _normalizers(found: SolvedIdTerm, packet: Packet) -> Normalizers:
-    """The student's normaliser for the gradient of a term on few ids; sets the packet's peaks."""
+def _normalizers(found: SolvedIdTerm, local: LocalStatistics) -> Normalizers:
+    """The student's normaliser for the gradient of a term on few ids; sets the local peaks."""
     peak, log_normalizer = found.gradient.peak, found.gradient.log_normalizer
-    packet.rows["student_peak"].copy_(peak)
+    local.rows["student_peak"].copy_(peak)
     if log_normalizer is None:
-        return Normalizers(packet.values[:0])
+        return Normalizers(local.values[:0])
     factor = (peak.double() / found.term.term.temperature - log_normalizer).exp()
     return Normalizers(factor.unsqueeze(0))

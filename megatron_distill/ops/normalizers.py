@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.statistics import NEAR_KL, MergedStatistics, Packet
+from megatron_distill.ops.statistics import NEAR_KL, GlobalStatistics, LocalStatistics
 
 __all__ = ["Normalizers"]
 
@@ -28,7 +28,7 @@ class Normalizers:
             temperature.
         near: bool ``[N, 1]`` per temperature of a term: the tokens near their teacher.
         values: ``[N]`` fp64 per term.
-        slopes: ``[N, 1]`` per term with slopes: reference and average, see `Curved`.
+        slopes: ``[N, 1]`` per term with slopes: reference and average, see `NonlinearTerm`.
         blends: ``[N, 1]`` per term that blends: the share of forward KL.
     """
 
@@ -42,40 +42,40 @@ class Normalizers:
     blends: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, packet: Packet, merged: MergedStatistics) -> Normalizers:
-        """The normalisers after the first sweep; terms with slopes still lack their slopes."""
-        sweep, dtype = packet.sweep, packet.dtype
-        factors = torch.empty_like(packet.values[: len(sweep.softmaxes)])
-        for factor, softmax in zip(factors, sweep.softmaxes, strict=True):
-            factor.copy_(merged.shard_factor(packet, *softmax))
+    def of(cls, local: LocalStatistics, merged: GlobalStatistics) -> Normalizers:
+        """The normalisers after the first pass; terms with slopes still lack their slopes."""
+        spec, dtype = local.spec, local.dtype
+        factors = torch.empty_like(local.values[: len(spec.softmaxes)])
+        for factor, softmax in zip(factors, spec.softmaxes, strict=True):
+            factor.copy_(merged.shard_factor(local, *softmax))
         shifts, near = {}, {}
-        for temperature in sweep.ratio_temperatures:
+        for temperature in spec.ratio_temperatures:
             shifts[temperature] = merged.shift(temperature).mul_(temperature).unsqueeze(1)
             near[temperature] = (merged.forward_kl(temperature) < NEAR_KL).unsqueeze(1)
-        if not sweep.curved:
+        if not spec.nonlinear:
             return cls(factors, shifts=shifts, near=near)
         top = {model: logit.to(dtype).unsqueeze(1) for model, logit in merged.top.items()}
         top_ratios = {
             temperature: merged.top_ratio(temperature).unsqueeze(1)
-            for temperature in {term.temperature for term in sweep.curved}
+            for temperature in {term.temperature for term in spec.nonlinear}
         }
         return cls(factors, top, top_ratios, shifts, near)
 
     @classmethod
-    def alone(cls, packet: Packet) -> Normalizers:
+    def alone(cls, local: LocalStatistics) -> Normalizers:
         """A cheaper `of` for one rank alone, called per block of tokens."""
-        sweep, rows = packet.sweep, packet.rows
-        factors = packet.sums[: len(sweep.softmaxes)].reciprocal()
-        if not sweep.curved:
+        spec, rows = local.spec, local.rows
+        factors = local.sums[: len(spec.softmaxes)].reciprocal()
+        if not spec.nonlinear:
             return cls(factors)
-        logits = dict(zip(sweep.extremes, packet.extremes.unsqueeze(2).unbind(), strict=True))
+        logits = dict(zip(spec.extremes, local.extremes.unsqueeze(2).unbind(), strict=True))
         top: dict[Model, Tensor] = {
             "student": logits["student_peak"],
             "teacher": logits["teacher_at_top"],
         }
         below_peak = rows["teacher_at_top"] - rows["teacher_peak"]
         top_ratios = {}
-        for temperature in {term.temperature for term in sweep.curved}:
+        for temperature in {term.temperature for term in spec.nonlinear}:
             odds = rows[f"student_mass@{temperature}"] / rows[f"teacher_mass@{temperature}"]
             ratio = odds.log_().add_(below_peak, alpha=1 / temperature)
             top_ratios[temperature] = ratio.unsqueeze(1)
@@ -90,14 +90,14 @@ class Normalizers:
         )
 
     def set_value(
-        self, term: WeightedDivergence, merged: MergedStatistics, of_slopes: Tensor | None
+        self, term: WeightedDivergence, merged: GlobalStatistics, of_slopes: Tensor | None
     ) -> None:
-        """Store the value of a term, given the part from the sweep over slopes."""
-        row = term.divergence
+        """Store the value of a term, given the part from the pass over slopes."""
+        divergence = term.divergence
         value = of_slopes
-        if row.has_forward_kl:
+        if divergence.has_forward_kl:
             value = merged.forward_kl(term.temperature)
-        if row.head_mass is not None:
+        if divergence.head_mass is not None:
             assert value is not None
             assert of_slopes is not None
             blend = self.blends[term.key].double().squeeze(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Origins",
+    "ExponentShifts",
     "descending",
     "exponentiate",
     "keys_of",
@@ -39,7 +39,7 @@ _MIDDLE, _REACH = 22, 42
 
 
 @dataclass(frozen=True)
-class Origins:
+class ExponentShifts:
     """The shift of the exponentials, for S softmaxes of n tokens.
 
     Relative to a token's peak, its top logit is exact and all exponentials fit in fp32. But
@@ -48,16 +48,16 @@ class Origins:
     equally exact.
 
     Attributes:
-        points: ``[S, n]`` the logits whose exponentials are one, in the dtype of the logits.
-        lifts: ``[S, n]`` fp64, ratio of these exponentials to those relative to the peak; None if
-            all are relative to it.
+        exp_shift: ``[S, n]`` the logits whose exponentials are one, in the dtype of the logits.
+        shift_scale: ``[S, n]`` fp64, ratio of these exponentials to those relative to the peak;
+            None if all are relative to it.
     """
 
-    points: Tensor
-    lifts: Tensor | None = None
+    exp_shift: Tensor
+    shift_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> Origins:
+    def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> ExponentShifts:
         """Shifts for tokens with ``peaks [S, n]``: zero if safe and useful, else the peak.
 
         Zero where the models ``differ``, bool ``[n]``, in their top token and fp32 holds the
@@ -70,49 +70,51 @@ class Origins:
         if len(set(temperatures)) > 1:
             scale = torch.tensor(temperatures, dtype=torch.float64).reciprocal_().unsqueeze(1)
         beside = (peaks * (scale * _LOG2_E)).sub_(_MIDDLE).abs_()
-        points = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
-        return cls(points, (peaks - points).double().mul_(scale).exp_())
+        exp_shift = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
+        return cls(exp_shift, (peaks - exp_shift).double().mul_(scale).exp_())
 
     def relative_to_peaks_(self, sums: Tensor, softmaxes: tuple[int, ...]) -> Tensor:
         """Rescale sums ``[K, n]`` fp64 of exponentials to be relative to the peak, in place."""
-        if self.lifts is None:
+        if self.shift_scale is None:
             return sums
-        in_order = softmaxes == tuple(range(self.lifts.shape[0]))
-        return sums.div_(self.lifts if in_order else self.lifts[list(softmaxes)])
+        in_order = softmaxes == tuple(range(self.shift_scale.shape[0]))
+        return sums.div_(self.shift_scale if in_order else self.shift_scale[list(softmaxes)])
 
     def normalisers(self, factors: Tensor) -> Tensor:
         """Convert ``factors [S, n]`` fp64, for exponentials relative to the peak, to these shifts.
 
         The result is in the dtype of the logits.
         """
-        return (factors if self.lifts is None else factors / self.lifts).to(self.points.dtype)
+        return (factors if self.shift_scale is None else factors / self.shift_scale).to(
+            self.exp_shift.dtype
+        )
 
 
 def exponentiate(
     logits: Tensor,
-    point: Tensor,
+    exp_shift: Tensor,
     temperature: float,
     out: Tensor,
     *,
-    spare: Tensor | None = None,
+    workspace: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """``e^((logits - point) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
+    """``e^((logits - exp_shift) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
 
-    Row sums go to ``sums [n]`` fp64 if given. Without a ``spare`` buffer shaped like ``out``, the
+    Row sums go to ``sums [n]`` fp64 if given. Without a ``workspace`` shaped like ``out``, the
     accuracy is half an ulp of the exponent.
     """
     slope = _LOG2_E / temperature
-    exact = spare is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
-    if not exact or bool(point.any()):
-        logits = torch.sub(logits, point.unsqueeze(1), out=out)
-    if spare is None:
+    exact = workspace is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+    if not exact or bool(exp_shift.any()):
+        logits = torch.sub(logits, exp_shift.unsqueeze(1), out=out)
+    if workspace is None:
         logits.mul_(slope).exp2_()
     elif not exact:
         (logits if temperature == 1.0 else logits.mul_(1 / temperature)).exp_()
     else:
         gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
-        product = torch.mul(gap, slope, out=spare)
+        product = torch.mul(gap, slope, out=workspace)
         # torch.sub with alpha is a fused multiply-add here: it gives the rounding error of the
         # product.
         added = torch.sub(product, gap, alpha=slope, out=gap)

@@ -12,7 +12,7 @@ from megatron_distill.ops.divergences import Model
 from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
-from megatron_distill.ops.statistics import Packet, Sweep
+from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.ops.workspace import Scratch
 from megatron_distill.signals import LogitRule
@@ -23,12 +23,12 @@ __all__ = ["RowExecutor", "choose_rows"]
 class RowExecutor(Protocol):
     """Passes over the logits ``[N, V]`` of both models, on this shard's real columns."""
 
-    def measure(self, packet: Packet) -> None:
-        """Fill the statistics of the packet, except the label logits."""
+    def measure(self, local: LocalStatistics) -> None:
+        """Fill the local statistics, except the label logits."""
         ...
 
     def blends(
-        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
         """The share of forward KL ``[N, 1]`` in each term that blends two divergences.
 
@@ -36,7 +36,7 @@ class RowExecutor(Protocol):
         """
         ...
 
-    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+    def sum_slopes(self, local: LocalStatistics, normalizers: Normalizers) -> Tensor:
         """``[3 C, N]`` fp64, three for each of the C terms with slopes.
 
         These are the value, ``sum q (s - reference)``, and the reference: the slope at the
@@ -46,7 +46,7 @@ class RowExecutor(Protocol):
 
     def write_gradient(
         self,
-        packet: Packet,
+        local: LocalStatistics,
         normalizers: Normalizers,
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
@@ -56,11 +56,14 @@ class RowExecutor(Protocol):
 
 
 def choose_rows(
-    sweep: Sweep, raw: Mapping[Model, Tensor], rules: Mapping[Model, LogitRule], scratch: Scratch
+    spec: StatisticsSpec,
+    raw: Mapping[Model, Tensor],
+    rules: Mapping[Model, LogitRule],
+    scratch: Scratch,
 ) -> RowExecutor:
-    """The Triton kernels if they run here and cover every divergence of the sweep, else torch."""
-    torch_rows = TorchRows(sweep, raw, rules, scratch)
-    if raw["student"].numel() == 0 or any(one.divergence.kernel is None for one in sweep.curved):
+    """The Triton kernels if they run here and cover every divergence of the spec, else torch."""
+    torch_rows = TorchRows(spec, raw, rules, scratch)
+    if raw["student"].numel() == 0 or any(one.divergence.kernel is None for one in spec.nonlinear):
         return torch_rows
     for outputs in raw.values():
         # Kernels need contiguous rows; strided columns take the torch path.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.divergences import WeightedDivergence
-from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.statistics import StatisticsSpec
 from megatron_distill.ops.topk_divergence import SolvedIdTerm
 from megatron_distill.ops.vocab import VocabShard
 
 __all__ = [
-    "Curved",
-    "Others",
+    "NonlinearTerm",
+    "TailWeight",
     "SoftmaxWeights",
     "clear_rows_",
     "difference_of_rows",
@@ -35,7 +35,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Curved:
+class NonlinearTerm:
     """A term with slopes.
 
     Attributes:
@@ -55,23 +55,23 @@ class Curved:
 
 
 @dataclass(frozen=True)
-class Others:
+class TailWeight:
     """A weight ``[N, 1]`` of the student's probabilities outside of the top-k ids.
 
-    The top-k ids are ``columns [N, K]`` of this shard where ``cut``.
+    The top-k ids are ``columns [N, K]`` of this shard where ``topk_mask``.
     """
 
     weight: Tensor
     columns: Tensor
-    cut: Tensor
+    topk_mask: Tensor
 
-    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Others:
+    def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> TailWeight:
         """The weight and columns of some tokens."""
-        return Others(self.weight[rows].to(dtype), self.columns[rows], self.cut[rows])
+        return TailWeight(self.weight[rows].to(dtype), self.columns[rows], self.topk_mask[rows])
 
-    def at_kept(self, values: Tensor) -> Tensor:
+    def at_top_k(self, values: Tensor) -> Tensor:
         """``values [N, V]`` at the top-k ids, ``[N, K]``; zero where another rank owns the id."""
-        return values.gather(1, self.columns).masked_fill_(~self.cut, 0.0)
+        return values.gather(1, self.columns).masked_fill_(~self.topk_mask, 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,80 +83,80 @@ class SoftmaxWeights:
         student: ``[N, 1]`` weight of the student's probabilities.
         teacher: ``[N, 1]`` weight of the teacher's probabilities, subtracted; None without forward
             KL.
-        curved: the terms with slopes.
-        points: columns ``[N, K]`` of this shard and the gradients added there: labels, top-k ids.
+        nonlinear: the terms with slopes.
+        scatter: columns ``[N, K]`` of this shard and the gradients added there: labels, top-k ids.
         sparse: whether a weight may be zero.
-        others: tail weights, of the student's probabilities outside of top-k ids.
+        tail_weights: of the student's probabilities outside of top-k ids.
     """
 
     temperature: float
     student: Tensor
     teacher: Tensor | None
-    curved: tuple[Curved, ...]
-    points: tuple[tuple[Tensor, Tensor], ...]
+    nonlinear: tuple[NonlinearTerm, ...]
+    scatter: tuple[tuple[Tensor, Tensor], ...]
     sparse: bool
-    others: tuple[Others, ...] = ()
+    tail_weights: tuple[TailWeight, ...] = ()
 
     @property
     def unused(self) -> Tensor:
         """bool ``[N, 1]``, the tokens without weight in any term between logits or label loss."""
         unused = self.student == 0
-        for curved in self.curved:
-            unused = unused & (curved.weight == 0)
+        for nonlinear in self.nonlinear:
+            unused = unused & (nonlinear.weight == 0)
         return unused
 
     def rows(self, rows: slice | Tensor, dtype: torch.dtype) -> SoftmaxWeights:
         """The weights of some tokens, in the dtype of their exponentials."""
 
-        def cut(values: Tensor | None) -> Tensor | None:
+        def selected(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[rows].to(dtype)
 
         return SoftmaxWeights(
             self.temperature,
             self.student[rows].to(dtype),
-            cut(self.teacher),
+            selected(self.teacher),
             tuple(
                 replace(
-                    curved,
-                    weight=curved.weight[rows].to(dtype),
-                    reference=cut(curved.reference),
-                    average=cut(curved.average),
+                    nonlinear,
+                    weight=nonlinear.weight[rows].to(dtype),
+                    reference=selected(nonlinear.reference),
+                    average=selected(nonlinear.average),
                 )
-                for curved in self.curved
+                for nonlinear in self.nonlinear
             ),
-            tuple((columns[rows], values[rows].to(dtype)) for columns, values in self.points),
+            tuple((columns[rows], values[rows].to(dtype)) for columns, values in self.scatter),
             self.sparse,
-            tuple(others.rows(rows, dtype) for others in self.others),
+            tuple(tail.rows(rows, dtype) for tail in self.tail_weights),
         )
 
     def with_slopes(self, slopes: Mapping[str, tuple[Tensor, Tensor]]) -> SoftmaxWeights:
         """The same, with reference and average ``[N, 1]`` of each term by its key."""
-        curved = []
-        for one in self.curved:
+        nonlinear = []
+        for one in self.nonlinear:
             reference, average = slopes[one.term.key]
-            curved.append(replace(one, reference=reference, average=average))
-        return replace(self, curved=tuple(curved))
+            nonlinear.append(replace(one, reference=reference, average=average))
+        return replace(self, nonlinear=tuple(nonlinear))
 
     def blended(self, blends: Mapping[str, Tensor]) -> SoftmaxWeights:
         """The same, with weights of blends split by ``blends [N, 1]``, the share of forward KL."""
         if not blends:
             return self
-        student, teacher, curved = self.student, self.teacher, []
-        for one in self.curved:
+        student, teacher, nonlinear = self.student, self.teacher, []
+        for one in self.nonlinear:
             blend = blends.get(one.term.key)
             if blend is None:
-                curved.append(one)
+                nonlinear.append(one)
                 continue
             forward = _unless_zero(one.weight, blend)
             student = student + forward
             teacher = forward if teacher is None else teacher + forward
             weight = _unless_zero(one.weight, 1 - blend)
-            curved.append(replace(one, weight=weight, is_one=False))
-        return replace(self, student=student, teacher=teacher, curved=tuple(curved))
+            nonlinear.append(replace(one, weight=weight, is_one=False))
+        return replace(self, student=student, teacher=teacher, nonlinear=tuple(nonlinear))
 
 
 def softmax_weights(
-    sweep: Sweep,
+    spec: StatisticsSpec,
     divergence_weights: Tensor,
     label_weights: Tensor | None,
     labels: Tensor | None,
@@ -168,21 +168,21 @@ def softmax_weights(
     Shapes: all ``[N]``. Labels are global ids, required with label weights.
     """
     temperatures = dict.fromkeys(
-        (*sweep.temperatures, *(one.term.term.temperature for one in id_terms)),
+        (*spec.temperatures, *(one.term.term.temperature for one in id_terms)),
     )
     weights = []
     for temperature in temperatures:
         student = nothing = torch.zeros_like(divergence_weights).unsqueeze(1)
         teacher: Tensor | None = None
-        curved: list[Curved] = []
-        points: list[tuple[Tensor, Tensor]] = []
+        nonlinear: list[NonlinearTerm] = []
+        scatter: list[tuple[Tensor, Tensor]] = []
         used: list[Tensor] = []
-        others: list[Others] = []
+        tail_weights: list[TailWeight] = []
         if temperature == 1.0 and label_weights is not None and labels is not None:
             student = label_weights.unsqueeze(1)
             owned = torch.where(shard.owns(labels), label_weights, 0.0)
-            points.append((shard.local(labels).unsqueeze(1), -owned.unsqueeze(1)))
-        for term in sweep.terms:
+            scatter.append((shard.local(labels).unsqueeze(1), -owned.unsqueeze(1)))
+        for term in spec.terms:
             if term.temperature == temperature:
                 weight = (divergence_weights * (term.coefficient / temperature)).unsqueeze(1)
                 used.append(weight)
@@ -190,19 +190,19 @@ def softmax_weights(
                     student = student + weight
                     teacher = weight if teacher is None else teacher + weight
                 else:
-                    curved.append(Curved(term, weight, is_one=_is_one(weight)))
+                    nonlinear.append(NonlinearTerm(term, weight, is_one=_is_one(weight)))
         for one in id_terms:
             if one.term.term.temperature == temperature:
                 coefficient, solved = one.term.term.coefficient, one.gradient
                 weight = (divergence_weights * (coefficient / temperature)).unsqueeze(1)
                 used.append(weight)
                 reach = _unless_zero(weight, solved.slope.unsqueeze(1))
-                if solved.cut is None:
+                if solved.topk_mask is None:
                     student = student + reach
                 else:
-                    others.append(Others(reach, solved.columns, solved.cut))
-                points.append((solved.columns, _unless_zero(weight, solved.excess)))
-        if used or points:
+                    tail_weights.append(TailWeight(reach, solved.columns, solved.topk_mask))
+                scatter.append((solved.columns, _unless_zero(weight, solved.excess)))
+        if used or scatter:
             if student is not nothing:
                 used.append(student)
             sparse = _may_be_zero(*used)
@@ -211,10 +211,10 @@ def softmax_weights(
                     temperature,
                     student,
                     teacher,
-                    tuple(curved),
-                    tuple(points),
+                    tuple(nonlinear),
+                    tuple(scatter),
                     sparse,
-                    tuple(others),
+                    tuple(tail_weights),
                 )
             )
     return tuple(weights)
@@ -259,32 +259,32 @@ def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:
 def scale_softmax_(
     softmax: Tensor,
     weights: SoftmaxWeights,
-    spare: Callable[[str], Tensor],
+    workspace: Callable[[str], Tensor],
     *,
     student: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
     """Multiply the student's softmax ``[N, V]`` by all its weights, in place.
 
-    ``student`` replaces ``weights.student``; ``spare`` returns a named buffer to overwrite.
+    ``student`` replaces ``weights.student``; ``workspace`` returns a named buffer to overwrite.
     """
     base = weights.student if student is None else student
     sparse = weights.sparse
-    if not weights.others:
+    if not weights.tail_weights:
         return scale_rows_(softmax, base, sparse=sparse, factor=factor)
-    first, *further = weights.others
+    first, *further = weights.tail_weights
     added: Tensor | None = None
-    for others in further:
-        part = spare("others" if added is None else "further others").copy_(softmax)
-        part.scatter_add_(1, others.columns, others.at_kept(part).neg_())
-        scale_rows_(part, others.weight, sparse=True, factor=factor)
+    for tail in further:
+        part = workspace("tail" if added is None else "further tail").copy_(softmax)
+        part.scatter_add_(1, tail.columns, tail.at_top_k(part).neg_())
+        scale_rows_(part, tail.weight, sparse=True, factor=factor)
         added = part if added is None else added.add_(part)
-    own = _unless_zero(base if factor is None else base * factor, first.at_kept(softmax))
+    at_top_k = _unless_zero(base if factor is None else base * factor, first.at_top_k(softmax))
     scale_rows_(softmax, base + first.weight, sparse=True, factor=factor)
     # Subtract each top-k entry from itself: exactly zero, so a large tail weight leaves no rounding
     # residue.
-    softmax.scatter_add_(1, first.columns, first.at_kept(softmax).neg_())
-    softmax.scatter_add_(1, first.columns, own)
+    softmax.scatter_add_(1, first.columns, first.at_top_k(softmax).neg_())
+    softmax.scatter_add_(1, first.columns, at_top_k)
     return softmax if added is None else softmax.add_(added)
 
 

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.row_math import Origins, exponentiate, row_sums, row_top
+from megatron_distill.ops.row_math import ExponentShifts, exponentiate, row_sums, row_top
 from megatron_distill.ops.workspace import Scratch
 
 __all__ = [
-    "MergedStatistics",
+    "GlobalStatistics",
     "NEAR_KL",
-    "Packet",
+    "LocalStatistics",
     "Softmax",
-    "Sweep",
+    "StatisticsSpec",
     "gap_beyond_top",
     "measure_block",
 ]
@@ -41,66 +41,68 @@ NEAR_KL = 2.0**-4
 
 
 @dataclass(frozen=True)
-class Packet:
-    """This rank's partial statistics: one row of ``values [K, N]`` fp64 per name of the sweep.
+class LocalStatistics:
+    """This rank's partial statistics: one row of ``values [K, N]`` fp64 per name of the spec.
 
     Masses stay fp64: for similar models, fp32 rounding would be a part of their divergence.
 
     Attributes:
-        sweep: names and order of the statistics.
+        spec: names and order of the statistics.
         values: the statistics.
         dtype: of the logits and their exponentials.
         top: ``[N]`` column of the student's largest logit in this shard, if a term needs slopes.
             Local to the rank.
     """
 
-    sweep: Sweep
+    spec: StatisticsSpec
     values: Tensor
     dtype: torch.dtype
     top: Tensor | None = None
 
     @classmethod
-    def empty(cls, sweep: Sweep, rows: int, dtype: torch.dtype, device: torch.device) -> Packet:
-        """The packet of a shard without real columns: zero mass, and the lowest peak."""
-        values = torch.zeros(len(sweep.names), rows, dtype=torch.float64, device=device)
-        top = torch.zeros(rows, dtype=torch.int64, device=device) if sweep.curved else None
-        packet = cls(sweep, values, dtype, top)
-        for name, values in packet.rows.items():
+    def empty(
+        cls, spec: StatisticsSpec, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> LocalStatistics:
+        """The statistics of a shard without real columns: zero mass, and the lowest peak."""
+        values = torch.zeros(len(spec.names), rows, dtype=torch.float64, device=device)
+        top = torch.zeros(rows, dtype=torch.int64, device=device) if spec.nonlinear else None
+        local = cls(spec, values, dtype, top)
+        for name, values in local.rows.items():
             if name.endswith("_peak"):
                 values.fill_(_lowest(dtype))
             elif name.endswith("_label"):
                 values.fill_(-math.inf)
-        return packet
+        return local
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
         """The statistics ``[N]`` by name, as views."""
-        return dict(zip(self.sweep.names, self.values.unbind(), strict=True))
+        return dict(zip(self.spec.names, self.values.unbind(), strict=True))
 
     @property
     def sums(self) -> Tensor:
         """``[K, N]`` the statistics that are sums, the masses of the softmaxes first, as views."""
-        first = len(self.sweep.extremes)
-        return self.values[first : first + len(self.sweep.sums)]
+        first = len(self.spec.extremes)
+        return self.values[first : first + len(self.spec.sums)]
 
     # Cached for all softmaxes at once: every block reads these, and small operations add up.
     @cached_property
     def extremes(self) -> Tensor:
         """``[E, N]`` the statistics that are logits, in their dtype; valid once measured."""
-        return self.values[: len(self.sweep.extremes)].to(self.dtype)
+        return self.values[: len(self.spec.extremes)].to(self.dtype)
 
     @cached_property
-    def origins(self) -> Origins:
+    def exponent_shifts(self) -> ExponentShifts:
         """Shift of the exponentials of each softmax; valid once peaks have been measured."""
-        models, softmaxes, logits = self.sweep.models, self.sweep.softmaxes, self.extremes
+        models, softmaxes, logits = self.spec.models, self.spec.softmaxes, self.extremes
         temperatures = [temperature for _, temperature in softmaxes]
         peaks = logits[: len(models)]
         if [model for model, _ in softmaxes] != list(models):
             peaks = torch.stack([logits[models.index(model)] for model, _ in softmaxes])
-        if not self.sweep.exact:
-            return Origins(peaks)
-        teacher, at_top = models.index("teacher"), self.sweep.extremes.index("teacher_at_top")
-        return Origins.of(peaks, temperatures, differ=logits[at_top] < logits[teacher])
+        if not self.spec.exact:
+            return ExponentShifts(peaks)
+        teacher, at_top = models.index("teacher"), self.spec.extremes.index("teacher_at_top")
+        return ExponentShifts.of(peaks, temperatures, differ=logits[at_top] < logits[teacher])
 
     def made_whole(
         self, value: Tensor, term: WeightedDivergence, top_ratio: Tensor, factor: Tensor
@@ -121,13 +123,13 @@ class Packet:
         Too similar at one temperature of the terms is enough. On a GPU all tokens, without a test:
         it would synchronise the host.
         """
-        if self.dtype == torch.float64 or not self.sweep.ratio_temperatures:
+        if self.dtype == torch.float64 or not self.spec.ratio_temperatures:
             return None
         if self.values.device.type != "cpu":
             return slice(None)
         rows, near = self.rows, []
         peaks = rows["teacher_peak"] - rows["student_peak"]
-        for temperature in self.sweep.ratio_temperatures:
+        for temperature in self.spec.ratio_temperatures:
             teacher, student = (
                 rows[f"{model}_mass@{temperature}"] for model in ("teacher", "student")
             )
@@ -139,40 +141,40 @@ class Packet:
             return slice(None)
         return any_near.nonzero().squeeze(1) if bool(any_near.any()) else None
 
-    def in_double(self, tokens: Tensor | slice) -> Packet:
+    def in_double(self, tokens: Tensor | slice) -> LocalStatistics:
         """A copy for some tokens, with fp64 logits and exponentials."""
         top = None if self.top is None else self.top[tokens]
-        return Packet(self.sweep, self.values[:, tokens].clone(), torch.float64, top)
+        return LocalStatistics(self.spec, self.values[:, tokens].clone(), torch.float64, top)
 
-    def part(self, rows: slice) -> Packet:
-        """The packet of some tokens, as views."""
+    def part(self, rows: slice) -> LocalStatistics:
+        """The statistics of some tokens, as views."""
         top = None if self.top is None else self.top[rows]
-        return Packet(self.sweep, self.values[:, rows], self.dtype, top)
+        return LocalStatistics(self.spec, self.values[:, rows], self.dtype, top)
 
-    def merge(self, group: dist.ProcessGroup | None) -> MergedStatistics:
+    def merge(self, group: dist.ProcessGroup | None) -> GlobalStatistics:
         """Exact statistics over the whole vocabulary, with identical bits on every rank.
 
-        Collective: one all-gather over ``group`` of 8 bytes per name of the sweep and token; none
+        Collective: one all-gather over ``group`` of 8 bytes per name of the spec and token; none
         where ``group`` is None.
         """
         if group is None:
-            return MergedStatistics(self.sweep, self.values.unsqueeze(0))
+            return GlobalStatistics(self.spec, self.values.unsqueeze(0))
         world = dist.get_world_size(group)
         gathered = self.values.new_empty(world * self.values.shape[0], self.values.shape[1])
         dist.all_gather_into_tensor(gathered, self.values, group=group)
-        return MergedStatistics(self.sweep, gathered.view(world, *self.values.shape))
+        return GlobalStatistics(self.spec, gathered.view(world, *self.values.shape))
 
 
 @dataclass(frozen=True)
-class MergedStatistics:
-    """Packets of all ranks, ``gathered [ranks, K, N]`` in fp64, and the global statistics."""
+class GlobalStatistics:
+    """Statistics over the whole vocabulary, from ``gathered [ranks, K, N]`` fp64 of all ranks."""
 
-    sweep: Sweep
+    spec: StatisticsSpec
     gathered: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
         """The statistic of that name on every rank: ``[ranks, N]``."""
-        return self.gathered[:, self.sweep.names.index(name)]
+        return self.gathered[:, self.spec.names.index(name)]
 
     def _shard_log_mass(self, model: Model, temperature: float) -> Tensor:
         peak, mass = self[f"{model}_peak"], self[f"{model}_mass@{temperature}"]
@@ -227,7 +229,7 @@ class MergedStatistics:
 
     def entropy(self, model: Model) -> Tensor:
         """``[N]`` entropy at temperature one, in nats."""
-        # log q = (z - peak) + (peak - L); the packet holds the sum of the first bracket.
+        # log q = (z - peak) + (peak - L); the local statistics hold the sum of the first bracket.
         log_sum = self[f"{model}_log"] + self[f"{model}_mass@1.0"] * self[f"{model}_peak"]
         return self.log_normalizer(model, 1.0) - self._average(model, 1.0, log_sum)
 
@@ -240,52 +242,56 @@ class MergedStatistics:
         """``[N]`` whether these logits are the student's largest, as 0 or 1."""
         return (logit == self["student_peak"].amax(0)).double()
 
-    def shard_factor(self, packet: Packet, model: Model, temperature: float) -> Tensor:
+    def shard_factor(self, local: LocalStatistics, model: Model, temperature: float) -> Tensor:
         """``[N]`` factor from this rank's exponentials, relative to the peak, to probabilities."""
-        peak = packet.rows[f"{model}_peak"]
+        peak = local.rows[f"{model}_peak"]
         return (peak / temperature - self.log_normalizer(model, temperature)).exp_()
 
 
-def measure_block(packet: Packet, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
-    """Fill the packet of a row block, except the label logits.
+def measure_block(local: LocalStatistics, logits: Mapping[Model, Tensor], scratch: Scratch) -> None:
+    """Fill the local statistics of a row block, except the label logits.
 
     ``logits [N, V]`` cover this shard's real columns, V > 0, in the dtype of statistics. Leaves
     every softmax's exponentials in the scratch buffers ``MODEL@T``.
     """
-    sweep, statistics = packet.sweep, packet.rows
-    _measure_extremes(packet, logits)
+    spec, statistics = local.spec, local.rows
+    _measure_extremes(local, logits)
     rows = logits["student"].shape[0]
-    spare = scratch.take("spare", rows)
-    overwritten = spare if sweep.exact else None
-    for (model, temperature), point in zip(sweep.softmaxes, packet.origins.points, strict=True):
+    workspace = scratch.take("workspace", rows)
+    overwritten = workspace if spec.exact else None
+    for (model, temperature), exp_shift in zip(
+        spec.softmaxes, local.exponent_shifts.exp_shift, strict=True
+    ):
         buffer = scratch.take(f"{model}@{temperature}", rows)
         mass = statistics[f"{model}_mass@{temperature}"]
-        exponentiate(logits[model], point, temperature, buffer, spare=overwritten, sums=mass)
-        if sweep.full and temperature == 1.0:
-            peak = packet.extremes[sweep.extremes.index(f"{model}_peak")].unsqueeze(1)
-            torch.sub(logits[model], peak, out=spare)
-            if sweep.infinite:
-                spare.clamp_(min=_lowest(spare.dtype))
-            row_sums(spare.mul_(buffer), out=statistics[f"{model}_log"])
-    for temperature in sweep.ratio_temperatures:
+        exponentiate(
+            logits[model], exp_shift, temperature, buffer, workspace=overwritten, sums=mass
+        )
+        if spec.full and temperature == 1.0:
+            peak = local.extremes[spec.extremes.index(f"{model}_peak")].unsqueeze(1)
+            torch.sub(logits[model], peak, out=workspace)
+            if spec.infinite:
+                workspace.clamp_(min=_lowest(workspace.dtype))
+            row_sums(workspace.mul_(buffer), out=statistics[f"{model}_log"])
+    for temperature in spec.ratio_temperatures:
         teacher = scratch.take(f"teacher@{temperature}", rows)
-        _sum_gaps(teacher, logits, spare, statistics[f"ratio@{temperature}"], sweep.infinite)
-    sums = packet.origins.relative_to_peaks_(packet.sums, sweep.summed_softmaxes)
-    ratios = len(sweep.ratio_temperatures)
-    if sweep.infinite and ratios:
+        _sum_gaps(teacher, logits, workspace, statistics[f"ratio@{temperature}"], spec.infinite)
+    sums = local.exponent_shifts.relative_to_peaks_(local.sums, spec.summed_softmaxes)
+    ratios = len(spec.ratio_temperatures)
+    if spec.infinite and ratios:
         # Products may overflow where the student has no probability.
-        sums[-ratios:].clamp_(max=-_lowest(packet.dtype))
+        sums[-ratios:].clamp_(max=-_lowest(local.dtype))
 
 
 def _sum_gaps(
-    weights: Tensor, logits: Mapping[Model, Tensor], spare: Tensor, out: Tensor, infinite: bool
+    weights: Tensor, logits: Mapping[Model, Tensor], workspace: Tensor, out: Tensor, infinite: bool
 ) -> None:
     """``[N]`` sums of the teacher's logits less the student's, finite where one of them is -inf."""
     most = -_lowest(weights.dtype)
-    torch.sub(logits["teacher"], logits["student"], out=spare)
+    torch.sub(logits["teacher"], logits["student"], out=workspace)
     if infinite:
-        spare.nan_to_num_(nan=0.0, posinf=most, neginf=-most)
-    row_sums(spare.mul_(weights), out=out)
+        workspace.nan_to_num_(nan=0.0, posinf=most, neginf=-most)
+    row_sums(workspace.mul_(weights), out=out)
 
 
 def gap_beyond_top(
@@ -293,7 +299,7 @@ def gap_beyond_top(
     top: Mapping[Model, Tensor],
     out: Tensor,
     *,
-    spare: Tensor,
+    workspace: Tensor,
     infinite: bool,
 ) -> Tensor:
     """``(z_t - z_t[top]) - (z_s - z_s[top])`` of logits ``[N, V]``; ``top [N, 1]`` per model.
@@ -301,29 +307,29 @@ def gap_beyond_top(
     Subtracting each model's logit at ``top`` first limits the rounding: it is no larger than the
     result, or belongs to a token far below the student's top one.
     """
-    buffers: dict[Model, Tensor] = {"teacher": out, "student": spare}
+    buffers: dict[Model, Tensor] = {"teacher": out, "student": workspace}
     for model, buffer in buffers.items():
         if infinite:
             torch.clamp(logits[model], min=-_FAR, out=buffer).sub_(top[model].clamp(min=-_FAR))
         else:
             torch.sub(logits[model], top[model], out=buffer)
-    return out.sub_(spare)
+    return out.sub_(workspace)
 
 
-def _measure_extremes(packet: Packet, logits: Mapping[Model, Tensor]) -> None:
-    names = packet.sweep.extremes
+def _measure_extremes(local: LocalStatistics, logits: Mapping[Model, Tensor]) -> None:
+    names = local.spec.extremes
     if "teacher_at_top" in names:
         peak, column = row_top(logits["student"])
         at_top = logits["teacher"].gather(1, column.unsqueeze(1)).squeeze(1)
         found = [peak, logits["teacher"].amax(1), at_top]
-        if packet.top is not None:
-            packet.top.copy_(column)
+        if local.top is not None:
+            local.top.copy_(column)
     else:
-        found = [logits[model].amax(1) for model in packet.sweep.models]
+        found = [logits[model].amax(1) for model in local.spec.models]
     measured = torch.stack(found)
-    if packet.sweep.infinite:
-        measured.clamp_(min=_lowest(packet.dtype))
-    packet.values[: len(names)].copy_(measured)
+    if local.spec.infinite:
+        measured.clamp_(min=_lowest(local.dtype))
+    local.values[: len(names)].copy_(measured)
 
 
 def _lowest(dtype: torch.dtype) -> float:
@@ -336,7 +342,7 @@ Softmax = tuple[Model, float]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class StatisticsSpec:
     """The specification of one pass over the logits: which statistics it measures.
 
     Attributes:
@@ -357,7 +363,7 @@ class Sweep:
 
     @cached_property
     def temperatures(self) -> tuple[float, ...]:
-        """Temperatures at which both models have a softmax; one comes first in a full sweep."""
+        """Temperatures at which both models have a softmax; one comes first in a full spec."""
         wanted = [1.0] if self.full else []
         return tuple(dict.fromkeys(wanted + [term.temperature for term in self.terms]))
 
@@ -374,20 +380,20 @@ class Sweep:
         return tuple(dict.fromkeys(term.temperature for term in self.terms))
 
     @cached_property
-    def curved(self) -> tuple[WeightedDivergence, ...]:
+    def nonlinear(self) -> tuple[WeightedDivergence, ...]:
         """The terms whose gradients need slopes."""
         return tuple(term for term in self.terms if not term.divergence.is_linear)
 
     @property
     def exact(self) -> bool:
         """Whether exponentials must be exact to the last bit, as for slopes."""
-        return bool(self.curved)
+        return bool(self.nonlinear)
 
     @cached_property
     def extremes(self) -> tuple[str, ...]:
         """Statistics that are logits: each model's peak, and the teacher's at the student's top."""
         names = tuple(f"{model}_peak" for model in self.models)
-        compares = bool(self.curved) or (self.full and "teacher" in self.models)
+        compares = bool(self.nonlinear) or (self.full and "teacher" in self.models)
         return (*names, "teacher_at_top") if compares else names
 
     @cached_property
@@ -410,6 +416,6 @@ class Sweep:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Rows of the packet, in order: numbers per token that a rank sends."""
+        """Rows of the local statistics, in order: numbers per token that a rank sends."""
         labels = [f"{model}_label" for model in self.models] if self.full else []
         return (*self.extremes, *self.sums, *labels)

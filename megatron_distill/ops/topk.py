@@ -58,8 +58,8 @@ def vocab_parallel_topk(
     if logits.dim() != 2 or logits.shape[1] != shard.width:
         raise ValueError(f"logits are {tuple(logits.shape)}; the shard has {shard.width} columns")
     raw = logits.detach()[:, : shard.real_width]
-    (kept,) = select(raw, LogitRule(), shard, group, k=k, temperatures=[temperature])
-    return kept
+    (top_k,) = select(raw, LogitRule(), shard, group, k=k, temperatures=[temperature])
+    return top_k
 
 
 def vocab_parallel_gather(
@@ -111,7 +111,7 @@ def select(
     measured = raw if normalised else raw[:, :0]
     rest = Outside.measure(measured, rule, columns, None, temperatures)
     missing = k - values.shape[1]
-    packet = torch.cat(
+    local = torch.cat(
         [
             torch.nn.functional.pad(values, (0, missing), value=-math.inf),
             torch.nn.functional.pad(columns + shard.start, (0, missing)).to(dtype),
@@ -119,36 +119,36 @@ def select(
         ],
         1,
     )
-    gathered = gather_ranks(packet, group)
+    gathered = gather_ranks(local, group)
     candidates = gathered[:, :, :k].transpose(0, 1).flatten(1)
     ids = gathered[:, :, k : 2 * k].transpose(0, 1).flatten(1)
     # Candidates are ordered by rank, hence by id, and a stable sort puts the lowest id first.
     ordered, order = descending(candidates)
     ordered = ordered.double()
     chosen = ids.gather(1, order[:, :k]).long()
-    kept = []
+    found = []
     for number, temperature in enumerate(temperatures):
         peaks, masses = gathered[:, :, 2 * k].double(), gathered[:, :, 2 * k + 1 + number].double()
-        others = (peaks / temperature + masses.log()).t()
+        outside = (peaks / temperature + masses.log()).t()
         candidates_left = ordered[:, k:] if normalised else ordered[:, :0]
-        tail = torch.cat([others, candidates_left / temperature], 1).logsumexp(1)
+        tail = torch.cat([outside, candidates_left / temperature], 1).logsumexp(1)
         inside = ordered[:, :k] / temperature
         total = torch.cat([inside, tail.unsqueeze(1)], 1).logsumexp(1)
         log_probs = inside - total.unsqueeze(1)
         tails = (tail - total).to(dtype)
-        kept.append(TopK(chosen, log_probs.to(dtype), tails, temperature))
-    return kept
+        found.append(TopK(chosen, log_probs.to(dtype), tails, temperature))
+    return found
 
 
-def gather_ranks(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The packets of all ranks: ``[ranks, ...]``. Collective: one all-gather over ``group``."""
+def gather_ranks(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The tensors of all ranks: ``[ranks, ...]``. Collective: one all-gather over ``group``."""
     world = 1 if group is None else dist.get_world_size(group)
     if world == 1:
-        return packet.unsqueeze(0)
-    packet = packet.contiguous()
-    gathered = packet.new_empty(world * packet.shape[0], *packet.shape[1:])
-    dist.all_gather_into_tensor(gathered, packet, group=group)
-    return gathered.view(world, *packet.shape)
+        return local.unsqueeze(0)
+    local = local.contiguous()
+    gathered = local.new_empty(world * local.shape[0], *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered.view(world, *local.shape)
 
 
 def local_values(raw: Tensor, rule: LogitRule, shard: VocabShard, ids: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Outside:
         owned: Tensor | None,
         temperatures: Sequence[float],
     ) -> Outside:
-        """Sweep over raw outputs ``[N, V]``; ``columns [N, K]`` are left out where ``owned``.
+        """Sums over raw outputs ``[N, V]``; ``columns [N, K]`` are left out where ``owned``.
 
         No column may be left out twice.
         """
@@ -221,7 +221,7 @@ class _Left:
             away.masked_fill_(~self.owned, 0.0)
         return logits.scatter_add(1, self.columns, away)
 
-    def cut_(self, exponentials: Tensor) -> Tensor:
+    def zero_columns_(self, exponentials: Tensor) -> Tensor:
         """Set the columns' exponentials to zero exactly: each is subtracted from itself."""
         own = exponentials.gather(1, self.columns)
         if self.owned is not None:
@@ -242,7 +242,7 @@ def _measure(
     for temperature, mass in zip(temperatures, masses, strict=True):
         buffer = scratch.take("exponentials", logits.shape[0])
         exponentiate(logits, peak, temperature, buffer)
-        torch.sum(left.cut_(buffer), 1, out=mass)
+        torch.sum(left.zero_columns_(buffer), 1, out=mass)
     # Where the top-k ids have nearly all mass, the remaining exponentials underflow, and the loss
     # would be infinite.
     small = torch.stack([mass < _UNDERFLOW for mass in masses]).any(0)
@@ -263,11 +263,11 @@ def _measure_closely(
     masses: Sequence[Tensor],
 ) -> None:
     """Fill peak and masses ``[n]`` relative to the peak of the columns that are not left out."""
-    others = left.without(logits)
-    peak.copy_(others.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
-    others.sub_(peak.unsqueeze(1))
+    outside = left.without(logits)
+    peak.copy_(outside.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
+    outside.sub_(peak.unsqueeze(1))
     for temperature, mass in zip(temperatures, masses, strict=True):
-        mass.copy_((others / temperature).exp_().sum(1))
+        mass.copy_((outside / temperature).exp_().sum(1))
 
 
 # Columns per segment of the first maximum; fewest segments and most candidates, as multiples of k.

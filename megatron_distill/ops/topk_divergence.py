@@ -100,8 +100,8 @@ class IdTermGradient:
             outside of the ids enters.
         peak: ``[N]`` largest logit of the shard, in the dtype of statistics.
         first_logit: ``[N]`` fp64, the student's logit at the first id.
-        cut: bool ``[N, K]``, this rank's ids, excluded from the slope, so that ``excess`` is their
-            whole gradient; None where the slope includes them.
+        topk_mask: bool ``[N, K]``, this rank's ids, excluded from the slope, so that ``excess``
+            is their whole gradient; None where the slope includes them.
     """
 
     value: Tensor
@@ -111,7 +111,7 @@ class IdTermGradient:
     log_normalizer: Tensor | None
     peak: Tensor
     first_logit: Tensor
-    cut: Tensor | None = None
+    topk_mask: Tensor | None = None
 
 
 def solve_id_term(
@@ -168,7 +168,7 @@ def solve_id_term(
         log_normalizer=log_normalizer,
         peak=peak,
         first_logit=logits[:, 0],
-        cut=owned if is_steep else None,
+        topk_mask=owned if is_steep else None,
     )
 
 
@@ -196,7 +196,7 @@ class OnClasses:
         student_tail: Tensor | None,
     ) -> IdGradient:
         """See `ClassDivergence`."""
-        row, has_tail = self.divergence, self.support == "tail"
+        divergence, has_tail = self.divergence, self.support == "tail"
         log_p, log_q, counts = log_probs.double(), student, valid
         if self.support == "renormalized":
             log_p = log_p - log_p.logsumexp(1, keepdim=True)
@@ -213,9 +213,11 @@ class OnClasses:
         classes = Classes(
             log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
         )
-        values, pulls, constant = _pulls(row, classes, sums_to_one=self.support != "raw")
-        q, total = classes.student, pulls.sum(1, keepdim=True)
-        gradient = pulls - q * total
+        values, q_times_slope, constant = _values_and_slopes(
+            divergence, classes, sums_to_one=self.support != "raw"
+        )
+        q, total = classes.student, q_times_slope.sum(1, keepdim=True)
+        gradient = q_times_slope - q * total
         if has_tail:
             of_tail, tail = gradient[:, -1], q[:, -1]
             slope = (of_tail / tail).clamp(-_STEEPEST, _STEEPEST)
@@ -223,14 +225,14 @@ class OnClasses:
         slope = torch.zeros_like(total).squeeze(1)
         if self.support == "raw":
             mass = q.sum(1, keepdim=True)
-            values = values - row.balance * (classes.teacher - q)
+            values = values - divergence.balance * (classes.teacher - q)
             gradient = gradient + constant * q * (1 - mass)
             slope = -(total + constant * mass).squeeze(1)
         return IdGradient(values.sum(1), slope, gradient, False)
 
 
-def _pulls(
-    row: Divergence, classes: Classes, *, sums_to_one: bool
+def _values_and_slopes(
+    divergence: Divergence, classes: Classes, *, sums_to_one: bool
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Summands of the value, ``q (dl/dq - constant)``, and the constant.
 
@@ -238,19 +240,19 @@ def _pulls(
     ratio. So the value for similar models is no difference of larger numbers.
     """
     p, q = classes.teacher, classes.student
-    value, slope = row.evaluate(classes)
+    value, slope = divergence.evaluate(classes)
     gap: Tensor | float = p - q if sums_to_one else 0.0
     if slope is None:
-        return value - gap, q - p, row.constant
-    value, slope = value * row.scales.value, slope * row.scales.slope
-    if row.of_top_ratio != 0:
+        return value - gap, q - p, divergence.constant
+    value, slope = value * divergence.scales.value, slope * divergence.scales.slope
+    if divergence.of_top_ratio != 0:
         value = value + gap
-    if row.head_mass is None:
-        return value, q * slope, row.constant
+    if divergence.head_mass is None:
+        return value, q * slope, divergence.constant
     forward, _ = forward_kl_summands(classes)
-    blend = _blend(classes, row.head_mass)
+    blend = _blend(classes, divergence.head_mass)
     value = blend * (forward - gap) + (1 - blend) * value
-    return value, blend * (q - p) + (1 - blend) * q * slope, (1 - 2 * blend) * row.constant
+    return value, blend * (q - p) + (1 - blend) * q * slope, (1 - 2 * blend) * divergence.constant
 
 
 def _same_where_close(log_q: Tensor, log_p: Tensor, stored: torch.dtype) -> Tensor:

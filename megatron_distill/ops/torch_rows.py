@@ -23,7 +23,13 @@ from megatron_distill.ops.softmax_gradient import (
     scale_rows_,
     scale_softmax_,
 )
-from megatron_distill.ops.statistics import Packet, Softmax, Sweep, gap_beyond_top, measure_block
+from megatron_distill.ops.statistics import (
+    LocalStatistics,
+    Softmax,
+    StatisticsSpec,
+    gap_beyond_top,
+    measure_block,
+)
 from megatron_distill.ops.workspace import Scratch, load_logits, row_blocks
 from megatron_distill.signals import LogitRule
 
@@ -37,10 +43,10 @@ class Block:
     The scratch buffers ``MODEL@T`` hold exponentials, which `classes` turns into probabilities.
     """
 
-    sweep: Sweep
+    spec: StatisticsSpec
     logits: Mapping[Model, Tensor]
     student_rule: LogitRule
-    packet: Packet
+    local: LocalStatistics
     normalizers: Normalizers
     scratch: Scratch
     _normalised: set[float] = field(default_factory=set)
@@ -51,15 +57,17 @@ class Block:
 
     def exponentiate(self, softmaxes: Sequence[Softmax]) -> None:
         """Fill the buffers with exponentials, as `measure_block` does."""
-        spare = self._buffer("spare") if self.sweep.exact else None
-        points = dict(zip(self.sweep.softmaxes, self.packet.origins.points.unbind(), strict=True))
+        workspace = self._buffer("workspace") if self.spec.exact else None
+        exp_shifts = dict(
+            zip(self.spec.softmaxes, self.local.exponent_shifts.exp_shift.unbind(), strict=True)
+        )
         for model, temperature in softmaxes:
             buffer = self.scratch.take(f"{model}@{temperature}", self._size)
-            point = points[model, temperature]
-            exponentiate(self.logits[model], point, temperature, buffer, spare=spare)
+            exp_shift = exp_shifts[model, temperature]
+            exponentiate(self.logits[model], exp_shift, temperature, buffer, workspace=workspace)
 
-    def classes(self, temperature: float, *, spares: str = "") -> Classes:
-        """Probabilities, in place of the exponentials; ``spares`` prefixes the names of buffers."""
+    def classes(self, temperature: float, *, prefix: str = "") -> Classes:
+        """Probabilities, in place of the exponentials; ``prefix`` is of workspace names."""
         size = self._size
         teacher, student = (
             self.scratch.take(f"{model}@{temperature}", size) for model in ("teacher", "student")
@@ -69,22 +77,22 @@ class Block:
             _normalise_(student, self._factors["student", temperature])
             self._normalised.add(temperature)
 
-        def spare(name: str) -> Tensor:
-            return self.scratch.take(f"spare {spares}{name}@{temperature}", size)
+        def workspace(name: str) -> Tensor:
+            return self.scratch.take(f"workspace {prefix}{name}@{temperature}", size)
 
         def log_ratio() -> Tensor:
             gap = gap_beyond_top(
                 self.logits,
                 self.normalizers.top,
-                spare("ratio"),
-                spare=spare("value"),
-                infinite=self.sweep.infinite,
+                workspace("ratio"),
+                workspace=workspace("value"),
+                infinite=self.spec.infinite,
             )
             return gap if temperature == 1.0 else gap.mul_(1 / temperature)
 
         top_ratio = self.normalizers.top_ratios[temperature].to(self.scratch.dtype)
-        anchor = _uniform(top_ratio > -math.log(2))
-        return Classes(teacher, student, log_ratio, spare, anchor, top_ratio)
+        near_equal = _uniform(top_ratio > -math.log(2))
+        return Classes(teacher, student, log_ratio, workspace, near_equal, top_ratio)
 
     def for_head(self, rows: slice, temperature: float) -> TeacherBlock:
         """The input of `head_share` for these tokens."""
@@ -111,7 +119,7 @@ class Block:
         assert slope is not None
         value = self._value(term, summands)
         reference = self._at_top(slope).mul_(scales.slope)
-        average = _pull(slope, scales.slope, reference, classes.student, slope)
+        average = _q_times_slope(slope, scales.slope, reference, classes.student, slope)
         return value, average, reference.squeeze(1)
 
     def gradient(self, weights: Sequence[SoftmaxWeights], out: Tensor) -> dict[str, Tensor]:
@@ -123,8 +131,8 @@ class Block:
         is_last = len(weights) == 1 and self.student_rule.is_identity
         direct = out if is_last and out.dtype == self.scratch.dtype else None
         gradients = [
-            self._curved_gradient(softmax, values, direct)
-            if softmax.curved
+            self._nonlinear_gradient(softmax, values, direct)
+            if softmax.nonlinear
             else self._linear_gradient(softmax, direct)
             for softmax in weights
         ]
@@ -135,17 +143,17 @@ class Block:
         for gradient in gradients[1:]:
             total.add_(gradient)
         if total is not direct:
-            spare = self.scratch.take("spare", self._size)
-            out.copy_(self.student_rule.chain_(total, self.logits["student"], spare))
+            workspace = self.scratch.take("workspace", self._size)
+            out.copy_(self.student_rule.chain_(total, self.logits["student"], workspace))
         return values
 
     def _value(self, term: WeightedDivergence, summands: Tensor) -> Tensor:
         """``[n]`` fp64, the sum of a term's summands over this shard."""
         value = row_sums(summands).mul_(term.divergence.scales.value)
         top_ratio = self.normalizers.top_ratios[term.temperature].squeeze(1)
-        number = self.sweep.softmaxes.index(("student", term.temperature))
+        number = self.spec.softmaxes.index(("student", term.temperature))
         factor = self.normalizers.factors[number]
-        return self.packet.made_whole(value, term, top_ratio, factor)
+        return self.local.made_whole(value, term, top_ratio, factor)
 
     def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
         """Gradient of forward KL, labels and top-k ids at one temperature.
@@ -156,13 +164,13 @@ class Block:
         gradient = self.scratch.take(f"student@{temperature}", self._size)
         factor = self._factors.get(("student", temperature))
         if factor is None:
-            gradient.zero_()  # only points at this temperature
+            gradient.zero_()  # only scattered values at this temperature
         elif weights.teacher is None:
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
         else:
-            place = gradient if out is None or weights.points else out
+            place = gradient if out is None or weights.scatter else out
             gradient = self._difference(weights, weights.teacher, place)
-        for columns, added in weights.points:
+        for columns, added in weights.scatter:
             gradient.scatter_add_(1, columns, added)
         return gradient
 
@@ -171,14 +179,14 @@ class Block:
         at = weights.temperature
         student, teacher = (self._buffer(f"{model}@{at}") for model in ("student", "teacher"))
         factors = self._factors["student", at], self._factors["teacher", at]
-        if not weights.others and not weights.sparse:
-            own, others = weights.student * factors[0], of_teacher * factors[1]
-            return difference_of_rows(student, own, teacher, others, out)
+        if not weights.tail_weights and not weights.sparse:
+            left, right = weights.student * factors[0], of_teacher * factors[1]
+            return difference_of_rows(student, left, teacher, right, out)
         scale_softmax_(student, weights, self._buffer, factor=factors[0])
         scale_rows_(teacher, of_teacher, sparse=weights.sparse, factor=factors[1])
         return torch.sub(student, teacher, out=out)
 
-    def _curved_gradient(
+    def _nonlinear_gradient(
         self, weights: SoftmaxWeights, values: dict[str, Tensor], out: Tensor | None
     ) -> Tensor:
         """Gradient of all terms at one temperature, at least one of them with slopes.
@@ -188,29 +196,29 @@ class Block:
         """
         total: Tensor | None = None
         rest, sparse = weights.student, weights.sparse
-        for curved in weights.curved:
-            classes = self.classes(weights.temperature, spares="" if total is None else "further ")
-            scales = curved.term.divergence.scales
-            summands, slope = curved.term.divergence.evaluate(classes)
+        for nonlinear in weights.nonlinear:
+            classes = self.classes(weights.temperature, prefix="" if total is None else "further ")
+            scales = nonlinear.term.divergence.scales
+            summands, slope = nonlinear.term.divergence.evaluate(classes)
             assert slope is not None
-            reference = curved.reference
+            reference = nonlinear.reference
             if reference is None:
-                values[curved.term.key] = self._value(curved.term, summands)
+                values[nonlinear.term.key] = self._value(nonlinear.term, summands)
                 reference = self._at_top(slope).mul_(scales.slope)
-            pull, average = summands, curved.average
-            found = _pull(slope, scales.slope, reference, classes.student, pull)
+            q_times_slope, average = summands, nonlinear.average
+            found = _q_times_slope(slope, scales.slope, reference, classes.student, q_times_slope)
             if average is None:
-                average = found.to(pull.dtype).unsqueeze(1)
-            if curved.is_one:
+                average = found.to(q_times_slope.dtype).unsqueeze(1)
+            if nonlinear.is_one:
                 rest = rest - average
             else:
-                rest = rest - torch.where(curved.weight == 0, 0.0, curved.weight * average)
-                scale_rows_(pull, curved.weight, sparse=sparse)
-            total = pull if total is None else total.add_(pull)
+                rest = rest - torch.where(nonlinear.weight == 0, 0.0, nonlinear.weight * average)
+                scale_rows_(q_times_slope, nonlinear.weight, sparse=sparse)
+            total = q_times_slope if total is None else total.add_(q_times_slope)
         assert total is not None
-        if weights.others or weights.teacher is not None or weights.points:
+        if weights.tail_weights or weights.teacher is not None or weights.scatter:
             out = None
-        if weights.others:
+        if weights.tail_weights:
             gradient = total.add_(
                 scale_softmax_(classes.student, weights, self._buffer, student=rest)
             )
@@ -222,7 +230,7 @@ class Block:
                 clear_rows_(gradient, weights.unused)
         if weights.teacher is not None:
             gradient.sub_(scale_rows_(classes.teacher, weights.teacher, sparse=sparse))
-        for columns, added in weights.points:
+        for columns, added in weights.scatter:
             gradient.scatter_add_(1, columns, added)
         return gradient
 
@@ -232,13 +240,13 @@ class Block:
     @cached_property
     def _factors(self) -> dict[Softmax, Tensor]:
         """Factors from the exponentials of each buffer to probabilities, ``[n, 1]``."""
-        factors = self.packet.origins.normalisers(self.normalizers.factors).unsqueeze(2)
-        return dict(zip(self.sweep.softmaxes, factors.unbind(), strict=True))
+        factors = self.local.exponent_shifts.normalisers(self.normalizers.factors).unsqueeze(2)
+        return dict(zip(self.spec.softmaxes, factors.unbind(), strict=True))
 
     def _at_top(self, slope: Tensor) -> Tensor:
         """The slope at the student's top token of this shard, ``[n, 1]``."""
-        assert self.packet.top is not None
-        return slope.gather(1, self.packet.top.unsqueeze(1))
+        assert self.local.top is not None
+        return slope.gather(1, self.local.top.unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -248,44 +256,44 @@ class TorchRows:
     Tokens near their teacher are measured a second time in fp64, in separate blocks.
     """
 
-    sweep: Sweep
+    spec: StatisticsSpec
     raw: Mapping[Model, Tensor]
     rules: Mapping[Model, LogitRule]
     scratch: Scratch
 
-    def measure(self, packet: Packet) -> None:
+    def measure(self, local: LocalStatistics) -> None:
         """See `RowExecutor`."""
         for rows in self._rows():
-            own = packet.part(rows)
+            own = local.part(rows)
             measure_block(own, self._load(rows), self.scratch)
             near = own.near_tokens()
             if near is not None:
                 self._measure_near(own, near, self._load(_at(rows, near), self._double))
 
     def blends(
-        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
         """See `RowExecutor`."""
         found = {}
-        for term in self.sweep.curved:
+        for term in self.spec.nonlinear:
             if term.divergence.head_mass is not None:
                 blend = head_share(
-                    partial(self._teacher_blocks, packet, normalizers, term.temperature),
-                    packet.values.shape[1],
+                    partial(self._teacher_blocks, local, normalizers, term.temperature),
+                    local.values.shape[1],
                     head_mass=term.divergence.head_mass,
                     group=group,
-                    device=packet.values.device,
+                    device=local.values.device,
                 )
-                found[term.key] = blend.to(packet.dtype)
+                found[term.key] = blend.to(local.dtype)
         return found
 
-    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+    def sum_slopes(self, local: LocalStatistics, normalizers: Normalizers) -> Tensor:
         """See `RowExecutor`."""
-        terms = self.sweep.curved
-        sums = packet.values.new_zeros(3 * len(terms), packet.values.shape[1])
+        terms = self.spec.nonlinear
+        sums = local.values.new_zeros(3 * len(terms), local.values.shape[1])
         temperatures = {term.temperature for term in terms}
-        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] in temperatures]
-        for block, tokens in self._blocks(packet, normalizers):
+        softmaxes = [softmax for softmax in self.spec.softmaxes if softmax[1] in temperatures]
+        for block, tokens in self._blocks(local, normalizers):
             block.exponentiate(softmaxes)
             for number, term in enumerate(terms):
                 value, average, reference = block.sum_slopes(term)
@@ -295,34 +303,34 @@ class TorchRows:
 
     def write_gradient(
         self,
-        packet: Packet,
+        local: LocalStatistics,
         normalizers: Normalizers,
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
     ) -> None:
         """See `RowExecutor`."""
-        for block, tokens in self._blocks(packet, normalizers):
-            block.exponentiate(self.sweep.softmaxes)
+        for block, tokens in self._blocks(local, normalizers):
+            block.exponentiate(self.spec.softmaxes)
             self._write_gradient(block, weights, out, tokens)
 
-    def all_sweeps(
-        self, packet: Packet, weights: Sequence[SoftmaxWeights], out: Tensor
+    def all_passes(
+        self, local: LocalStatistics, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Statistics, slopes and gradient of one block after another; for one rank alone.
 
         Returns the values ``[N]`` fp64 of terms with slopes, and the blends ``[N, 1]``.
         """
-        count = packet.values.shape[1]
-        values = {term.key: packet.values.new_zeros(count) for term in self.sweep.curved}
+        count = local.values.shape[1]
+        values = {term.key: local.values.new_zeros(count) for term in self.spec.nonlinear}
         blends = {
-            term.key: packet.values.new_zeros(count, 1)
-            for term in self.sweep.curved
+            term.key: local.values.new_zeros(count, 1)
+            for term in self.spec.nonlinear
             if term.divergence.head_mass is not None
         }
         for rows in self._rows():
-            own, logits = packet.part(rows), self._load(rows)
+            own, logits = local.part(rows), self._load(rows)
             measure_block(own, logits, self.scratch)
-            parts: list[tuple[Packet, dict[Model, Tensor], slice | Tensor, Scratch]]
+            parts: list[tuple[LocalStatistics, dict[Model, Tensor], slice | Tensor, Scratch]]
             parts = [(own, logits, rows, self.scratch)]
             near = own.near_tokens()
             if near is not None:
@@ -333,7 +341,7 @@ class TorchRows:
                 parts.append((part, near_logits, tokens, self._double))
             for part, given, tokens, scratch in parts[isinstance(near, slice) :]:
                 known = Normalizers.alone(part)
-                block = Block(self.sweep, given, self.rules["student"], part, known, scratch)
+                block = Block(self.spec, given, self.rules["student"], part, known, scratch)
                 for key, blend in blends.items():
                     known.blends[key] = block.blend(self._term(key))
                     blend[tokens] = known.blends[key].double()
@@ -343,42 +351,42 @@ class TorchRows:
         return values, blends
 
     def _teacher_blocks(
-        self, packet: Packet, normalizers: Normalizers, temperature: float
+        self, local: LocalStatistics, normalizers: Normalizers, temperature: float
     ) -> Iterator[TeacherBlock]:
-        softmaxes = [softmax for softmax in self.sweep.softmaxes if softmax[1] == temperature]
+        softmaxes = [softmax for softmax in self.spec.softmaxes if softmax[1] == temperature]
         for rows in self._rows():
-            block = self._block(packet, normalizers, rows, self.scratch)
+            block = self._block(local, normalizers, rows, self.scratch)
             block.exponentiate(softmaxes)
             yield block.for_head(rows, temperature)
 
     def _blocks(
-        self, packet: Packet, normalizers: Normalizers
+        self, local: LocalStatistics, normalizers: Normalizers
     ) -> Iterator[tuple[Block, slice | Tensor]]:
         """Blocks, with the positions of their tokens in the chunk.
 
         Tokens near their teacher follow in an fp64 block, after a block that may contain them too.
         """
         for rows in self._rows():
-            near, apart = packet.part(rows).near_tokens(), None
+            near, apart = local.part(rows).near_tokens(), None
             if near is not None:
                 tokens = _at(rows, near)
                 # Loaded before a gradient overwrites these logits.
-                apart = self._block(packet, normalizers, tokens, self._double)
+                apart = self._block(local, normalizers, tokens, self._double)
             if not isinstance(near, slice):
-                yield self._block(packet, normalizers, rows, self.scratch), rows
+                yield self._block(local, normalizers, rows, self.scratch), rows
             if apart is not None:
                 yield apart, tokens
 
     def _measure_near(
-        self, packet: Packet, near: slice | Tensor, logits: Mapping[Model, Tensor]
-    ) -> Packet:
+        self, local: LocalStatistics, near: slice | Tensor, logits: Mapping[Model, Tensor]
+    ) -> LocalStatistics:
         """Measure the tokens near their teacher a second time, in fp64.
 
         The difference between the models is too small for fp32 rounding.
         """
-        part = packet.in_double(near)
+        part = local.in_double(near)
         measure_block(part, logits, self._double)
-        packet.values[:, near] = part.values
+        local.values[:, near] = part.values
         return part
 
     def _write_gradient(
@@ -404,7 +412,7 @@ class TorchRows:
         return self.scratch.in_double()
 
     def _term(self, key: str) -> WeightedDivergence:
-        return next(term for term in self.sweep.terms if term.key == key)
+        return next(term for term in self.spec.terms if term.key == key)
 
     def _rows(self) -> list[slice]:
         student = self.raw["student"]
@@ -413,15 +421,19 @@ class TorchRows:
         return list(row_blocks(student.shape[0], student.shape[1], student.device))
 
     def _block(
-        self, packet: Packet, normalizers: Normalizers, tokens: slice | Tensor, scratch: Scratch
+        self,
+        local: LocalStatistics,
+        normalizers: Normalizers,
+        tokens: slice | Tensor,
+        scratch: Scratch,
     ) -> Block:
         if scratch is self.scratch:
             assert isinstance(tokens, slice)
-            own = packet.part(tokens)
+            own = local.part(tokens)
         else:
-            own = packet.in_double(tokens)
+            own = local.in_double(tokens)
         part, rule = normalizers.part(tokens, scratch.dtype), self.rules["student"]
-        return Block(self.sweep, self._load(tokens, scratch), rule, own, part, scratch)
+        return Block(self.spec, self._load(tokens, scratch), rule, own, part, scratch)
 
     def _load(self, tokens: slice | Tensor, scratch: Scratch | None = None) -> dict[Model, Tensor]:
         scratch = self.scratch if scratch is None else scratch
@@ -441,7 +453,9 @@ def _normalise_(exponentials: Tensor, factor: Tensor) -> None:
     exponentials.mul_(factor).clamp_(min=torch.finfo(exponentials.dtype).tiny)
 
 
-def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+def _q_times_slope(
+    slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: Tensor
+) -> Tensor:
     """``weight (scale slope - reference)`` of ``[n, V]`` and ``[n, 1]`` into ``out``.
 
     Overwrites the slope, which may be ``out``. Returns the sums ``[n]`` fp64.
@@ -450,10 +464,10 @@ def _pull(slope: Tensor, scale: float, reference: Tensor, weight: Tensor, out: T
     return row_sums(torch.mul(relative, weight, out=out))
 
 
-def _uniform(anchor: Tensor) -> Tensor | bool:
+def _uniform(near_equal: Tensor) -> Tensor | bool:
     """One bool if all tokens agree; CPU only: on a GPU the test would synchronise the host."""
-    if anchor.device.type != "cpu":
-        return anchor
-    if bool(anchor.all()):
+    if near_equal.device.type != "cpu":
+        return near_equal
+    if bool(near_equal.all()):
         return True
-    return anchor if bool(anchor.any()) else False
+    return near_equal if bool(near_equal.any()) else False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["VocabShard"]
 
-# Ids are sent in fp32 packets, which are exact for integers up to here.
+# Ids are sent as fp32 numbers, which are exact for integers up to here.
 _LARGEST_SIZE = 2**24
 
 

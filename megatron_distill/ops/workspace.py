@@ -114,17 +114,17 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of ``[N, ...]`` tensors with a weight, in order; ``kept=None`` means all."""
+    """The tokens of ``[N, ...]`` tensors with a weight, in order; ``indices=None`` means all."""
 
     total: int
-    kept: Tensor | None
+    indices: Tensor | None
 
     @classmethod
     def of_weights(cls, *weights: Tensor) -> Rows:
         """Tokens on which any weight ``[N]`` is not zero; synchronises with the device."""
         used = torch.stack([weight != 0 for weight in weights]).any(0)
-        kept = used.nonzero().squeeze(1)
-        return cls(used.numel(), None if kept.numel() == used.numel() else kept)
+        indices = used.nonzero().squeeze(1)
+        return cls(used.numel(), None if indices.numel() == used.numel() else indices)
 
     @classmethod
     def of_indices(cls, total: int, indices: Tensor) -> Rows:
@@ -134,20 +134,20 @@ class Rows:
     @property
     def count(self) -> int:
         """Number of tokens with a weight."""
-        return self.total if self.kept is None else self.kept.numel()
+        return self.total if self.indices is None else self.indices.numel()
 
     def take(self, tensor: Tensor, chunk: slice) -> Tensor:
         """The chunk's tokens of ``tensor``: a view if all tokens count, else a copy."""
-        if self.kept is None:
+        if self.indices is None:
             return tensor[chunk]
-        return tensor.index_select(0, self.kept[chunk])
+        return tensor.index_select(0, self.indices[chunk])
 
     def scatter(self, values: Tensor) -> Tensor:
         """The inverse of `take` over all chunks: ``[N, ...]``, zero for the tokens left out."""
-        if self.kept is None:
+        if self.indices is None:
             return values
         whole = values.new_zeros(self.total, *values.shape[1:])
-        return whole.index_copy_(0, self.kept, values)
+        return whole.index_copy_(0, self.indices, values)
 
 
 def load_logits(rule: LogitRule, raw: Tensor, scratch: Scratch, name: str) -> Tensor:

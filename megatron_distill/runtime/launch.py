@@ -76,8 +76,8 @@ class Launch:
     def _agree(self, name: str, failure: MegatronDistillError | None) -> None:
         assert self.store is not None
         if failure is not None:
-            said = json.dumps([ERROR_TYPES.index(type(failure)), str(failure)])
-            self.store.set(f"{name}/error", said)
+            message = json.dumps([ERROR_TYPES.index(type(failure)), str(failure)])
+            self.store.set(f"{name}/error", message)
         if self.store.add(f"{name}/arrived", 1) == self.size:
             self.store.set(f"{name}/all", "here")
         try:

@@ -54,6 +54,10 @@ class IdSignal(Signal, Protocol):
         """Apply ``function`` to each tensor ``[N, ...]``: select tokens, or copy to a device."""
         ...
 
+    def within(self, vocab_size: int) -> Self:
+        """Ids below ``vocab_size`` alone, where a signal was stored with padding columns."""
+        ...
+
     def target(self, term: TermView) -> IdTarget:
         """The signal as the target of one term.
 

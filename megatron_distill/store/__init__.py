@@ -1,9 +1,11 @@
 """Stores: a teacher's outputs on disk, written by any number of processes, read by sample id."""
 
 from megatron_distill.store.binary import pack, unpack
+from megatron_distill.store.drawn_entries import DrawnEntries, sampled_signal
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals
 from megatron_distill.store.maxtext import convert_maxtext
 from megatron_distill.store.plan import (
+    KINDS,
     UNKNOWN,
     CaptureSettings,
     Identity,
@@ -13,16 +15,15 @@ from megatron_distill.store.plan import (
 )
 from megatron_distill.store.reader import StoreReader, StoreSet, find_stores
 from megatron_distill.store.records import (
-    DrawnEntries,
+    Entries,
     PositionScalars,
     SampleRecord,
     SampleTokens,
-    TopKEntries,
+    SelectionPlace,
     cut_to_k,
-    cut_to_mass,
 )
 from megatron_distill.store.sampling import draw_ids
-from megatron_distill.store.to_signals import sampled_signal, top_k_signal
+from megatron_distill.store.topk_entries import TopKEntries, cut_to_mass, top_k_signal
 from megatron_distill.store.verify import (
     CodecError,
     Problem,
@@ -34,10 +35,12 @@ from megatron_distill.store.verify import (
 from megatron_distill.store.writer import ShardWriter, StoreWriter
 
 __all__ = [
+    "KINDS",
     "UNKNOWN",
     "CaptureSettings",
     "CodecError",
     "DrawnEntries",
+    "Entries",
     "Identity",
     "Manifest",
     "Plan",
@@ -45,6 +48,7 @@ __all__ = [
     "Problem",
     "SampleRecord",
     "SampleTokens",
+    "SelectionPlace",
     "ShardProof",
     "ShardWriter",
     "StoreReader",

@@ -7,15 +7,17 @@ concatenated without padding. All numbers are little-endian.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.store.records import Floats, Integers
+from megatron_distill.store.sections import Array
 
 __all__ = [
     "CODECS",
+    "CODEC_NAMES",
     "Take",
     "ValueCodec",
     "decode_ids",
@@ -25,7 +27,6 @@ __all__ = [
     "spread",
 ]
 
-Array: TypeAlias = NDArray[Any]
 Mask: TypeAlias = NDArray[np.bool_]
 Take: TypeAlias = Callable[[str, int], Array]
 """Gives the next `count` numbers of a dtype."""
@@ -112,6 +113,7 @@ class _Gap8:
 
 
 CODECS: Final[dict[str, ValueCodec]] = {"f32": _Float32(), "f16": _Float16(), "u8": _Gap8()}
+CODEC_NAMES: Final = tuple(CODECS)
 
 
 def _close_up(values_SK: Array, mask: Mask | None) -> Array:

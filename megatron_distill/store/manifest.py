@@ -20,11 +20,7 @@ from megatron_distill.store.plan import (
     shard_folder,
     sidecar_name,
 )
-from megatron_distill.store.records import (
-    SampleRecord,
-    TopKEntries,
-    trained_positions,
-)
+from megatron_distill.store.records import SampleRecord, trained_positions
 from megatron_distill.store.sealed import read_bytes, repair_advice, sealed, unsealed
 
 __all__ = ["Manifest", "ShardProof", "Totals", "file_sha256"]
@@ -218,22 +214,13 @@ class Totals:
         """The sums of one sample."""
         trained = trained_positions(record)
         entries, scalars = record.entries, record.scalars
-        mass = 0.0
-        if isinstance(entries, TopKEntries):
-            width = entries.ids_SK.shape[1]
-            n_kept = entries.n_kept_S
-            if n_kept is None:
-                n_kept = np.full(len(trained), width, np.int32)
-            mass = float(np.exp(entries.log_probs_SK[trained], dtype=np.float64).sum())
-        else:
-            width = entries.ids_SM.shape[1]
-            n_kept = (entries.counts_SM > 0).sum(1, dtype=np.int32)
-        counts = np.bincount(n_kept[trained], minlength=width + 1)
+        width, id_counts = entries.ids()[0].shape[1], entries.id_counts()
+        counts = np.bincount(id_counts[trained], minlength=width + 1)
         histogram = [int(counts[1 << i : 2 << i].sum()) for i in range(width.bit_length())]
         return cls(
             positions=int(trained.sum()),
-            kept=int(n_kept[trained].sum()),
-            kept_mass=mass,
+            kept=int(id_counts[trained].sum()),
+            kept_mass=entries.mass(trained),
             entropy=_sum(None if scalars is None else scalars.entropy_S, trained),
             label_log_prob=_sum(None if scalars is None else scalars.label_log_prob_S, trained),
             kept_histogram=tuple(histogram),

@@ -21,7 +21,8 @@ from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.container import RecordFile
 from megatron_distill.store.manifest import Manifest
 from megatron_distill.store.plan import CaptureSettings, Identity
-from megatron_distill.store.records import Integers, SampleRecord, TopKEntries
+from megatron_distill.store.records import Integers, SampleRecord
+from megatron_distill.store.topk_entries import TopKEntries
 from megatron_distill.store.writer import StoreWriter
 
 __all__ = ["Features", "WireError", "convert_maxtext", "read_example"]

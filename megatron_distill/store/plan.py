@@ -8,18 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
 from megatron_distill.errors import StoreError
 from megatron_distill.signals import Support
 from megatron_distill.store.codecs import CODECS
+from megatron_distill.store.drawn_entries import DrawnEntries
+from megatron_distill.store.records import Entries
 from megatron_distill.store.sealed import sealed, unsealed
+from megatron_distill.store.topk_entries import TopKEntries
 
 __all__ = [
     "CaptureSettings",
     "FORMAT",
     "Identity",
-    "Mode",
+    "KINDS",
     "Plan",
     "Support",
     "UNKNOWN",
@@ -39,7 +43,10 @@ MANIFEST: Final = "manifest.json"
 UID_BYTES: Final = 8
 UNKNOWN: Final = "unknown"  # a digest missing in a store's source
 
-Mode = Literal["top_k", "sampled"]
+# The kinds of entries by the mode of a capture. Their order is the code in a record's header.
+KINDS: Final[Mapping[str, type[Entries]]] = MappingProxyType(
+    {"top_k": TopKEntries, "sampled": DrawnEntries}
+)
 Normalisation = Literal["vocabulary", "kept"]
 
 
@@ -51,7 +58,7 @@ class CaptureSettings:
         k: ids per position, or draws where `mode` is sampled.
         vocab_size: ids of the tokenizer, without padding columns.
         sequence_length: positions S of a sample.
-        mode: the most probable ids, or ids drawn with replacement.
+        mode: a kind of entries: the most probable ids, or ids drawn with replacement.
         codec: f32 (every bit), f16 or u8.
         top_p: mass after which a position's ids were cut, or None.
         temperatures: further temperatures, with an exact normaliser and tail.
@@ -66,7 +73,7 @@ class CaptureSettings:
     k: int
     vocab_size: int
     sequence_length: int
-    mode: Mode = "top_k"
+    mode: str = "top_k"
     codec: str = "u8"
     top_p: float | None = None
     temperatures: tuple[float, ...] = ()
@@ -80,15 +87,15 @@ class CaptureSettings:
     def _problems(self) -> Iterator[str]:
         if not 1 <= self.vocab_size <= 1 << 31:
             yield f"vocab_size is {self.vocab_size}; it must be between 1 and {1 << 31}"
-        if not 1 <= self.k <= (self.vocab_size if self.mode == "top_k" else 65535):
+        if self.mode not in KINDS:
+            yield f"mode is {self.mode!r}; it must be one of {', '.join(KINDS)}"
+        if not 1 <= self.k <= self.kind.largest_k(self.vocab_size):
             yield (
                 f"k is {self.k}; it must be between 1 and the vocabulary of {self.vocab_size}, or "
                 "65535 draws"
             )
         if not 1 <= self.sequence_length < 1 << 31:
             yield f"sequence_length is {self.sequence_length}; it must be at least 1"
-        if self.mode not in get_args(Mode):
-            yield f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}"
         if self.codec not in CODECS:
             yield f"codec is {self.codec!r}; it must be one of {', '.join(CODECS)}"
         if self.top_p is not None and not 0 < self.top_p < 1:
@@ -97,27 +104,38 @@ class CaptureSettings:
             yield f"temperatures are {self.temperatures}; they must be positive and not 1"
         if list(self.temperatures) != sorted(set(self.temperatures)) or len(self.temperatures) > 99:
             yield f"temperatures are {self.temperatures}; they must ascend, 99 at most"
-        if (self.mode == "sampled") != (self.sampling_seed is not None):
+        if self.kind.needs_seed != (self.sampling_seed is not None):
             yield "sampling_seed belongs to mode: sampled, and to no other"
         if self.normalised_over not in get_args(Normalisation):
             yield f"normalised_over is {self.normalised_over!r}; it must be vocabulary or kept"
-        needs_normaliser = self.mode == "sampled" or self.top_p is not None or self.temperatures
+        is_ranked = self.kind.is_ranked
+        needs_normaliser = not is_ranked or self.top_p is not None or self.temperatures
         if self.normalised_over == "kept" and needs_normaliser:
             yield "top_p, temperatures and mode: sampled need normalised_over: vocabulary"
-        if self.mode == "sampled" and (self.top_p is not None or self.temperatures):
+        if not is_ranked and (self.top_p is not None or self.temperatures):
             yield "top_p and temperatures belong to mode: top_k"
 
     @property
+    def kind(self) -> type[Entries]:
+        """The kind of entries."""
+        return KINDS[self.mode]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the records have tails and scalars of the whole vocabulary."""
+        return self.normalised_over == "vocabulary"
+
+    @property
     def supports(self) -> tuple[Support, ...]:
-        """Supports of a top-k that records can serve; empty for draws."""
-        if self.mode == "sampled":
+        """Supports of a top-k that records can serve; empty where ids are not ranked."""
+        if not self.kind.is_ranked:
             return ()
-        return ("renormalized",) if self.normalised_over == "kept" else get_args(Support)
+        return get_args(Support) if self.is_complete else ("renormalized",)
 
     @property
     def lacks(self) -> tuple[str, ...]:
         """The fields missing in the records."""
-        if self.normalised_over == "vocabulary":
+        if self.is_complete:
             return ()
         return ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
 

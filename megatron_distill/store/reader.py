@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from megatron_distill.errors import StoreError, counted
-from megatron_distill.store.binary import Header, decode, decode_tokens, require_record
+from megatron_distill.store.binary import decode, decode_tokens, require_record
 from megatron_distill.store.container import RecordFile
 from megatron_distill.store.manifest import Manifest
 from megatron_distill.store.plan import (
@@ -28,6 +28,7 @@ from megatron_distill.store.plan import (
 )
 from megatron_distill.store.records import SampleRecord, SampleTokens
 from megatron_distill.store.sealed import repair_advice
+from megatron_distill.store.sections import Header
 
 __all__ = ["StoreReader", "StoreSet", "find_stores"]
 
@@ -122,11 +123,10 @@ class StoreReader:
             )
         if k is not None and k < 1:
             raise StoreError(f"{self.folder}: top_k is {k}; set it to at least 1")
-        if k is not None and (settings.mode == "sampled" or k > settings.k):
+        if k is not None and (not settings.kind.is_ranked or k > settings.k):
             raise StoreError(
-                f"{self.folder}: contains {settings.k} "
-                f"{'sampled' if settings.mode == 'sampled' else 'top-k'} ids per position, not a "
-                f"top-{k}; use a smaller top_k, or capture a store with a larger k"
+                f"{self.folder}: contains {settings.k} {settings.kind.adjective} ids per position,"
+                f" not a top-{k}; use a smaller top_k, or capture a store with a larger k"
             )
         # Ratios of probabilities are known at every temperature, but normalisers only at some.
         if support != "renormalized":

@@ -2,71 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
-import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops.frozen_head import OutputChunk
+from megatron_distill.signals import IdSignal, LogitRule, Support
+from megatron_distill.store.sections import Array, Header, Sections
 
 __all__ = [
-    "DrawnEntries",
+    "ArraySpec",
+    "EncodedEntries",
     "Entries",
+    "EntrySettings",
     "Floats",
     "Integers",
     "PositionScalars",
     "SampleRecord",
     "SampleTokens",
-    "TopKEntries",
+    "Selection",
+    "SelectionPlace",
     "cut_to_k",
-    "cut_to_mass",
-    "kept_mask",
     "trained_positions",
+    "used_mask",
 ]
 
 Floats: TypeAlias = NDArray[np.float32]
 Integers: TypeAlias = NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class TopKEntries:
-    """Top-k ids of S positions, most probable first, ties by the lowest id.
-
-    Attributes:
-        ids_SK: int32; 0 beyond `n_kept_S`.
-        log_probs_SK: fp32, normalised over the whole vocabulary (over the K ids where there is no
-            tail), descending; -inf beyond `n_kept_S`.
-        log_tail_S: fp32 log of the mass of all further ids, -inf if it is zero; None if unknown.
-        n_kept_S: int32 in 1..K where rows are of unequal length, else None.
-        temperatures: T further temperatures.
-        log_sum_exp_TS: fp32 log-sum-exp of the logits divided by each temperature.
-        log_tail_TS: fp32 log of the mass of all further ids at each temperature.
-    """
-
-    ids_SK: Integers
-    log_probs_SK: Floats
-    log_tail_S: Floats | None
-    n_kept_S: Integers | None = None
-    temperatures: tuple[float, ...] = ()
-    log_sum_exp_TS: Floats | None = None
-    log_tail_TS: Floats | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class DrawnEntries:
-    """Ids drawn from the teacher with replacement, ascending, with their counts.
-
-    Attributes:
-        ids_SM: int32; 0 after the last distinct id.
-        counts_SM: int32, each row's sum is the number of draws M; 0 after the last distinct id.
-    """
-
-    ids_SM: Integers
-    counts_SM: Integers
-
-
-Entries: TypeAlias = TopKEntries | DrawnEntries
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +50,198 @@ class PositionScalars:
     log_sum_exp_S: Floats
     entropy_S: Floats
     label_log_prob_S: Floats
+
+
+class EntrySettings(Protocol):
+    """The fields of `CaptureSettings` that entries depend on."""
+
+    @property
+    def k(self) -> int:
+        """Ids or draws per position."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Real ids."""
+        ...
+
+    @property
+    def sequence_length(self) -> int:
+        """Positions S."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec."""
+        ...
+
+    @property
+    def top_p(self) -> float | None:
+        """Mass after which a position's ids were cut."""
+        ...
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Further temperatures."""
+        ...
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """Seed of random entries."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the records have tails and scalars of the whole vocabulary."""
+        ...
+
+
+class EncodedEntries(NamedTuple):
+    """Entries as sections of a record, with their header flags and number of stored ids."""
+
+    flags: int
+    stored_ids: int
+    sections: list[Array]
+
+
+class ArraySpec(NamedTuple):
+    """An array of a record, with the shape and dtype that the plan asks for."""
+
+    values: object
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SelectionPlace(NamedTuple):
+    """The vocabulary columns and the sample positions of a rank's tokens, in (b, s) order.
+
+    Attributes:
+        rule: of the teacher's logits.
+        shard: this rank's columns.
+        group: the ranks that hold the remaining columns.
+        sample_ids: of the micro-batch's b samples; negative ones are not stored.
+        index_s: this rank's positions of each sample.
+    """
+
+    rule: LogitRule
+    shard: VocabShard
+    group: dist.ProcessGroup
+    sample_ids: Sequence[int]
+    index_s: Tensor
+
+
+class Selection(Protocol):
+    """Selects the stored values of a chunk's tokens from the teacher's logits."""
+
+    def __call__(self, chunk: OutputChunk, log_sum_exp: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns ``[n, I]`` of integers and ``[n, F]`` of floats.
+
+        ``log_sum_exp [1 + T, n]`` is fp64, at temperature one and at the further temperatures.
+        """
+        ...
+
+
+class Entries(Protocol):
+    """A kind of stored ids with numbers of the teacher, at the S positions of a record.
+
+    ``is_ranked``: whether the ids are the teacher's most probable ones in order, so that the first
+    k of them, a ``top_p`` and further temperatures are defined. ``needs_seed``: whether they depend
+    on a sampling seed. ``adjective``: how messages call the ids. ``metrics``: reported metrics that
+    need these entries.
+    """
+
+    is_ranked: ClassVar[bool]
+    needs_seed: ClassVar[bool]
+    adjective: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def largest_k(cls, vocab_size: int) -> int:
+        """Largest ``k`` of a capture."""
+        ...
+
+    @classmethod
+    def bytes_per_position(cls, settings: EntrySettings) -> float:
+        """Bytes of a position with K ids: an upper bound."""
+        ...
+
+    @classmethod
+    def blank(cls, settings: EntrySettings) -> Self:
+        """Entries of the right shapes for a sample without a trained label, which is not stored."""
+        ...
+
+    @classmethod
+    def selection(cls, settings: EntrySettings, place: SelectionPlace) -> Selection:
+        """How a capture selects the values from a micro-batch's logits.
+
+        Collective: the selection's, over the place's group, the same on every rank.
+        """
+        ...
+
+    @classmethod
+    def of_columns(
+        cls,
+        integers_SI: Integers,
+        floats_SF: Floats,
+        settings: EntrySettings,
+        *,
+        log_sum_exp_TS: Floats | None,
+    ) -> Self:
+        """The entries of a sample from the columns of `Selection`."""
+        ...
+
+    @classmethod
+    def decode(cls, sections: Sections, header: Header, scalars: PositionScalars | None) -> Self:
+        """The inverse of `encode`. Raises StoreError: the sections are damaged."""
+        ...
+
+    @classmethod
+    def signal(
+        cls,
+        records: Sequence[SampleRecord],
+        *,
+        k: int | None = None,
+        temperature: float = 1.0,
+        support: Support = "tail",
+    ) -> IdSignal:
+        """The signal of b samples, one after another, on the CPU, for a term that asks for these.
+
+        Raises:
+            StoreError: the records lack the values for this support or this temperature.
+        """
+        ...
+
+    def encode(self, settings: EntrySettings) -> EncodedEntries:
+        """The sections of a record."""
+        ...
+
+    def arrays(self, settings: EntrySettings) -> Mapping[str, ArraySpec]:
+        """Every array, with the shape and dtype that the settings ask for."""
+        ...
+
+    def settings_problems(self, settings: EntrySettings) -> Iterator[str]:
+        """Values other than arrays that differ from the settings."""
+        ...
+
+    def value_problems(self, settings: EntrySettings) -> Iterator[str]:
+        """Values that no teacher can produce; shapes are right and ids are in the vocabulary."""
+        ...
+
+    def ids(self) -> tuple[Integers, NDArray[np.bool_]]:
+        """int32 ids [S, K], 0 where unused, and which of them are used."""
+        ...
+
+    def id_counts(self) -> Integers:
+        """int32 number of ids [S] of each position."""
+        ...
+
+    def mass(self, trained_S: NDArray[np.bool_]) -> float:
+        """Probability of the ids, summed over the positions; zero where unknown."""
+        ...
+
+    def first(self, k: int, scalars: PositionScalars | None) -> Self:
+        """The first k ids of each position where they are ranked, else all of them."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +276,6 @@ class SampleRecord:
     entries: Entries
     scalars: PositionScalars | None
 
-    @property
-    def top_k(self) -> TopKEntries:
-        """The entries, which are a top-k."""
-        assert isinstance(self.entries, TopKEntries), "the record holds draws"
-        return self.entries
-
-    @property
-    def draws(self) -> DrawnEntries:
-        """The entries, which are draws."""
-        assert isinstance(self.entries, DrawnEntries), "the record holds a top-k"
-        return self.entries
-
 
 def trained_positions(record: SampleRecord) -> NDArray[np.bool_]:
     """Positions [S] that are not padding and whose label is trained."""
@@ -137,93 +285,17 @@ def trained_positions(record: SampleRecord) -> NDArray[np.bool_]:
     return trained
 
 
-def kept_mask(n_kept_S: Integers, k: int) -> NDArray[np.bool_]:
+def used_mask(id_counts_S: NDArray[Any], k: int) -> NDArray[np.bool_]:
     """Mask of the stored ids among K columns: bool [S, K]."""
-    mask: NDArray[np.bool_] = np.arange(k) < n_kept_S[:, None]
+    mask: NDArray[np.bool_] = np.arange(k) < id_counts_S[:, None]
     return mask
 
 
 def cut_to_k(record: SampleRecord, k: int) -> SampleRecord:
-    """The record with the first k ids of each position; the mass of dropped ids goes to the tail.
+    """The record with the first k ids of each position, where they are ranked.
 
-    Exact at every temperature of the record. A record without a tail is normalised over its ids;
-    the result, over the first k.
+    The mass of dropped ids goes to the tail, exactly at every temperature of the record. A record
+    without a tail is normalised over its ids; the result, over the first k.
     """
-    entries = record.top_k
-    width = entries.ids_SK.shape[1]
-    if k >= width:
-        return record
-    n_kept = None if entries.n_kept_S is None else np.minimum(entries.n_kept_S, k)
-    shorter = _with_tails(record, lambda values: values[:, k:])
-    log_probs = entries.log_probs_SK[:, :k]
-    if entries.log_tail_S is None:
-        log_probs = log_probs - np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
-    return replace(
-        record,
-        entries=replace(
-            shorter,
-            ids_SK=np.ascontiguousarray(entries.ids_SK[:, :k]),
-            log_probs_SK=np.ascontiguousarray(log_probs),
-            n_kept_S=n_kept,
-        ),
-    )
-
-
-def cut_to_mass(record: SampleRecord, mass: float) -> SampleRecord:
-    """The record with the shortest head of each position whose mass is at least `mass` (or all).
-
-    At least one id stays; the mass of dropped ids goes to the tail, at every temperature.
-    """
-    assert 0 < mass < 1, "a mass is between 0 and 1"
-    entries = record.top_k
-    assert entries.log_tail_S is not None, "without a tail a mass is not known"
-    before = np.cumsum(np.exp(entries.log_probs_SK, dtype=np.float64), axis=1)
-    # An id stays if the ids before it do not reach the mass.
-    stays = np.ones(before.shape, np.bool_)
-    stays[:, 1:] = before[:, :-1] < mass
-    if entries.n_kept_S is not None:
-        stays &= kept_mask(entries.n_kept_S, before.shape[1])
-    shorter = _with_tails(record, lambda values: np.where(stays, -np.inf, values))
-    return replace(
-        record,
-        entries=replace(
-            shorter,
-            ids_SK=np.where(stays, entries.ids_SK, np.int32(0)),
-            log_probs_SK=np.where(stays, entries.log_probs_SK, np.float32(-np.inf)),
-            n_kept_S=stays.sum(1, dtype=np.int32),
-        ),
-    )
-
-
-def _with_tails(
-    record: SampleRecord, dropped: Callable[[NDArray[Any]], NDArray[Any]]
-) -> TopKEntries:
-    """The entries, with the masses of `dropped(log_probs)` [S, *] added to the tails."""
-    entries = record.top_k
-    if entries.log_tail_S is None:
-        return entries
-    tail = _joined(entries.log_tail_S, dropped(entries.log_probs_SK))
-    if not entries.temperatures:
-        return replace(entries, log_tail_S=tail)
-    assert record.scalars is not None
-    assert entries.log_sum_exp_TS is not None
-    assert entries.log_tail_TS is not None
-    logits = entries.log_probs_SK.astype(np.float64) + record.scalars.log_sum_exp_S[:, None]
-    tails = [
-        _joined(
-            entries.log_tail_TS[row],
-            dropped(logits / temperature - entries.log_sum_exp_TS[row][:, None]),
-        )
-        for row, temperature in enumerate(entries.temperatures)
-    ]
-    return replace(entries, log_tail_S=tail, log_tail_TS=np.stack(tails))
-
-
-def _joined(log_tail_S: Floats, dropped: NDArray[Any]) -> Floats:
-    """log(e^tail + sum e^dropped) of each row; -inf where the mass is zero.
-
-    The same operations as for a live teacher's top-k in `TopK.first`, for equal bits.
-    """
-    parts = np.concatenate([dropped.astype(np.float32, copy=False), log_tail_S[:, None]], axis=1)
-    joined: Floats = torch.from_numpy(parts).logsumexp(1).numpy()
-    return joined
+    entries = record.entries.first(k, record.scalars)
+    return record if entries is record.entries else replace(record, entries=entries)

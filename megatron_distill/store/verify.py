@@ -31,9 +31,9 @@ from megatron_distill.store.records import (
     Integers,
     PositionScalars,
     SampleRecord,
-    TopKEntries,
 )
 from megatron_distill.store.sealed import repair_advice
+from megatron_distill.store.topk_entries import TopKEntries
 
 __all__ = ["CodecError", "Problem", "VerificationReport", "measure_codec", "repair", "verify"]
 
@@ -274,7 +274,8 @@ def measure_codec(
         scalars=PositionScalars(zeros, zeros, zeros),
     )
     packed = pack(record, settings, bytes(8))
-    decoded = unpack(packed).top_k
+    decoded = unpack(packed).entries
+    assert isinstance(decoded, TopKEntries)
     assert decoded.log_tail_S is not None
     exact = _distribution(log_probs_SK, log_tail_S)
     found = _distribution(decoded.log_probs_SK, decoded.log_tail_S)

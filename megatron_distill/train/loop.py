@@ -107,7 +107,7 @@ def _train(
         batches = parts.loader.take(step)
         report, balance, teacher_seconds = _distil(parts, batches, plan)
         state.advance(batches, applied=report.applied)
-        _judge(report, batches, state, plan)
+        _check_step(report, batches, state, plan)
         if report.applied and torch.distributed.get_rank() == 0:
             for warning in watch.observe(balance):
                 _LOGGER.warning("%s", warning)
@@ -196,7 +196,7 @@ def _signals(parts: Parts, batches: StepBatches) -> Signals:
     return list(signals) if parts.balancing.runs_student_twice(parts.state.balance) else signals
 
 
-def _judge(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:
+def _check_step(report: StepReport, batches: StepBatches, state: RunState, plan: LoopPlan) -> None:
     """Warn of a step that was not applied; raise TrainingError when there are too many."""
     if report.applied:
         return

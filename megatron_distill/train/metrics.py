@@ -183,19 +183,19 @@ def _drop_after(path: Path, resume_step: int) -> None:
     """Rewrite `path` without the lines of steps after `resume_step` and without damaged lines."""
     lines = path.read_bytes().split(b"\n")
     torn, whole = lines[-1], lines[:-1]
-    kept: list[bytes] = []
+    lines_left: list[bytes] = []
     damaged: list[int] = []
     for number, line in enumerate(whole, start=1):
         step = _step_of(line)
         if step is None:
             damaged.append(number)
         elif step <= resume_step:
-            kept.append(line)
+            lines_left.append(line)
     if damaged:
         logger.warning("%s: dropped lines that are no records: %s", path, damaged)
-    if len(kept) == len(whole) and not torn:
+    if len(lines_left) == len(whole) and not torn:
         return
-    replace_file(path, b"".join(line + b"\n" for line in kept))
+    replace_file(path, b"".join(line + b"\n" for line in lines_left))
 
 
 def _step_of(line: bytes) -> int | None:

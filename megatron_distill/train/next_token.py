@@ -139,9 +139,9 @@ def _whole_document(tokens_bs: Tensor) -> Batch:
 
 
 def _forward(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    return run_model(model, next(iterator), context_size=1), _keep
+    return run_model(model, next(iterator), context_size=1), _as_output
 
 
-def _keep(output: Tensor, *, non_loss_data: bool) -> Tensor:
+def _as_output(output: Tensor, *, non_loss_data: bool) -> Tensor:
     assert non_loss_data
     return output

@@ -64,14 +64,14 @@ def step_figures(
     distillation, and each of these terms. Values of other names are dropped.
     """
     losses = {*_COUNTED, *terms}
-    whole, mine = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
+    whole, by_source = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
     shares = {key: values.pop(key) for key in list(values) if _AT in key}
     means = {
-        key: share * part_of(whole.behind(name_of(key)), mine.behind(key))
+        key: share * part_of(whole.behind(name_of(key)), by_source.behind(key))
         for key, share in shares.items()
         if name_of(key) in losses
     }
-    return mine.nested(means)[1]
+    return by_source.nested(means)[1]
 
 
 @dataclass(frozen=True)

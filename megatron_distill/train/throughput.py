@@ -236,11 +236,11 @@ class RankParameters:
         cls, student: Sequence[torch.nn.Module], teacher: torch.nn.Module | None
     ) -> RankParameters:
         """Count the parameters of the built models."""
-        mine = [parameter for chunk in student for parameter in chunk.parameters()]
+        parameters = [parameter for chunk in student for parameter in chunk.parameters()]
         return cls(
-            student=sum(parameter.numel() for parameter in mine),
+            student=sum(parameter.numel() for parameter in parameters),
             # Megatron-Core marks parameters that differ between data-parallel ranks.
-            experts=sum(p.numel() for p in mine if not getattr(p, "allreduce", True)),
+            experts=sum(p.numel() for p in parameters if not getattr(p, "allreduce", True)),
             teacher=sum(p.numel() for p in teacher.parameters()) if teacher else 0,
         )
 
@@ -258,7 +258,7 @@ class MemoryOfRank:
     @classmethod
     def of_run(
         cls,
-        mine: RankParameters,
+        counts: RankParameters,
         *,
         dtype: torch.dtype,
         logits: int,
@@ -278,20 +278,20 @@ class MemoryOfRank:
         expert_replicas = world_size // (layout.pipeline * expert_ranks)
         if not is_distributed:
             replicas = expert_replicas = 1
-        dense = mine.student - mine.experts
-        heads = 2 if mine.teacher else 1
+        dense = counts.student - counts.experts
+        heads = 2 if counts.teacher else 1
         return cls(
-            weights=mine.student * width,
-            gradients=mine.student * _FP32,
-            optimizer=state * (-(-dense // replicas) + -(-mine.experts // expert_replicas)),
-            teacher=mine.teacher * width,
+            weights=counts.student * width,
+            gradients=counts.student * _FP32,
+            optimizer=state * (-(-dense // replicas) + -(-counts.experts // expert_replicas)),
+            teacher=counts.teacher * width,
             loss_chunk=heads * width * logits,
         )
 
     @classmethod
-    def of_capture(cls, mine: RankParameters, *, dtype: torch.dtype, logits: int) -> MemoryOfRank:
+    def of_capture(cls, counts: RankParameters, *, dtype: torch.dtype, logits: int) -> MemoryOfRank:
         """The frozen teacher and one chunk of its logits."""
-        return cls(0, 0, 0, mine.teacher * dtype.itemsize, dtype.itemsize * logits)
+        return cls(0, 0, 0, counts.teacher * dtype.itemsize, dtype.itemsize * logits)
 
 
 def chunk_logits(

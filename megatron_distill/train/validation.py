@@ -57,10 +57,10 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             objectives = [objective] * len(batches)
             means = run_student(student, signals, objectives, step, forward_only=True)
-            mine = LabelTotals.of([step], ())
+            batch_totals = LabelTotals.of([step], ())
             for key, mean in means.items():
                 # A source's entry, like the rest, is a share of the whole batch.
-                share = part_of(mine.behind(name_of(key)), held.behind(key))
+                share = part_of(batch_totals.behind(name_of(key)), held.behind(key))
                 sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
     keys = list(sums)
     found = dict(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))

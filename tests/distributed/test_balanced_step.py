@@ -171,7 +171,7 @@ DROPPED: dict[str, tuple[int, tuple[tuple[str, Any], ...], str]] = {
 
 
 @pytest.mark.parametrize("layout", DROPPED)
-def test_the_pass_before_the_step_drops_what_the_step_drops(pool: Pool, layout: str) -> None:
+def test_the_pass_before_the_step_drops_the_same_tokens(pool: Pool, layout: str) -> None:
     world, groups, recompute = DROPPED[layout]
     case = Case(layout=groups, recompute=recompute, dropout=0.3)
     (dry,) = pool.run(1, balanced, Case())

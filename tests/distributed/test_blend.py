@@ -110,7 +110,7 @@ def test_no_layout_changes_the_order_and_every_row_knows_its_source(
         assert results[0][1] == expected[0][1]
 
 
-def test_weights_are_kept_to_within_a_sample_at_every_moment(
+def test_weights_are_met_to_within_a_sample_at_every_moment(
     pool: Pool, specs: list[SourceSpec]
 ) -> None:
     rows = rows_of(pool.run(1, take_rows, specs, (8, 8), None, 40))

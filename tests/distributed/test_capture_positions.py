@@ -148,7 +148,7 @@ def capture_whole(
 
 @pytest.mark.parametrize("trained", ["some", "all", "none"])
 @pytest.mark.parametrize(("world", "padded"), [(1, 384), (2, 384), (2, 768), (4, 512)], ids=str)
-def test_every_position_is_what_whole_logits_say(
+def test_every_position_is_that_of_whole_logits(
     pool: Pool, trained: str, world: int, padded: int
 ) -> None:
     # Of 768 columns on two ranks, those of the second are padding, all of them.
@@ -225,6 +225,6 @@ def draw_wrong(rank: int, world: int) -> str:
     return "no error"
 
 
-def test_what_is_no_distribution_over_all_ranks_is_refused_on_all(pool: Pool) -> None:
+def test_logits_without_a_distribution_over_all_ranks_are_refused_on_all(pool: Pool) -> None:
     said = "log_probs contain a row whose probabilities do not sum to one"
     assert pool.run(2, draw_wrong) == [said, said]

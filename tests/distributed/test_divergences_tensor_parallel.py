@@ -87,7 +87,7 @@ def expected_of(case: Case, student: Tensor, teacher: Tensor) -> tuple[Tensor, T
         value = oracles.dense(name, leaf, teacher, temperature)
     else:
         signal = signal_of(support, teacher, slice(0, 0), temperature)
-        value = oracles.kept(
+        value = oracles.on_top_k(
             name, leaf, signal.ids, signal.log_probs, signal.log_tail, support, temperature
         )
     (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
@@ -242,7 +242,7 @@ def few_columns(
     leaf = padded(student, columns).requires_grad_()
     value = token_divergence(
         leaf,
-        few_kept(teacher, ids),
+        few_ids(teacher, ids),
         divergence=name,
         support=support,  # type: ignore[arg-type]
         shard=shard,
@@ -253,7 +253,7 @@ def few_columns(
     return value.detach(), leaf.grad, shard
 
 
-def few_kept(teacher: Tensor, ids: str) -> TopK:
+def few_ids(teacher: Tensor, ids: str) -> TopK:
     """More ids than a shard of four has columns, or none but those of the first."""
     if ids == "many":
         kept = oracles.topk(teacher, KEPT, 1.0)
@@ -277,10 +277,10 @@ ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:
 def assert_shards_of_few_columns_equal_the_whole(pool: Pool, ids: str) -> None:
     ranks = pool.run(4, few_columns_of_each, ids)
     student, teacher = logit_pair(6, 20, 7)
-    kept = few_kept(teacher, ids)
+    kept = few_ids(teacher, ids)
     for number, (name, support) in enumerate(ON_IDS):
         leaf = student.double().requires_grad_()
-        value = oracles.kept(name, leaf, kept.ids, kept.log_probs, kept.log_tail, support, 1.0)
+        value = oracles.on_top_k(name, leaf, kept.ids, kept.log_probs, kept.log_tail, support, 1.0)
         (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
         answers = [rank[number] for rank in ranks]
         error = (answers[0][0] - value.detach()).abs() / value.detach().abs().clamp(
@@ -293,9 +293,9 @@ def assert_shards_of_few_columns_equal_the_whole(pool: Pool, ids: str) -> None:
         assert max(answer[2].width for answer in answers) < KEPT
 
 
-def test_defect_15_more_ids_kept_than_a_shard_has_columns(pool: Pool) -> None:
+def test_defect_15_more_ids_than_a_shard_has_columns(pool: Pool) -> None:
     assert_shards_of_few_columns_equal_the_whole(pool, "many")
 
 
-def test_defect_15_ranks_without_any_of_the_kept_ids(pool: Pool) -> None:
+def test_defect_15_ranks_without_any_of_the_ids(pool: Pool) -> None:
     assert_shards_of_few_columns_equal_the_whole(pool, "first shard's")

@@ -37,7 +37,7 @@ def _masks(rank: int, world: int, size: int, isolate: bool) -> list[tuple[Tensor
 
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_mask_says_of_each_pair_whether_it_meets(pool: Pool, size: int, isolate: bool) -> None:
+def test_a_mask_allows_the_pairs_of_the_definition(pool: Pool, size: int, isolate: bool) -> None:
     documents = packed_batch(isolate=isolate).document_ids_bS
     windows = WINDOWS if isolate or size > 1 else (6, 3)  # None is mere causality there
     (shards,) = pool.run(1, _masks, size, isolate)

@@ -122,7 +122,7 @@ LAYOUTS = [
 ]
 
 
-def test_no_layout_changes_what_the_steps_hold(pool: Pool, spec: SourceSpec) -> None:
+def test_no_layout_changes_the_steps(pool: Pool, spec: SourceSpec) -> None:
     steps = 5
     expected: list[list[tuple[int, ...]]] | None = None
     for world_size, layout in LAYOUTS:

@@ -65,7 +65,7 @@ def test_the_same_model_is_known_again(pool: Pool, case: str) -> None:
     assert pool.run(1, _complaint, changes, forgotten, {}, changes) == [""]
 
 
-def test_another_model_is_told_apart_by_fields_that_only_one_of_them_has(pool: Pool) -> None:
+def test_another_model_is_distinguished_by_fields_that_only_one_of_them_has(pool: Pool) -> None:
     (said,) = pool.run(1, _complaint, {}, OLDER, {}, SLIDING)
     assert "sliding_window None vs 5" in said
     assert "rope_scaling.kind None vs 'linear'" in said

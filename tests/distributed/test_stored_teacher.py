@@ -68,7 +68,9 @@ def _teacher(groups: Any, folder: Path) -> Any:
     )
 
 
-def _said(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> Said:
+def _sent_signals(
+    rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool
+) -> Said:
     """The signals of this rank in three steps, with their positions."""
     said: Said = []
     with megatron_groups(**layout) as groups:
@@ -111,11 +113,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_hears_what_the_store_says_of_its_positions(
+def test_every_rank_gets_the_store_s_signals_of_its_positions(
     pool: Pool, folder: Path, layout: str, announce: bool
 ) -> None:
     world, arguments = LAYOUTS[layout]
-    heard = pool.run(world, _said, arguments, folder, announce)
+    heard = pool.run(world, _sent_signals, arguments, folder, announce)
     with StoreSet.open([str(folder)]).stores[0] as reader:
         records = reader.read(range(SAMPLES))
     whole = top_k_signal(records)

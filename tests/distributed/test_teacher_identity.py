@@ -101,7 +101,7 @@ def test_one_number_that_differs_makes_another_teacher(pool: Pool, tmp_path: Pat
     assert one_digest(pool, tmp_path / "changed") != found
 
 
-def test_what_is_computed_counts_and_how_it_is_padded_does_not(pool: Pool, tmp_path: Path) -> None:
+def test_weights_count_and_their_padding_does_not(pool: Pool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "llama2")
     found = one_digest(pool, folder)
     for field, value in (

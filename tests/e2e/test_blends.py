@@ -252,7 +252,7 @@ def evaluate_here(rank: int, world: int, folder: str, overrides: list[str]) -> d
 
 
 @pytest.mark.slow
-def test_an_evaluation_says_the_same_of_each_source(pool: Pool, alone: Path) -> None:
+def test_an_evaluation_reports_the_same_for_each_source(pool: Pool, alone: Path) -> None:
     expected = records(alone)[-1]["validation"]["sources"]
     for found in pool.run(2, evaluate_here, str(alone), ["parallel.tensor=2"]):
         assert tuple(found["sources"]) == NAMES
@@ -264,7 +264,7 @@ STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens", "forward_kl", "reve
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ["DP2"]))
-def test_no_layout_changes_what_is_said_of_a_source(
+def test_no_layout_changes_the_report_of_a_source(
     pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, layout: str
 ) -> None:
     world, overrides = LAYOUTS[layout]
@@ -292,7 +292,7 @@ def test_a_blend_that_stops_goes_on_bit_by_bit(
     assert flat(tmp_path / "cut") == flat(tmp_path / "whole")
 
 
-def test_own_held_out_corpora_are_told_apart_by_their_own_names(
+def test_own_held_out_corpora_are_distinguished_by_their_own_names(
     pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
 ) -> None:
     own = (
@@ -325,7 +325,7 @@ def test_counts_of_no_source_are_no_figures() -> None:
     assert values == {"ce": 3.0, "kd": 0.0}
 
 
-def test_a_step_says_of_a_source_its_losses_and_terms_alone() -> None:
+def test_a_step_reports_only_losses_and_terms_for_a_source() -> None:
     from megatron_distill.train.source_metrics import step_figures
 
     step = StepBatches((), 6, 4, 8, by_source=(LabelCounts(6, 1), LabelCounts(0, 3)))

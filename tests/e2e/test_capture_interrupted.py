@@ -274,7 +274,7 @@ def test_what_a_killed_capture_left_or_lacks_is_put_right(
         ("teacher.checkpoint=/absent", "/absent"),
     ],
 )
-def test_what_cannot_be_captured_ends_all_ranks_with_one_message(
+def test_an_impossible_capture_ends_all_ranks_with_one_message(
     pool: Pool, short: Path, tmp_path: Path, change: str, words: str
 ) -> None:
     said = str(run_in(pool, 2, short, tmp_path / "store", change))

@@ -99,9 +99,9 @@ def whole_logits(
         return logits.view(len(tokens), -1, vocabulary.size).numpy()
 
 
-def assert_is_what_the_logits_say(record: SampleRecord, logits: np.ndarray) -> None:
+def assert_equals_the_logits(record: SampleRecord, logits: np.ndarray) -> None:
     """One record against float64 logits [S, G]."""
-    entries, scalars = record.top_k, record.scalars
+    entries, scalars = record.entries, record.scalars
     assert scalars is not None
     sums = np.logaddexp.reduce(logits, axis=1)
     dense = logits - sums[:, None]
@@ -147,7 +147,7 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
 
 
 @pytest.mark.parametrize("name", quick_and_slow(LAYOUTS, ["TP1", "TP2 PP2"]))
-def test_every_layout_writes_what_the_whole_logits_say(
+def test_every_layout_writes_the_values_of_the_whole_logits(
     pool: Pool, config: Path, reference: Path, tmp_path: Path, name: str
 ) -> None:
     world, layout = LAYOUTS[name]
@@ -158,7 +158,7 @@ def test_every_layout_writes_what_the_whole_logits_say(
     for record, one, of_sample in zip(records, expected, logits, strict=True):
         for field in ("tokens_S1", "document_ids_S1", "flags_S1"):
             np.testing.assert_array_equal(getattr(record, field), getattr(one, field))
-        assert_is_what_the_logits_say(record, of_sample)
+        assert_equals_the_logits(record, of_sample)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_where_the_numbers_are_equal_so_are_the_files(
     assert contents(one).keys() == contents(reference).keys()
 
 
-def test_experts_speak_over_replicas_of_which_one_has_nothing_left(
+def test_experts_exchange_over_replicas_of_which_one_has_nothing_left(
     pool: Pool, config: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
@@ -194,7 +194,7 @@ def test_experts_speak_over_replicas_of_which_one_has_nothing_left(
     assert run_in(pool, 2, config, store, *overrides) is True
     records = samples_of(store)
     for record, logits in zip(records, logits_of(pool, config, records, MOE), strict=True):
-        assert_is_what_the_logits_say(record, logits)
+        assert_equals_the_logits(record, logits)
 
 
 def test_a_cut_at_a_mass_keeps_the_shortest_head(
@@ -202,7 +202,7 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(
 ) -> None:
     assert run_in(pool, 2, config, tmp_path / "store", "store.top_p=0.3") is True
     for record, whole in zip(samples_of(tmp_path / "store"), samples_of(reference), strict=True):
-        entries = record.top_k
+        entries = record.entries
         assert entries.n_kept_S is not None
         kept = np.arange(K) < entries.n_kept_S[:, None]
         np.testing.assert_array_equal(entries.ids_SK[kept], whole.top_k.ids_SK[kept])
@@ -222,7 +222,7 @@ def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: 
     for records in others:
         differing = 0
         for record, one in zip(records, first, strict=True):
-            differing += int((record.draws.ids_SM != one.draws.ids_SM).any(1).sum())
+            differing += int((record.entries.ids_SM != one.entries.ids_SM).any(1).sum())
         # A number that falls within a rounding of an edge may go to the neighbour.
         assert differing <= 1
 
@@ -261,7 +261,7 @@ def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
     kept = (stores[0] / "tokenizer" / "tokenizer.json").read_bytes()
     assert kept == (inputs.tokenizer / "tokenizer.json").read_bytes()
     for record, same in zip(samples_of(stores[0]), samples_of(stores[1]), strict=True):
-        np.testing.assert_array_equal(record.top_k.log_probs_SK, same.top_k.log_probs_SK)
+        np.testing.assert_array_equal(record.entries.log_probs_SK, same.top_k.log_probs_SK)
     # In another precision it is another store, near to this one.
     given = [*overrides, f"teacher.hf={models['hf']}", "data.tokenizer.path=null"]
     narrow = tmp_path / "narrow"

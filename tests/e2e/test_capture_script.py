@@ -27,7 +27,7 @@ def call(pool: Pool, world: int, config: Path, *overrides: str) -> list[Ending]:
     return pool.run(world, call_script, SCRIPT, arguments, timeout=SECONDS)
 
 
-def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
+def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(
     pool: Pool, config: Path, tmp_path: Path
 ) -> None:
     store = f"store.path={tmp_path}/store"
@@ -55,7 +55,7 @@ def test_it_writes_a_store_says_what_it_is_and_ends_with_zero(
         ("store.kk=3", "store.kk"),
     ],
 )
-def test_what_contradicts_itself_is_one_message(
+def test_contradictory_settings_are_one_message(
     pool: Pool, config: Path, tmp_path: Path, override: str, words: str
 ) -> None:
     said = message(call(pool, 2, config, f"store.path={tmp_path}/store", override))

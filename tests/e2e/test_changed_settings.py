@@ -53,7 +53,7 @@ def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_changes_are_said_once_and_each_start_is_kept(
+def test_changes_are_reported_once_and_each_start_is_saved(
     pool: Pool, inputs: Inputs, begun: Path
 ) -> None:
     config = inputs.folder / "dense.yaml"

@@ -198,7 +198,7 @@ def test_an_output_that_cannot_be_a_folder(
         assert "folder" in refused(pool, tmp_path, *words, output, "--overwrite")
 
 
-def test_a_source_is_not_replaced_by_what_is_read_from_it(
+def test_a_source_is_not_replaced_by_its_own_conversion(
     pool: Pool, made: Path, words: tuple[object, ...]
 ) -> None:
     for output in (words[2], made):
@@ -242,7 +242,7 @@ def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
     assert "writing" not in said
 
 
-def test_what_a_killed_start_left_behind_is_cleared_away(
+def test_leftovers_of_a_killed_start_are_removed(
     pool: Pool, tmp_path: Path, words: tuple[object, ...]
 ) -> None:
     output, partial, aside = (tmp_path / name for name in ("out", "out.partial", "out.old.partial"))

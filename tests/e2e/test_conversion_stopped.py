@@ -87,7 +87,7 @@ def is_writing(output: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_an_interrupted_conversion_leaves_what_was_there(
+def test_an_interrupted_conversion_leaves_the_old_folder(
     large: Sources, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
     output = tmp_path / "out"
@@ -115,7 +115,7 @@ def test_an_interrupted_conversion_leaves_what_was_there(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TORCHRUN, SIGNALLING_TORCHRUN], ids=["torchrun", "wrapper"])
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_two_interrupted_ranks_leave_what_was_there(
+def test_two_interrupted_ranks_leave_the_old_folder(
     large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
 ) -> None:
     output = tmp_path / "folder" / "out"

@@ -81,7 +81,9 @@ def test_each_setting_counts_under_its_name(
         "capture.micro_batch_size=7",
     ],
 )
-def test_what_changes_no_sample_does_not_count(pool: Pool, config: Path, override: str) -> None:
+def test_settings_that_change_no_sample_do_not_count(
+    pool: Pool, config: Path, override: str
+) -> None:
     assert ask(pool, config, override) == ask(pool, config)
 
 

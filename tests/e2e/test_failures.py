@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_configuration_is_said_once(
+def test_a_wrong_configuration_is_reported_once(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     overrides, parts = WRONG[case]
@@ -97,7 +97,7 @@ def _cut_off(folder: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("make", [_missing, _unreadable, _corrupt, _cut_off])
-def test_wrong_data_are_said_once(
+def test_wrong_data_are_reported_once(
     pool: Pool, inputs: Inputs, tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
 ) -> None:
     path, part = make(tmp_path)

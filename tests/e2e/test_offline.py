@@ -198,7 +198,7 @@ def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(
 
 
 @pytest.mark.slow
-def test_drawn_ids_train_and_report_what_they_know(
+def test_drawn_ids_train_and_report_the_known_metrics(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
     term = "objective.terms=[{divergence: forward_kl}]"

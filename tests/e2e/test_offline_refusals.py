@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_belong_together_is_named(
+def test_mismatched_parts_are_named(
     case: str, pool: Pool, inputs: Inputs, store: Path, tmp_path: Path
 ) -> None:
     overrides, parts = WRONG[case]

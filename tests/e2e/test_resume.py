@@ -174,7 +174,7 @@ def test_the_data_go_on_where_they_stopped(pool: Pool, inputs: Inputs, tmp_path:
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_the_newest_are_kept_and_leftovers_go(
+def test_the_newest_remain_and_leftovers_go(
     pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str
 ) -> None:
     config = inputs.folder / "dense.yaml"

@@ -79,7 +79,7 @@ def test_the_first_rank_alone_begins_with_the_banner(
     assert "distillation into" not in second
 
 
-def test_the_banner_counts_what_a_rank_holds(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_the_banner_counts_a_rank_s_parameters(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     from megatron_distill.train.assemble.banner import _parameter_counts
 
     arguments = [f"output={tmp_path}", *SHORT]

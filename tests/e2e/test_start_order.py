@@ -157,7 +157,7 @@ QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies", "t
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WRONG, QUICK))
-def test_what_needs_no_data_is_said_before_any_is_read(
+def test_problems_that_need_no_data_are_reported_before_any_is_read(
     pool: Pool, config: Path, models: Path, tmp_path: Path, case: str
 ) -> None:
     overrides, expected = WRONG[case]
@@ -213,7 +213,7 @@ def test_a_start_that_its_data_ends_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_prepared_stays_where_another_source_is_broken(
+def test_prepared_data_stay_where_another_source_is_broken(
     pool: Pool, config: Path, models: Path, tmp_path: Path
 ) -> None:
     sound = write_chat(tmp_path / "sound.jsonl", weights=False)
@@ -260,7 +260,7 @@ PREVIEW = ROOT / "tools" / "preview_data.py"
 
 
 @pytest.mark.parametrize("case", ["no teacher", "heads of a folder", "no store", "no second file"])
-def test_a_preview_says_so_too(
+def test_a_preview_reports_it_too(
     pool: Pool, config: Path, models: Path, tmp_path: Path, case: str
 ) -> None:
     chat = SECTIONS.format(corpus=models / "broken.jsonl")

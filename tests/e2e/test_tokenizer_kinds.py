@@ -105,7 +105,9 @@ def test_another_kind_does_not_continue_a_run(
     assert "was trained with another tokenizer" in message(endings)
 
 
-def test_text_is_written_by_the_run_and_by_its_kept_tokenizer(pool: Pool, trained: Trained) -> None:
+def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(
+    pool: Pool, trained: Trained
+) -> None:
     words = ("--run", trained.run, "--prompt", PROMPT, "--tokens", 6, "--seed", 3)
     generate = ROOT / "launch" / "generate.py"
     text, _ = written(pool, generate, *words)
@@ -115,7 +117,7 @@ def test_text_is_written_by_the_run_and_by_its_kept_tokenizer(pool: Pool, traine
     assert written(pool, generate, *words, kept)[0] == text
 
 
-def test_an_export_says_that_transformers_finds_no_tokenizer(
+def test_an_export_warns_that_transformers_finds_no_tokenizer(
     pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
 ) -> None:
     tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"

@@ -89,7 +89,7 @@ def test_another_model_is_another_in_any_dtype(
     assert lines["tensors"] == f"{total - 1} of {total} are equal bit for bit"
 
 
-def test_conversions_say_what_they_wrote(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
+def test_conversions_print_their_files(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
     words = ("export", "--checkpoint", checkpoint, "--hf", out, "--dtype", "bfloat16")
     _, said, _ = call(pool, *words, "--max-shard-size", "20KB", world=2)

@@ -106,7 +106,7 @@ def test_a_documented_command_with_a_wrong_layout_is_found(tmp_path):
         check_layout(load_config(path, overrides), world_size)
 
 
-def test_the_reference_page_is_what_the_schema_says():
+def test_the_reference_page_matches_the_schema():
     page = ROOT / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == reference_page(), "run `make docs`"
 

@@ -127,7 +127,7 @@ def test_the_index_lists_every_page() -> None:
     assert pages - linked == set()
 
 
-def test_the_front_page_stays_short_and_says_what_is_not_measured() -> None:
+def test_the_front_page_stays_short_and_lists_what_is_not_measured() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= FRONT_PAGE_LINES
     assert "not yet measured on GPUs" in " ".join(lines[:25])

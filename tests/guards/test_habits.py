@@ -109,7 +109,7 @@ def test_a_refused_habit_is_found_once(guard, text):
 
 
 @pytest.mark.parametrize(("guard", "text"), ALLOWED)
-def test_what_only_resembles_a_refused_habit_passes(guard, text):
+def test_text_that_only_resembles_a_refused_habit_passes(guard, text):
     assert list(guard([source(text)])) == []
 
 

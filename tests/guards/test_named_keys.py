@@ -36,7 +36,7 @@ FILE_ENDS = (".py", ".json", ".jsonl", ".yaml", ".md")
 FOREIGN_OPTIONS = {"--append-eod", "--append", "--help"}
 
 
-def said_texts(folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def message_texts(folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Place and text of every string, docstrings of functions aside; parts of one as a whole."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -63,7 +63,7 @@ def place(path: Path, node: ast.expr) -> str:
 
 def test_every_key_that_a_message_names_is_in_the_schema() -> None:
     wrong, seen = [], 0
-    for where, text in said_texts(("megatron_distill", "launch", "tools")):
+    for where, text in message_texts(("megatron_distill", "launch", "tools")):
         for found in KEY.findall(text):
             if found in NOT_KEYS or found.endswith(FILE_ENDS):
                 continue
@@ -81,7 +81,7 @@ def test_every_option_that_a_message_names_is_one() -> None:
     known |= {o for action in get_args_parser()._actions for o in action.option_strings}
     wrong = [
         f"{where}: {option}"
-        for where, text in said_texts(("megatron_distill", "launch", "tools"))
+        for where, text in message_texts(("megatron_distill", "launch", "tools"))
         for option in OPTION.findall(text)
         if option not in known
     ]
@@ -92,14 +92,14 @@ def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have()
     """`--config` is an option of two scripts, and the loader is called by four."""
     wrong = [
         where
-        for where, text in said_texts(("megatron_distill/config", "megatron_distill/data"))
+        for where, text in message_texts(("megatron_distill/config", "megatron_distill/data"))
         if "--config" in text
     ]
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_what_a_store_names_is_a_key_of_a_capture(name: str) -> None:
+def test_names_in_a_store_s_message_are_a_key_of_a_capture(name: str) -> None:
     assert configured(name) in set(dotted_names(CaptureConfig))
 
 
@@ -117,6 +117,6 @@ def test_what_a_store_names_is_a_key_of_a_capture(name: str) -> None:
         ("sources.0.conversation.chat_template", "data.sources.0.conversation.chat_template"),
     ],
 )
-def test_what_a_store_names_of_its_data_is_a_key(name: str, key: str) -> None:
+def test_names_of_data_in_a_store_s_message_are_a_key(name: str, key: str) -> None:
     assert configured(f"identity.settings.dataset.{name}") == key
     assert key in NAMES

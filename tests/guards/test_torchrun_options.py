@@ -118,5 +118,5 @@ def test_the_wrapper_knows_which_options_of_torchrun_take_a_value() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--", "x.py", "--run"], ["--nnodes"]])
-def test_the_wrapper_leaves_what_names_no_script_alone(words: list[str]) -> None:
+def test_the_wrapper_leaves_arguments_without_a_script_alone(words: list[str]) -> None:
     assert protect_script_options(words) == words

@@ -18,17 +18,17 @@ from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 
-_INTEGERS = ("top", "point_columns")
-_STATISTICS = ("packet", "sums")
-_STRIDES = ("student_stride", "teacher_stride", "out_stride", "packet_stride")
+_INTEGERS = ("top", "scatter_columns")
+_STATISTICS = ("local", "sums")
+_STRIDES = ("student_stride", "teacher_stride", "out_stride", "local_stride")
 _SCALARS = {
-    **dict.fromkeys((*_STRIDES, "rows", "width", "points"), "i32"),
+    **dict.fromkeys((*_STRIDES, "rows", "width", "entries"), "i32"),
     **dict.fromkeys(("inverse_temperature", "parameter", "rest"), "fp32"),
 }
 _RULES = {"STUDENT_SCALE": 0.5, "STUDENT_CAP": 30.0, "TEACHER_SCALE": 1.0, "TEACHER_CAP": 0.0}
-_PACKET = ("STUDENT_PEAK", "STUDENT_MASS", "STUDENT_LOG", "TEACHER_PEAK", "TEACHER_MASS")
-_PACKET += ("TEACHER_LOG", "RATIO", "AT_TOP")
-_ROWS = {name: row for row, name in enumerate(_PACKET)}
+_NAMES = ("STUDENT_PEAK", "STUDENT_MASS", "STUDENT_LOG", "TEACHER_PEAK", "TEACHER_MASS")
+_NAMES += ("TEACHER_LOG", "RATIO", "AT_TOP")
+_ROWS = {name: row for row, name in enumerate(_NAMES)}
 _ALL_FORMS = sum((form << 8 * place) for place, form in enumerate(FORMS.values()))
 
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
@@ -48,12 +48,12 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
             **_RULES,
             "TEMPERATURES": 2,
             "HAS_TEACHER": True,
-            "HAS_OTHERS": True,
-            "CURVED": len(FORMS),
+            "HAS_TAIL": True,
+            "NONLINEAR": len(FORMS),
             "FORMS": _ALL_FORMS,
-            "HAS_POINTS": True,
+            "HAS_SCATTER": True,
             "BLOCK": 2048,
-            "POINTS_BLOCK": 128,
+            "SCATTER_BLOCK": 128,
         },
     ),
 ]
@@ -69,7 +69,7 @@ def signature(kernel: Any, constants: dict[str, Any], logits: str) -> dict[str, 
             types[name] = _SCALARS[name]
         elif name in ("student", "teacher", "out"):
             types[name] = f"*{logits}"
-        elif name == "point_cuts":
+        elif name == "scatter_topk_mask":
             types[name] = "*i1"
         else:
             types[name] = "*i64" if name in _INTEGERS else "*fp32"

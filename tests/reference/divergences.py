@@ -80,7 +80,7 @@ def dense(
     return ORACLES[name](log_p, log_q, **given)
 
 
-def kept(
+def on_top_k(
     name: str,
     student: Tensor,
     ids: Tensor,

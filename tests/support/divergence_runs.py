@@ -89,7 +89,7 @@ def expected(
     def value(leaf: Tensor) -> Tensor:
         if isinstance(signal, DenseLogits):
             return oracles.dense(divergence, leaf, signal.logits, temperature)
-        return oracles.kept(
+        return oracles.on_top_k(
             divergence,
             leaf,
             signal.ids,
@@ -117,7 +117,7 @@ def value_of(term: Term, student: Tensor, teacher: Tensor) -> Tensor:
         )
     else:
         kept = oracles.topk(teacher, term.top_k, term.temperature)
-        value = oracles.kept(
+        value = oracles.on_top_k(
             term.divergence, student, *kept, term.support, term.temperature, **term.parameters
         )
     return value * term.temperature_factor

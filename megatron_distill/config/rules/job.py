@@ -201,8 +201,8 @@ def _tokenizer(job: JobConfig) -> Iterator[Problem]:
             "teacher.store",
         )
     if len(given) > 1:
-        said = " and ".join(f"{key} = {value!r}" for key, value in given.items())
-        yield Problem(tuple(given), f"{said}: set only one of them")
+        settings = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        yield Problem(tuple(given), f"{settings}: set only one of them")
     for index, source in enumerate(job.data.sources):
         is_tokenized = source.format in get_args(TokenizedFormat)
         if is_tokenized and tokenizer.train_vocab_size is not None:

@@ -275,23 +275,26 @@ def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
 
 
 def _kept_layers(model: ModelConfig, role: str) -> Iterator[Problem]:
-    kept, count = f"{role}.keep_layers", f"{role}.num_layers"
-    for key, value in ((kept, model.keep_layers), (count, model.num_layers)):
+    layers_key, count = f"{role}.keep_layers", f"{role}.num_layers"
+    for key, value in ((layers_key, model.keep_layers), (count, model.num_layers)):
         if value is None:
             continue
-        said = f"{key} = {list(value) if isinstance(value, tuple) else value}"
+        setting = f"{key} = {list(value) if isinstance(value, tuple) else value}"
         if role == "teacher":
-            yield Problem((key,), f"{said}: only a student can be pruned; remove it")
+            yield Problem((key,), f"{setting}: only a student can be pruned; remove it")
         elif model.architecture is not None or (model.hf is None and model.checkpoint is None):
             yield Problem(
                 (key, f"{role}.architecture", f"{role}.hf", f"{role}.checkpoint"),
-                f"{said}: takes layers from {role}.hf or {role}.checkpoint; set one of these and "
-                f"remove {role}.architecture",
+                f"{setting}: takes layers from {role}.hf or {role}.checkpoint; set one of these "
+                f"and remove {role}.architecture",
             )
     layers = model.keep_layers
     if layers is not None and model.num_layers is not None:
-        yield Problem((kept, count), f"{kept} and {count} are both given; set only one of the two")
+        yield Problem(
+            (layers_key, count), f"{layers_key} and {count} are both given; set only one of the two"
+        )
     if layers is not None and (layers[0] < 0 or list(layers) != sorted(set(layers))):
         yield Problem(
-            (kept,), f"{kept} = {list(layers)}: list layers in ascending order, counted from 0"
+            (layers_key,),
+            f"{layers_key} = {list(layers)}: list layers in ascending order, counted from 0",
         )

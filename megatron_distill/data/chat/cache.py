@@ -95,8 +95,8 @@ def cache_key(files: Sequence[Path], settings: Any) -> str:
 
     Raises DataError: a file cannot be read.
     """
-    said = json.dumps([VERSION, settings], sort_keys=True, default=str)
-    digest = hashlib.sha256(said.encode())
+    identity = json.dumps([VERSION, settings], sort_keys=True, default=str)
+    digest = hashlib.sha256(identity.encode())
     for path in files:
         try:
             about = path.stat()
@@ -122,8 +122,8 @@ def _content_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG0
 def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | None:
     """The cache that an earlier start wrote; None if it is missing or incomplete."""
     try:
-        said = json.loads((folder / _MANIFEST).read_bytes())
-        manifest = Manifest(**{**said, "problems": tuple(said["problems"]), "files": ()})
+        stored = json.loads((folder / _MANIFEST).read_bytes())
+        manifest = Manifest(**{**stored, "problems": tuple(stored["problems"]), "files": ()})
         sizes = {name: (folder / name).stat().st_size for name in _FILES}
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -184,8 +184,8 @@ def _message(message: object, spec: ConversationSpec, index: int) -> tuple[dict[
     if content is None and not calls:
         raise BadConversationError(f"message {index} has no {spec.content_key!r}")
     weight = _weight(found.pop(spec.weight_key, 1), index)
-    said = None if content is None else _text(content or "", f"message {index}")
-    ordered: dict[str, Any] = {"role": role, "content": said}
+    text = None if content is None else _text(content or "", f"message {index}")
+    ordered: dict[str, Any] = {"role": role, "content": text}
     if calls:
         ordered["tool_calls"] = calls
     return {**ordered, **found}, weight

@@ -85,8 +85,10 @@ def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], 
     """A message with marks in place of its content or its calls' arguments, and the marks."""
     calls = message.get("tool_calls")
     if not calls:
-        is_said = bool((message["content"] or "").strip())
-        return (replaced(message, mark_of(index)), [mark_of(index)]) if is_said else (message, [])
+        has_content = bool((message["content"] or "").strip())
+        return (
+            (replaced(message, mark_of(index)), [mark_of(index)]) if has_content else (message, [])
+        )
     marks = [f"{OPEN}{index}.{place}{CLOSE}" for place in range(len(calls))]
     left = iter(marks)
     return _with_arguments(message, lambda old: _saying(next(left), old)), marks
@@ -102,8 +104,8 @@ def replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 def _saying(mark: str, arguments: Any) -> Any:
     """Arguments `{mark: mark}`, as an object or as JSON text like the original ones."""
-    said = {mark: mark}
-    return _json_text(said) if isinstance(arguments, str) else said
+    marked = {mark: mark}
+    return _json_text(marked) if isinstance(arguments, str) else marked
 
 
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

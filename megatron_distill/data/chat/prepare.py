@@ -207,26 +207,26 @@ def _refuse(message: str, *, skip_bad: bool) -> None:
 
 
 def _report(spec: SourceSpec, found: PreparedConversations) -> None:
-    said = found.manifest
+    manifest = found.manifest
     untrained = int((found.index["trained"] == 0).sum())
     _LOG.info(
         "%s: %s, %s, %s; cross-entropy trains %.1f%% of them, distillation %.1f%%%s%s%s",
         spec.name,
-        counted(said.rows, "row"),
-        counted(said.conversations, "conversation"),
-        counted(said.tokens, "token"),
-        100 * said.ce_labels / max(1, said.tokens),
-        100 * said.kd_labels / max(1, said.tokens),
-        f"; {counted(said.bad_rows, 'bad row')} skipped" if said.bad_rows else "",
+        counted(manifest.rows, "row"),
+        counted(manifest.conversations, "conversation"),
+        counted(manifest.tokens, "token"),
+        100 * manifest.ce_labels / max(1, manifest.tokens),
+        100 * manifest.kd_labels / max(1, manifest.tokens),
+        f"; {counted(manifest.bad_rows, 'bad row')} skipped" if manifest.bad_rows else "",
         f"; {counted(untrained, 'conversation')} without a trained token left out"
         if untrained
         else "",
-        f"; {counted(said.dropped, 'response')} before the first prompt dropped"
-        if said.dropped
+        f"; {counted(manifest.dropped, 'response')} before the first prompt dropped"
+        if manifest.dropped
         else "",
     )
-    if said.unclosed:
-        _warn_of_unclosed(spec.name, found.folder, said.unclosed, said.conversations)
+    if manifest.unclosed:
+        _warn_of_unclosed(spec.name, found.folder, manifest.unclosed, manifest.conversations)
 
 
 @lru_cache(maxsize=1 << 10)

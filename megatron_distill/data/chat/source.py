@@ -154,8 +154,8 @@ class ConversationSource:
         lost = 0
         for place in long_c:
             number = int(self._chosen_c[place])
-            kept = sum(self._trained(piece) for piece in self._pieces(number))
-            lost += int(self._prepared.index[number]["trained"]) - kept
+            trained = sum(self._trained(piece) for piece in self._pieces(number))
+            lost += int(self._prepared.index[number]["trained"]) - trained
         return TooLong(
             len(long_c),
             int(lengths_c[longest]),

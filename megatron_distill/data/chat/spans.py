@@ -262,11 +262,11 @@ class ResponseBorders:
     def _habits(self) -> _Habits:
         """Computed once per template; if it refuses the conversation, turns count as closed."""
         asked = {"role": "user", "content": mark_of(0)}
-        said = {"role": ASSISTANT, "content": mark_of(1)}
+        answer = {"role": ASSISTANT, "content": mark_of(1)}
         header = self._prompt([asked], None) or ""
         opening = self._marker.search(header)
         try:
-            text = self._template.render([asked, said], None)
+            text = self._template.render([asked, answer], None)
         except BadConversationError:
             text = ""
         place = text.rfind(mark_of(1))

@@ -45,7 +45,7 @@ class TextEncoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """A document's place in the endless order: epoch, block, and index in the shuffled block.
 
     `start` is the cursor of the block's beginning in that epoch's files, `skipped` the number of
@@ -59,7 +59,7 @@ class Place:
     skipped: int = 0
 
 
-Encoded = tuple[NDArray[np.int32], Place]
+Encoded = tuple[NDArray[np.int32], StreamPosition]
 """A document's tokens and its place."""
 
 
@@ -113,13 +113,13 @@ class PackedStream:
             "shuffle_buffer": order.shuffle_buffer,
             "validation_fraction": order.held_out_fraction,
         }
-        self._begin(Place(), token=0, samples=0)
+        self._begin(StreamPosition(), token=0, samples=0)
 
-    def _begin(self, place: Place, *, token: int, samples: int) -> None:
+    def _begin(self, place: StreamPosition, *, token: int, samples: int) -> None:
         self._reader.skipped = place.skipped
         self._samples = samples
         self._first = (place, token)
-        self._packer: Packer[Place] = Packer(
+        self._packer: Packer[StreamPosition] = Packer(
             self._sequence_length, padding_token=self._tokenizer.eos_id
         )
         self._skip = token
@@ -162,7 +162,7 @@ class PackedStream:
                     f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
                     f"{state.get(key)}); restore it, or start a new run with another output"
                 )
-        place = Place(
+        place = StreamPosition(
             epoch=state["epoch"],
             block=state["block"],
             document=state["document"],
@@ -171,10 +171,10 @@ class PackedStream:
         )
         self._begin(place, token=state["token"], samples=state["samples"])
 
-    def _encoded_from(self, place: Place) -> Iterator[Encoded]:
+    def _encoded_from(self, place: StreamPosition) -> Iterator[Encoded]:
         """Tokens of the documents in training order from `place` on, epoch after epoch."""
         while self._epochs is None or place.epoch < self._epochs:
-            begins_epoch = place == Place(epoch=place.epoch, skipped=place.skipped)
+            begins_epoch = place == StreamPosition(epoch=place.epoch, skipped=place.skipped)
             is_empty = True
             for item in self._epoch(place):
                 is_empty = False
@@ -184,9 +184,9 @@ class PackedStream:
                     f"data source {self._name}: no document to train on (its files are empty, or "
                     "every document is held out); add documents or lower data.validation_fraction"
                 )
-            place = Place(epoch=place.epoch + 1, skipped=self._reader.skipped)
+            place = StreamPosition(epoch=place.epoch + 1, skipped=self._reader.skipped)
 
-    def _epoch(self, place: Place) -> Iterator[Encoded]:
+    def _epoch(self, place: StreamPosition) -> Iterator[Encoded]:
         files = permutation(len(self._reader.files), self._order.seed, place.epoch)
         documents = self._reader.documents(files, place.start)
         while block := self._block(documents):
@@ -200,7 +200,7 @@ class PackedStream:
                 self._tokenizer,
             )
             after = block[-1].after
-            place = Place(place.epoch, place.block + 1, 0, after, self._reader.skipped)
+            place = StreamPosition(place.epoch, place.block + 1, 0, after, self._reader.skipped)
 
     def _block(self, documents: Iterator[Document]) -> list[Document]:
         block: list[Document] = []

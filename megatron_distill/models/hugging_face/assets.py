@@ -101,9 +101,9 @@ def choose_family(architecture: Architecture, assets: Path, *, wanted: str | Non
     known = families()
     if wanted is not None and wanted not in known:
         raise CheckpointError(f"--family {wanted}: not known; known are {', '.join(known)}")
-    said = _original(assets).get("model_type")
+    model_type = _original(assets).get("model_type")
     candidates = [known[wanted]] if wanted else list(known.values())
-    candidates.sort(key=lambda family: family.model_type != said)
+    candidates.sort(key=lambda family: family.model_type != model_type)
     reasons = []
     for family in candidates:
         try:
@@ -143,8 +143,8 @@ def _older_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
         rope = rope["full_attention"]
     entries["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
-        kept = rope.keys() - {"rope_theta", "partial_rotary_factor"}
-        entries["rope_scaling"] = {key: rope[key] for key in sorted(kept)}
+        names = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+        entries["rope_scaling"] = {key: rope[key] for key in sorted(names)}
     if "partial_rotary_factor" in rope:
         entries["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return entries

@@ -22,7 +22,13 @@ from megatron_distill.models.hugging_face.safetensors_files import (
     SafetensorsWriter,
     TensorEntry,
 )
-from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
+from megatron_distill.models.weights import (
+    LayerIndex,
+    Parameter,
+    WeightSource,
+    WindowReader,
+    placed,
+)
 from megatron_distill.runtime.collectives import together
 
 _BLOCK_BYTES = 2**28  # largest part of one tensor in a rank's memory
@@ -33,7 +39,7 @@ class Unit:
     """One of our tensors and its Hugging Face tensors."""
 
     parameter: Parameter
-    place: Place
+    place: LayerIndex
     dtype: torch.dtype
     pieces: list[NamedPiece]
 

@@ -62,12 +62,12 @@ class Family:
             entries |= setting.write(architecture)
         try:
             config = AutoConfig.for_model(self.model_type, **entries)
-            said = self.architecture(config)
+            read = self.architecture(config)
         except CheckpointError as error:
             raise CheckpointError(f"{self.model_type}: {error}") from error
         except config_errors() as error:
             raise CheckpointError(f"{self.model_type}: {one_line(error)}") from error
-        differences = architecture_differences(said, architecture)
+        differences = architecture_differences(read, architecture)
         if differences:
             raise CheckpointError(
                 f"{self.model_type}: the family cannot express this model (config.json vs model): "

@@ -21,7 +21,7 @@ from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.rules import Piece, Run
 from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 from megatron_distill.models.hugging_face.settings import config_errors, one_line
-from megatron_distill.models.weights import Parameter, Place, parameters, placed, places
+from megatron_distill.models.weights import LayerIndex, Parameter, parameters, placed, places
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5
@@ -85,7 +85,7 @@ class NamedPiece:
 
 
 def pieces_of(
-    family: Family, architecture: Architecture, parameter: Parameter, place: Place
+    family: Family, architecture: Architecture, parameter: Parameter, place: LayerIndex
 ) -> list[NamedPiece]:
     """Return the Hugging Face tensors of one of ours, at a layer and expert.
 
@@ -114,7 +114,7 @@ class HuggingFaceWeights:
         self._parameters = {parameter.key: parameter for parameter in parameters(self.architecture)}
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def pieces(self, key: str, place: Place) -> list[NamedPiece]:
+    def pieces(self, key: str, place: LayerIndex) -> list[NamedPiece]:
         """Return the Hugging Face tensors of one of ours."""
         return pieces_of(self.family, self.architecture, self._parameters[key], place)
 
@@ -126,12 +126,14 @@ class HuggingFaceWeights:
             self._dtypes[key] = reduce(torch.promote_types, spelled)
         return self._dtypes[key]
 
-    def dtype_at(self, key: str, place: Place) -> torch.dtype:
+    def dtype_at(self, key: str, place: LayerIndex) -> torch.dtype:
         """Return the dtype of one of our tensors at one place: the widest of its parts there."""
         spelled = {self._files.dtype(self._stored(named.name)) for named in self.pieces(key, place)}
         return reduce(torch.promote_types, (_DTYPES[name] for name in spelled))
 
-    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+    def read_into(
+        self, destination: Tensor, key: str, place: LayerIndex, start: Sequence[int]
+    ) -> None:
         """Copy a window of one of our tensors into `destination`, whose shape is the window's.
 
         `place` is (), (layer,) or (layer, expert), `start` the window's first row and column. Rows
@@ -154,7 +156,7 @@ class HuggingFaceWeights:
                     destination[ours : ours + run.rows].copy_(part[theirs : theirs + run.rows])
 
     def read(
-        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+        self, key: str, place: LayerIndex, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
         """Return a window as a view of its file, or None if it must be assembled."""
         blocks = [
@@ -168,7 +170,7 @@ class HuggingFaceWeights:
         span = slice(block[0].theirs, block[0].theirs + shape[0])
         return self._files.read(self._stored(named.name), span, *_columns(start, shape))
 
-    def cuts(self, key: str, place: Place) -> list[int]:
+    def cuts(self, key: str, place: LayerIndex) -> list[int]:
         """Return our rows at which the next Hugging Face tensor begins, if these are few."""
         starts = [run.ours for named in self.pieces(key, place) for run in named.piece.runs]
         return sorted(starts) if len(starts) <= _FEW_RUNS else [0]

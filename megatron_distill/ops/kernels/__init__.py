@@ -1,4 +1,4 @@
-"""Triton executors of the row sweeps: the same statistics and gradients in one pass each.
+"""Triton executors of the row passes: the same statistics and gradients in one pass each.
 
 Triton is imported only when a kernel is used.
 """

@@ -137,8 +137,8 @@ def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near):
 
 
 @triton.jit
-def _surprise(p, q, gap, share, rest):
-    """See `_surprise` of the mixtures: log(m/q) in m = share p + rest q; the gap is p - q."""
+def _log_mixture_ratio(p, q, gap, share, rest):
+    """log(m/q) in m = share p + rest q; the gap is p - q. See the torch function of this name."""
     mixture = _mixture(p, q, share, rest)
     size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
     return tl.where(gap < 0, -size, size)
@@ -156,12 +156,12 @@ def _log_excess(x, log1p):
 
 
 @triton.jit
-def _anchored(surprise, of_teacher, share, rest, anchor):
-    """See `_anchored` of the mixtures."""
+def _shifted_log_ratio(log_mixture_ratio, of_teacher, share, rest, near_equal):
+    """See the torch function of this name."""
     excess = tl.log(rest) - _LOG_HALF
-    beyond = tl.maximum(surprise - excess, 0.0)
+    beyond = tl.maximum(log_mixture_ratio - excess, 0.0)
     exact = beyond - _log1p(tl.maximum(of_teacher * -share, -0.5))
-    return tl.where(anchor > 0.0, surprise, exact)
+    return tl.where(near_equal > 0.0, log_mixture_ratio, exact)
 
 
 @triton.jit
@@ -176,10 +176,10 @@ def _log1p_beyond(log1p, share):
 
 
 @triton.jit
-def _share(p, gap, mixture, rest, anchor):
+def _share(p, gap, mixture, rest, near_equal):
     """See `_share` of the mixtures."""
     of_teacher = tl.div_rn(p, mixture)
-    return tl.where(anchor > 0.0, rest * tl.div_rn(gap, mixture), of_teacher)
+    return tl.where(near_equal > 0.0, rest * tl.div_rn(gap, mixture), of_teacher)
 
 
 # fmt: off
@@ -195,7 +195,7 @@ def slope_and_value(
     For tokens near their teacher, values are of second order: the part of a summand linear in
     ``p - q``, whose sum is zero, is left out.
     """
-    anchor = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
+    near_equal = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
     near = is_near > 0.0
     has_series = tl.where(near, tl.abs(d), 1.0) <= _NEAR
     # As in `load_logits`, not tl.maximum, which would hide NaN.
@@ -211,28 +211,28 @@ def slope_and_value(
         is_small = tl.where(near, tl.abs(top_ratio), 1.0) <= _NEAR
         slope = tl.where(is_small, top_ratio - d, slope)
     elif FORM == 2:
-        surprise = _surprise(p, q, gap, parameter, rest)
-        of_teacher = _surprise(q, p, -gap, rest, parameter)
-        value = -(parameter * (of_teacher * p) + rest * (surprise * q))
+        log_mixture_ratio = _log_mixture_ratio(p, q, gap, parameter, rest)
+        of_teacher = _log_mixture_ratio(q, p, -gap, rest, parameter)
+        value = -(parameter * (of_teacher * p) + rest * (log_mixture_ratio * q))
         beyond = parameter * (_log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p)
-        beyond += rest * (_log_excess(parameter * tl.div_rn(gap, q), surprise) * q)
+        beyond += rest * (_log_excess(parameter * tl.div_rn(gap, q), log_mixture_ratio) * q)
         value = tl.where(has_series, beyond, value)
         share = tl.div_rn(p, _mixture(p, q, parameter, rest))
-        slope = -rest * _anchored(surprise, share, parameter, rest, anchor)
+        slope = -rest * _shifted_log_ratio(log_mixture_ratio, share, parameter, rest, near_equal)
     elif FORM == 3:
         mixture = _mixture(p, q, parameter, rest)
-        of_teacher = _surprise(q, p, -gap, rest, parameter)
+        of_teacher = _log_mixture_ratio(q, p, -gap, rest, parameter)
         beyond = _log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p
         value = tl.where(near, beyond, -(of_teacher * p) - rest * gap)
-        slope = -rest * _share(p, gap, mixture, rest, anchor)
+        slope = -rest * _share(p, gap, mixture, rest, near_equal)
     elif FORM == 4:
         mixture = _mixture(p, q, rest, parameter)
-        surprise = _surprise(p, q, gap, rest, parameter)
-        beyond = _log_excess(rest * tl.div_rn(gap, q), surprise) * q
-        value = tl.where(near, beyond, rest * gap - surprise * q)
-        share = rest * tl.div_rn(tl.where(anchor > 0.0, gap, p), mixture)
-        surprise -= tl.where(anchor > 0.0, 0.0, tl.log(parameter))
-        slope = -_log1p_beyond(surprise, share) - anchor * (rest * share)
+        log_mixture_ratio = _log_mixture_ratio(p, q, gap, rest, parameter)
+        beyond = _log_excess(rest * tl.div_rn(gap, q), log_mixture_ratio) * q
+        value = tl.where(near, beyond, rest * gap - log_mixture_ratio * q)
+        share = rest * tl.div_rn(tl.where(near_equal > 0.0, gap, p), mixture)
+        log_mixture_ratio -= tl.where(near_equal > 0.0, 0.0, tl.log(parameter))
+        slope = -_log1p_beyond(log_mixture_ratio, share) - near_equal * (rest * share)
     elif FORM == 5:
         value = 0.5 * tl.abs(gap)
         slope = tl.where(gap < 0, 0.5, tl.where(gap > 0, -0.5, 0.0))
@@ -244,6 +244,7 @@ def slope_and_value(
         rise = half + exp_excess(half)
         value = 0.5 * (of_teacher - root) * (of_teacher - root)
         value = tl.where(has_series, 0.5 * (rise * rise * q), value)
-        rise = tl.where(has_series, rise + (1.0 - anchor), tl.div_rn(of_teacher, root) - anchor)
+        far = tl.div_rn(of_teacher, root) - near_equal
+        rise = tl.where(has_series, rise + (1.0 - near_equal), far)
         slope = -0.5 * rise
     return slope, value

@@ -1,4 +1,4 @@
-"""The gradient on the student's raw outputs, of all terms at all temperatures, in one sweep."""
+"""The gradient on the student's raw outputs, of all terms at all temperatures, in one pass."""
 
 import triton
 import triton.language as tl
@@ -21,9 +21,9 @@ _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 # fmt: off
 @triton.jit
 def _gradient(
-    z_s, z_t, row, rows, without_others, peak_s, peak_t, known, slopes, constants,
-    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_OTHERS: tl.constexpr,
-    CURVED: tl.constexpr, FORMS: tl.constexpr,
+    z_s, z_t, row, rows, in_top_k, peak_s, peak_t, known, slopes, constants,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_TAIL: tl.constexpr,
+    NONLINEAR: tl.constexpr, FORMS: tl.constexpr,
 ):  # fmt: on
     """Gradient of all softmaxes of a token on logits ``z_s`` of any shape."""
     total = tl.zeros_like(z_s)
@@ -40,7 +40,7 @@ def _gradient(
             d, excess, gap = compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near)
             # For equal models the gap is exactly zero.
             total += scaled(rest_s, q) - scaled(weight_t, gap)
-            for c in tl.static_range(CURVED):
+            for c in tl.static_range(NONLINEAR):
                 # Eight bits per term: four for its temperature, four for its form.
                 if (FORMS >> (8 * c + 4)) % 16 == t:
                     top_s, top_t = tl.load(at + 2 * rows), tl.load(at + 3 * rows)
@@ -57,8 +57,8 @@ def _gradient(
                     total += scaled(weight, (slope - reference) * q)
         else:
             total += scaled(rest_s, q)
-        if HAS_OTHERS:
-            total += tl.where(without_others, 0.0, scaled(tl.load(at + 10 * rows), q))
+        if HAS_TAIL:
+            total += tl.where(in_top_k, 0.0, scaled(tl.load(at + 10 * rows), q))
     return total
 
 
@@ -67,46 +67,46 @@ def _gradient(
 def push_rows(
     out, out_stride, student, teacher, student_stride, teacher_stride, rows, width,
     student_peak, teacher_peak, known, slopes, constants,
-    point_columns, point_values, point_cuts, points,
+    scatter_columns, scatter_values, scatter_topk_mask, entries,
     STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
-    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_OTHERS: tl.constexpr,
-    CURVED: tl.constexpr, FORMS: tl.constexpr, HAS_POINTS: tl.constexpr,
-    BLOCK: tl.constexpr, POINTS_BLOCK: tl.constexpr,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_TAIL: tl.constexpr,
+    NONLINEAR: tl.constexpr, FORMS: tl.constexpr, HAS_SCATTER: tl.constexpr,
+    BLOCK: tl.constexpr, SCATTER_BLOCK: tl.constexpr,
 ):  # fmt: on
     """One program per token. ``out`` may alias the student's raw outputs.
 
-    Points are added before the sum is rounded to the dtype of ``out``. Their columns are computed
-    first and written last, without a second pass over the row.
+    Scattered values are added before the sum is rounded to the dtype of ``out``. Their columns are
+    computed first and written last, without a second pass over the row.
     """
     row = tl.program_id(0)
     out_row = out + row.to(tl.int64) * out_stride
     student_row = student + row.to(tl.int64) * student_stride
     teacher_row = teacher + row.to(tl.int64) * teacher_stride
     peak_s, peak_t = tl.load(student_peak + row), tl.load(teacher_peak + row)
-    if HAS_POINTS:
-        each = tl.arange(0, POINTS_BLOCK)
-        is_point = each < points
-        first_point = row.to(tl.int64) * points
-        at_points = tl.load(point_columns + first_point + each, mask=is_point, other=0)
-        added = tl.full([POINTS_BLOCK], 0.0, tl.float32)
-        cut = tl.full([POINTS_BLOCK], 0, tl.int32)
+    if HAS_SCATTER:
+        each = tl.arange(0, SCATTER_BLOCK)
+        is_entry = each < entries
+        first_entry = row.to(tl.int64) * entries
+        at_columns = tl.load(scatter_columns + first_entry + each, mask=is_entry, other=0)
+        added = tl.full([SCATTER_BLOCK], 0.0, tl.float32)
+        is_top_k = tl.full([SCATTER_BLOCK], 0, tl.int32)
         # A column may occur more than once (a label among the top-k ids): its entries are added up.
-        for number in range(0, points):
-            same = at_points == tl.load(point_columns + first_point + number)
-            added += tl.where(same, tl.load(point_values + first_point + number), 0.0)
-            if HAS_OTHERS:
-                cuts = tl.load(point_cuts + first_point + number).to(tl.int32)
-                cut = tl.maximum(cut, tl.where(same, cuts, 0))
-        point_s = load_logits(student_row + at_points, is_point, STUDENT_SCALE, STUDENT_CAP)
-        point_t = point_s
+        for number in range(0, entries):
+            same = at_columns == tl.load(scatter_columns + first_entry + number)
+            added += tl.where(same, tl.load(scatter_values + first_entry + number), 0.0)
+            if HAS_TAIL:
+                masked = tl.load(scatter_topk_mask + first_entry + number).to(tl.int32)
+                is_top_k = tl.maximum(is_top_k, tl.where(same, masked, 0))
+        entry_s = load_logits(student_row + at_columns, is_entry, STUDENT_SCALE, STUDENT_CAP)
+        entry_t = entry_s
         if HAS_TEACHER:
-            point_t = load_logits(teacher_row + at_points, is_point, TEACHER_SCALE, TEACHER_CAP)
-        of_points = added + _gradient(
-            point_s, point_t, row, rows, cut > 0, peak_s, peak_t, known, slopes, constants,
-            TEMPERATURES, HAS_TEACHER, HAS_OTHERS, CURVED, FORMS,
+            entry_t = load_logits(teacher_row + at_columns, is_entry, TEACHER_SCALE, TEACHER_CAP)
+        of_columns = added + _gradient(
+            entry_s, entry_t, row, rows, is_top_k > 0, peak_s, peak_t, known, slopes, constants,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS,
         )  # fmt: skip
-        of_points = through_cap(of_points, point_s, STUDENT_SCALE, STUDENT_CAP)
+        of_columns = through_cap(of_columns, entry_s, STUDENT_SCALE, STUDENT_CAP)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
@@ -116,11 +116,11 @@ def push_rows(
             z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
         total = _gradient(
             z_s, z_t, row, rows, columns < 0, peak_s, peak_t, known, slopes, constants,
-            TEMPERATURES, HAS_TEACHER, HAS_OTHERS, CURVED, FORMS,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS,
         )  # fmt: skip
         total = through_cap(total, z_s, STUDENT_SCALE, STUDENT_CAP)
         tl.store(out_row + columns, total.to(out.dtype.element_ty), mask=mask)
-    if HAS_POINTS:
+    if HAS_SCATTER:
         # Wait until all threads have written the row.
         tl.debug_barrier()
-        tl.store(out_row + at_points, of_points.to(out.dtype.element_ty), mask=is_point)
+        tl.store(out_row + at_columns, of_columns.to(out.dtype.element_ty), mask=is_entry)

@@ -17,13 +17,13 @@ from megatron_distill.ops.kernels.gradient import push_rows
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
-from megatron_distill.ops.statistics import NEAR_KL, Packet
+from megatron_distill.ops.statistics import NEAR_KL, LocalStatistics
 from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.signals import LogitRule
 
 __all__ = ["TritonRows"]
 
-# Columns per tile, and warps: a sweep is memory-bound, so few registers per row allow many rows in
+# Columns per tile, and warps: a pass is memory-bound, so few registers per row allow many rows in
 # flight.
 _BLOCK = 4096
 _GRADIENT_BLOCK = 2048
@@ -45,17 +45,17 @@ class TritonRows:
     torch_rows: TorchRows
 
     def blends(
-        self, packet: Packet, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
         """See `RowExecutor`. In torch: `head_share` has no kernel."""
-        return self.torch_rows.blends(packet, normalizers, group)
+        return self.torch_rows.blends(local, normalizers, group)
 
-    def measure(self, packet: Packet) -> None:
-        """See `RowExecutor`: one sweep per temperature."""
-        sweep, names = packet.sweep, packet.sweep.names
+    def measure(self, local: LocalStatistics) -> None:
+        """See `RowExecutor`: one pass per temperature."""
+        spec, names = local.spec, local.spec.names
         student, teacher = self._student, self._teacher
-        top = packet.top
-        for number, temperature in enumerate(dict.fromkeys(value for _, value in sweep.softmaxes)):
+        top = local.top
+        for number, temperature in enumerate(dict.fromkeys(value for _, value in spec.softmaxes)):
             wanted = {
                 "STUDENT_PEAK": "student_peak",
                 "STUDENT_MASS": f"student_mass@{temperature}",
@@ -80,8 +80,8 @@ class TritonRows:
                 student.stride(0),
                 teacher.stride(0),
                 student.shape[1],
-                packet.values,
-                packet.values.stride(0),
+                local.values,
+                local.values.stride(0),
                 top,
                 1 / temperature,
                 **at,
@@ -90,24 +90,26 @@ class TritonRows:
                 NEAR_KL=NEAR_KL,
             )
 
-    def sum_slopes(self, packet: Packet, normalizers: Normalizers) -> Tensor:
+    def sum_slopes(self, local: LocalStatistics, normalizers: Normalizers) -> Tensor:
         """See `RowExecutor`."""
         found = []
-        for term in packet.sweep.curved:
-            at = _TemperatureRow.of(packet, normalizers, term.temperature)
-            value, average, reference = self._sums_of(packet, term, at).unbind()
+        for term in local.spec.nonlinear:
+            at = _TemperatureRow.of(local, normalizers, term.temperature)
+            value, average, reference = self._sums_of(local, term, at).unbind()
             top_ratio = normalizers.top_ratios[term.temperature].squeeze(1)
-            whole = packet.made_whole(value, term, top_ratio, at.student_factor)
+            whole = local.made_whole(value, term, top_ratio, at.student_factor)
             # The sums of tokens near their teacher do not contain the top ratio.
             found += [torch.where(at.is_near > 0, value, whole), average, reference]
         return torch.stack(found)
 
-    def _sums_of(self, packet: Packet, term: WeightedDivergence, known: _TemperatureRow) -> Tensor:
+    def _sums_of(
+        self, local: LocalStatistics, term: WeightedDivergence, known: _TemperatureRow
+    ) -> Tensor:
         """``[3, N]`` fp64 of a term; the value lacks the rounding error of the top ratio."""
         form = term.divergence.kernel
         assert form is not None
-        student, teacher, statistics = self._student, self._teacher, packet.rows
-        sums = torch.empty_like(packet.values[:1]).expand(3, -1).clone()
+        student, teacher, statistics = self._student, self._teacher, local.rows
+        sums = torch.empty_like(local.values[:1]).expand(3, -1).clone()
         self._launch(
             sum_slopes,
             student,
@@ -118,7 +120,7 @@ class TritonRows:
             statistics["student_peak"].float(),
             statistics["teacher_peak"].float(),
             torch.stack(known),
-            packet.top,
+            local.top,
             sums,
             *form.parameters,
             1 / term.temperature,
@@ -129,7 +131,7 @@ class TritonRows:
 
     def write_gradient(
         self,
-        packet: Packet,
+        local: LocalStatistics,
         normalizers: Normalizers,
         weights: Sequence[SoftmaxWeights],
         out: Tensor,
@@ -137,13 +139,13 @@ class TritonRows:
         """See `RowExecutor`."""
         few = len(weights) <= _MOST_TEMPERATURES
         # The kernel handles one tail of a top-k.
-        if not weights or not few or sum(len(softmax.others) for softmax in weights) > 1:
-            self.torch_rows.write_gradient(packet, normalizers, weights, out)
+        if not weights or not few or sum(len(softmax.tail_weights) for softmax in weights) > 1:
+            self.torch_rows.write_gradient(local, normalizers, weights, out)
             return
-        known = [_TemperatureRow.of(packet, normalizers, one.temperature) for one in weights]
-        student, teacher, statistics = self._student, self._teacher, packet.rows
+        known = [_TemperatureRow.of(local, normalizers, one.temperature) for one in weights]
+        student, teacher, statistics = self._student, self._teacher, local.rows
         slopes = _Slopes.of(weights)
-        points = _Points.of(weights, student.device)
+        scatter = _Scatter.of(weights, student.device)
         numbers = [
             number
             for at, softmax in zip(known, weights, strict=True)
@@ -162,19 +164,19 @@ class TritonRows:
             statistics.get("teacher_peak", statistics["student_peak"]).float(),
             torch.stack(numbers),
             torch.stack(slopes.rows or numbers[:1]),
-            _constants([*(1 / one.temperature for one in weights), *slopes.parameters], packet),
-            points.columns,
-            points.values,
-            points.cuts,
-            points.columns.shape[1],
+            _constants([*(1 / one.temperature for one in weights), *slopes.parameters], local),
+            scatter.columns,
+            scatter.values,
+            scatter.topk_mask,
+            scatter.columns.shape[1],
             TEMPERATURES=len(weights),
             HAS_TEACHER="teacher" in self.raw,
-            HAS_OTHERS=any(softmax.others for softmax in weights),
-            CURVED=len(slopes.parameters) // 2,
+            HAS_TAIL=any(softmax.tail_weights for softmax in weights),
+            NONLINEAR=len(slopes.parameters) // 2,
             FORMS=slopes.forms,
-            HAS_POINTS=points.columns.shape[1] > 0,
+            HAS_SCATTER=scatter.columns.shape[1] > 0,
             BLOCK=self._block(_GRADIENT_BLOCK),
-            POINTS_BLOCK=_power_of_two(max(points.columns.shape[1], 1)),
+            SCATTER_BLOCK=_power_of_two(max(scatter.columns.shape[1], 1)),
         )
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -222,20 +224,22 @@ class _TemperatureRow(NamedTuple):
     is_near: Tensor
 
     @classmethod
-    def of(cls, packet: Packet, normalizers: Normalizers, temperature: float) -> _TemperatureRow:
-        """The statistics at a temperature, in the dtype of the packet's logits."""
-        nothing = packet.values.new_zeros(packet.values.shape[1], 1, dtype=packet.dtype)
+    def of(
+        cls, local: LocalStatistics, normalizers: Normalizers, temperature: float
+    ) -> _TemperatureRow:
+        """The statistics at a temperature, in the dtype of the logits."""
+        nothing = local.values.new_zeros(local.values.shape[1], 1, dtype=local.dtype)
         models: tuple[Model, Model] = ("student", "teacher")
         factors = normalizers.factors.unsqueeze(2)
-        by_softmax = dict(zip(packet.sweep.softmaxes, factors, strict=True))
+        by_softmax = dict(zip(local.spec.softmaxes, factors, strict=True))
         of_models = (by_softmax.get((model, temperature), nothing) for model in models)
         tops = (normalizers.top.get(model, nothing) for model in models)
         ratio = normalizers.top_ratios.get(temperature, nothing)
         shift = normalizers.shifts.get(temperature, nothing.double())
-        high = shift.to(packet.dtype)
+        high = shift.to(local.dtype)
         near = normalizers.near.get(temperature, nothing)
         known = (*of_models, *tops, ratio, high, shift - high, near)
-        return cls(*(one.to(packet.dtype).squeeze(1) for one in known))
+        return cls(*(one.to(local.dtype).squeeze(1) for one in known))
 
 
 def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,13 +251,13 @@ def _weights(softmax: SoftmaxWeights) -> tuple[Tensor, Tensor, Tensor]:
     if softmax.teacher is not None:
         # Before the averages are subtracted: they may be small enough to be rounded off.
         student = student - softmax.teacher
-    for one in softmax.curved:
+    for one in softmax.nonlinear:
         assert one.average is not None
         student = student - torch.where(one.weight == 0, 0.0, one.weight * one.average)
     nothing = torch.zeros_like(student)
     teacher = nothing if softmax.teacher is None else softmax.teacher
-    others = softmax.others[0].weight if softmax.others else nothing
-    return student.squeeze(1), teacher.squeeze(1), others.squeeze(1)
+    tail = softmax.tail_weights[0].weight if softmax.tail_weights else nothing
+    return student.squeeze(1), teacher.squeeze(1), tail.squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -273,7 +277,7 @@ class _Slopes:
         parameters: list[float] = []
         forms = 0
         for number, softmax in enumerate(weights):
-            for one in softmax.curved:
+            for one in softmax.nonlinear:
                 form = one.term.divergence.kernel
                 assert form is not None
                 assert one.reference is not None
@@ -285,34 +289,34 @@ class _Slopes:
 
 
 @dataclass(frozen=True)
-class _Points:
-    """Points of all temperatures: columns, added gradients, and exclusion from the tail weight."""
+class _Scatter:
+    """The scatter of all temperatures: columns, added gradients, and which the tail excludes."""
 
     columns: Tensor
     values: Tensor
-    cuts: Tensor
+    topk_mask: Tensor
 
     @classmethod
-    def of(cls, weights: Sequence[SoftmaxWeights], device: torch.device) -> _Points:
-        columns, values, cuts = [], [], []
+    def of(cls, weights: Sequence[SoftmaxWeights], device: torch.device) -> _Scatter:
+        columns, values, topk_mask = [], [], []
         for softmax in weights:
-            for at, added in softmax.points:
+            for at, added in softmax.scatter:
                 columns.append(at)
                 values.append(added)
-                cuts.append(torch.zeros_like(at, dtype=torch.bool))
-            for others in softmax.others:
-                columns.append(others.columns)
-                values.append(torch.zeros_like(others.columns, dtype=torch.float32))
-                cuts.append(others.cut)
+                topk_mask.append(torch.zeros_like(at, dtype=torch.bool))
+            for tail in softmax.tail_weights:
+                columns.append(tail.columns)
+                values.append(torch.zeros_like(tail.columns, dtype=torch.float32))
+                topk_mask.append(tail.topk_mask)
         if not columns:
             none = torch.zeros(1, 0, dtype=torch.int64, device=device)
             return cls(none, none.float(), none.bool())
-        return cls(torch.cat(columns, 1), torch.cat(values, 1).float(), torch.cat(cuts, 1))
+        return cls(torch.cat(columns, 1), torch.cat(values, 1).float(), torch.cat(topk_mask, 1))
 
 
-def _constants(values: Sequence[float], packet: Packet) -> Tensor:
+def _constants(values: Sequence[float], local: LocalStatistics) -> Tensor:
     """A vector of these numbers, filled on the device: a copy from the host might synchronise."""
-    return torch.cat([packet.values.new_full((1,), one, dtype=torch.float32) for one in values])
+    return torch.cat([local.values.new_full((1,), one, dtype=torch.float32) for one in values])
 
 
 def _power_of_two(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Row statistics of one temperature in one sweep, and sums of slopes in a second."""
+"""Row statistics of one temperature in one pass, and sums of slopes in a second."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ __all__ = ["measure_rows", "sum_slopes"]
 
 @triton.jit
 def _store(pointer, stride, AT: tl.constexpr, value):
-    """Store into row AT of the packet; none where AT is negative."""
+    """Store into row AT of the local statistics; none where AT is negative."""
     if AT >= 0:
         tl.store(pointer + AT * stride, value)
 
@@ -68,7 +68,7 @@ def _settled(
 # fmt: off
 @triton.jit
 def measure_rows(
-    student, teacher, student_stride, teacher_stride, width, packet, packet_stride, top,
+    student, teacher, student_stride, teacher_stride, width, local, local_stride, top,
     inverse_temperature,
     STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
@@ -77,7 +77,7 @@ def measure_rows(
     RATIO: tl.constexpr, AT_TOP: tl.constexpr, HAS_TOP: tl.constexpr, BLOCK: tl.constexpr,
     NEAR_KL: tl.constexpr,
 ):  # fmt: on
-    """One program per token. Constants are row numbers of the packet, -1 for absent statistics."""
+    """One program per token. Constants are row numbers in ``local``, -1 for absent statistics."""
     row = tl.program_id(0)
     student_row = student + row.to(tl.int64) * student_stride
     teacher_row = teacher + row.to(tl.int64) * teacher_stride
@@ -116,18 +116,18 @@ def measure_rows(
     if RATIO >= 0:
         mass_s, gaps = _settled(mass_s, mass_t, gaps, peak_t - peak_s, shift, near_gap, second,
                                 inverse_temperature, NEAR_KL)  # fmt: skip
-    _store(packet + row, packet_stride, STUDENT_PEAK, peak_s)
-    _store(packet + row, packet_stride, STUDENT_MASS, mass_s)
-    _store(packet + row, packet_stride, STUDENT_LOG, log_s)
-    _store(packet + row, packet_stride, TEACHER_PEAK, peak_t)
-    _store(packet + row, packet_stride, TEACHER_MASS, mass_t)
-    _store(packet + row, packet_stride, TEACHER_LOG, log_t)
-    _store(packet + row, packet_stride, RATIO, gaps)
+    _store(local + row, local_stride, STUDENT_PEAK, peak_s)
+    _store(local + row, local_stride, STUDENT_MASS, mass_s)
+    _store(local + row, local_stride, STUDENT_LOG, log_s)
+    _store(local + row, local_stride, TEACHER_PEAK, peak_t)
+    _store(local + row, local_stride, TEACHER_MASS, mass_t)
+    _store(local + row, local_stride, TEACHER_LOG, log_t)
+    _store(local + row, local_stride, RATIO, gaps)
     if HAS_TOP:
         tl.store(top + row, column.to(tl.int64))
     if AT_TOP >= 0:
         at_top = load_logits(teacher_row + column, width > 0, TEACHER_SCALE, TEACHER_CAP)
-        _store(packet + row, packet_stride, AT_TOP, at_top)
+        _store(local + row, local_stride, AT_TOP, at_top)
 
 
 # fmt: off

@@ -85,14 +85,17 @@ def capture_banner(
 ) -> str:
     """Return the lines of a capture: output, teacher, layout, data, store, memory."""
     settings = plan.settings
-    kept = f"{'top' if settings.mode == 'top_k' else 'sampled'}-{settings.k} {settings.codec}"
+    entries = f"{'top' if settings.kind.is_ranked else 'sampled'}-{settings.k} {settings.codec}"
     tokens = short_count(plan.samples * settings.sequence_length)
     job = f", job {store.job} of {store.jobs}" if store.jobs > 1 else ""
     rows = [
         ("teacher", _model(*teacher)),
         ("layout", f"{_layout(parallel, world_size)}; {precision}"),
         ("data", f"{_blend(data.sources)}; {data.sequence_length} tokens a sample"),
-        ("store", f"{kept}; {plan.samples:,} samples = {tokens} tokens, {plan.shards} shards{job}"),
+        (
+            "store",
+            f"{entries}; {plan.samples:,} samples = {tokens} tokens, {plan.shards} shards{job}",
+        ),
         *_memory(memory, pipeline=parallel.pipeline),
     ]
     return _aligned(f"capture into {store.path}", rows)

@@ -27,7 +27,14 @@ from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.store import CaptureSettings, Identity, Manifest, Plan, StoreWriter
+from megatron_distill.store import (
+    KINDS,
+    CaptureSettings,
+    Identity,
+    Manifest,
+    Plan,
+    StoreWriter,
+)
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
 from megatron_distill.train.assemble.banner import capture_banner
@@ -62,7 +69,7 @@ from megatron_distill.train.capture.loop import CaptureParts, fill_holes
 from megatron_distill.train.capture.order import (
     CaptureOrder,
     HoleSource,
-    StreamPlaces,
+    StreamPositions,
     working_folder,
 )
 from megatron_distill.train.capture.positions import PositionCapture
@@ -196,7 +203,8 @@ def _settings(
     section: StoreConfig, vocab_size: int, sequence_length: int, seed: int
 ) -> CaptureSettings:
     """Return the settings of a store of `vocab_size` ids, those of the tokenizer."""
-    if section.mode == "top_k" and section.k > vocab_size:
+    kind = KINDS[section.mode]
+    if kind.is_ranked and section.k > vocab_size:
         raise ConfigError(f"store.k = {section.k}: the tokenizer has {vocab_size} tokens; lower it")
     return CaptureSettings(
         k=section.k,
@@ -206,7 +214,7 @@ def _settings(
         codec=section.codec,
         top_p=section.top_p,
         temperatures=section.temperatures,
-        sampling_seed=seed if section.mode == "sampled" else None,
+        sampling_seed=seed if kind.needs_seed else None,
     )
 
 
@@ -279,7 +287,7 @@ def _assemble(
 ) -> CaptureParts:
     groups, data = job.groups, config.data
     execution = execution_on(device, precision=config.capture.precision)
-    places = StreamPlaces(working_folder(job.folder), job.plan.uid)
+    places = StreamPositions(working_folder(job.folder), job.plan.uid)
     source = _open_source(job.samples, places, order, execution.device)
     loader = open_loader(
         source,
@@ -320,7 +328,7 @@ def _assemble(
         ),
         filler=filler,
         source=source,
-        places=places,
+        stream_positions=places,
         progress=_open_progress(job, order),
         groups=groups,
         device=execution.device,
@@ -354,7 +362,7 @@ def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module, execution:
 
 
 def _open_source(
-    samples: RunSamples, places: StreamPlaces, order: CaptureOrder, device: torch.device
+    samples: RunSamples, places: StreamPositions, order: CaptureOrder, device: torch.device
 ) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
 

@@ -157,10 +157,8 @@ def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:
 
 def stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
     """Return the names of the reported metrics of a stored teacher."""
-    is_whole = settings.normalised_over == "vocabulary"
-    scalars = ("teacher_ce", "teacher_entropy") if is_whole else ()
-    ranked = () if settings.mode == "sampled" else ("top1_agreement", "topk_mass")
-    return (*scalars, "student_entropy", *ranked)
+    scalars = ("teacher_ce", "teacher_entropy") if settings.is_complete else ()
+    return (*scalars, "student_entropy", *settings.kind.metrics)
 
 
 def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term, ...]:

@@ -174,8 +174,8 @@ def _check(stores: StoreSet, terms: Sequence[Term], data: DataConfig, seed: int)
     """Raise StoreError unless the stores fit the objective and the length of the run."""
     for store in stores.stores:
         for index, term in enumerate(terms):
-            if store.settings.mode == "sampled":
-                _check_sampled(store, term, index)
+            if not store.settings.kind.is_ranked:
+                _check_unranked(store, term, index)
             else:
                 store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
         _check_documents(store, data.isolate_documents)
@@ -254,19 +254,20 @@ def _check_teacher(
         )
 
 
-def _check_sampled(store: StoreReader, term: Term, index: int) -> None:
+def _check_unranked(store: StoreReader, term: Term, index: int) -> None:
     is_at_one = term.temperature == 1.0 and term.temperatures is None
     if not term.is_forward_kl or not is_at_one or term.top_k is not None:
         raise StoreError(
-            f"{store.folder}: contains sampled ids, which serve only forward_kl at temperature 1 "
-            f"without top_k; change objective.terms.{index}, or capture a store with mode: top_k"
+            f"{store.folder}: contains {store.settings.kind.adjective} ids, which serve only "
+            f"forward_kl at temperature 1 without top_k; change objective.terms.{index}, or "
+            "capture a store with mode: top_k"
         )
 
 
 def _described(stores: StoreSet) -> str:
     settings = stores.stores[0].settings
     folders = ", ".join(str(store.folder) for store in stores.stores)
-    entries = "sampled ids" if settings.mode == "sampled" else "top-k ids"
+    entries = f"{settings.kind.adjective} ids"
     return f"{folders}: {counted(stores.samples, 'sample')}, {settings.k} {entries} per token"
 
 

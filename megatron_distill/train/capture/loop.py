@@ -12,7 +12,7 @@ from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, sum_over
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.capture.order import CaptureOrder, HoleSource, StreamPlaces
+from megatron_distill.train.capture.order import CaptureOrder, HoleSource, StreamPositions
 from megatron_distill.train.capture.positions import PositionCapture, build_records
 from megatron_distill.train.capture.progress import CaptureProgress, Done
 from megatron_distill.train.capture.writer import ShardFiller
@@ -30,7 +30,7 @@ class CaptureParts:
         positions: computes the stored values of each position.
         filler: on the ranks that write, one of each replica.
         source: sample source of the loader, on the rank that reads.
-        places: storage of the stream's states.
+        stream_positions: storage of the stream's states.
         progress: on the rank that shows it.
         groups: of this rank.
     """
@@ -41,7 +41,7 @@ class CaptureParts:
     positions: PositionCapture
     filler: ShardFiller | None
     source: HoleSource | None
-    places: StreamPlaces
+    stream_positions: StreamPositions
     progress: CaptureProgress | None
     groups: Groups
     device: torch.device
@@ -64,7 +64,7 @@ def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
                 return False
             if parts.progress is not None:
                 parts.progress.update(done)
-            _hear(parts, parts.loader.take(step))
+            _capture_step(parts, parts.loader.take(step))
         if parts.filler is not None:
             parts.filler.flush()
         _, done = _exchange(parts, is_asked=False)
@@ -74,7 +74,7 @@ def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
             parts.progress.close(done)
 
 
-def _hear(parts: CaptureParts, batches: StepBatches) -> None:
+def _capture_step(parts: CaptureParts, batches: StepBatches) -> None:
     """Run the teacher on a step's micro-batches and submit its records."""
     signals = parts.teacher.signals(batches.micro_batches)
     samples = [] if parts.filler is None else parts.loader.taken_samples()
@@ -94,24 +94,24 @@ def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
     """
     filler = parts.filler
     failure = None if filler is None else filler.failure
-    failure = failure or _keep_places(parts)
+    failure = failure or _save_positions(parts)
     counts = (0, 0, 0) if filler is None else (filler.shards, filler.samples, filler.file_bytes)
-    said = torch.tensor(
+    status = torch.tensor(
         [failure is not None, is_asked, *counts], dtype=torch.int64, device=parts.device
     )
-    failures, asked, *done = sum_over(said, parts.groups.world).tolist()
+    failures, asked, *done = sum_over(status, parts.groups.world).tolist()
     if failures:
         agree(failure)
     return bool(asked), Done(*done)
 
 
-def _keep_places(parts: CaptureParts) -> StoreError | None:
+def _save_positions(parts: CaptureParts) -> StoreError | None:
     """Save the position of the stream; return the error, if any."""
     if parts.source is None:
         return None
     passed = dict(parts.source.passed.popleft() for _ in range(len(parts.source.passed)))
     try:
-        parts.places.save(passed)
+        parts.stream_positions.save(passed)
     except StoreError as error:
         return error
     return None

@@ -177,7 +177,7 @@ def working_folder(store: Path) -> Path:
     return store / "capture"
 
 
-class StreamPlaces:
+class StreamPositions:
     """States of the stream by the shard that begins there, one sealed file each.
 
     They belong to the plan with the same uid. A lost file costs only time.
@@ -208,5 +208,5 @@ class StreamPlaces:
         for shard, state in states.items():
             if not self._folder.is_dir():
                 return  # another job has finished the store
-            said = {"format": _FORMAT, "capture_uid": self._uid, "shard": shard, "state": state}
-            publish_first(self._folder / f"stream-{shard:06d}.json", sealed(said))
+            content = {"format": _FORMAT, "capture_uid": self._uid, "shard": shard, "state": state}
+            publish_first(self._folder / f"stream-{shard:06d}.json", sealed(content))

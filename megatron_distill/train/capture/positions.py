@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,29 +14,27 @@ from torch import Tensor
 from megatron_distill.data.samples import Sample
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import OutputChunk, output_chunks, row_statistics
-from megatron_distill.ops.topk import gather_ranks, select
-from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
+from megatron_distill.ops.topk import gather_ranks
+from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.signals import HiddenState
 from megatron_distill.store import (
     CaptureSettings,
-    DrawnEntries,
     PositionScalars,
     SampleRecord,
-    TopKEntries,
+    SelectionPlace,
     cut_to_mass,
 )
-from megatron_distill.store.sampling import draw_at, uniforms
+from megatron_distill.store.records import Selection
 
 
 @dataclass(frozen=True)
 class CapturedPositions:
     """Stored values of positions: [N] of a rank, or [b, S] of whole sequences.
 
-    integers [.., I] int32: the ids, followed by their draw counts if they were drawn.
-    floats [.., F] fp32, columns in this order: log-sum-exp at temperature one and at each further
-    one, entropy, label's log-probability; of a top-k also the log tail at each temperature, and the
-    ids' log-probabilities.
+    integers [.., I] int32: the columns of the selection.
+    floats [.., F] fp32: log-sum-exp at temperature one and at each further one, entropy, label's
+    log-probability, and the columns of the selection.
     """
 
     integers: Tensor
@@ -99,14 +96,14 @@ class PositionCapture:
         A top-k's values are bitwise equal to the objective's selection from a live teacher, for the
         same micro-batch and layout.
 
-        Collective: tensor group, per chunk those of `row_statistics` and of `select` or `draw_at`.
+        Collective: tensor group, per chunk those of `row_statistics` and of the selection.
         """
         assert batch.trained_rows_n is not None
-        rule = state.rule
+        rule, host = state.rule, batch.on_host
         labels, device = batch.labels_bs.reshape(-1), state.hidden.device
-        keep = self._keep_top_k
-        if self.settings.mode == "sampled":
-            keep = partial(self._keep_draws, fractions=_fractions(batch, self.settings))
+        sample_ids: list[int] = host.sample_ids_b.tolist()
+        place = SelectionPlace(rule, self.shard, self.group, sample_ids, host.sequence_index_s)
+        selection = self.settings.kind.selection(self.settings, place)
         found: CapturedPositions | None = None
         for chunk in output_chunks(
             state,
@@ -114,7 +111,7 @@ class PositionCapture:
             chunk_tokens=self.chunk_tokens or chunk_tokens_for(self.shard.width, device),
             columns=self.shard.real_width,
         ):
-            part = keep(chunk, rule, labels[chunk.rows])
+            part = self._values(chunk, rule, labels[chunk.rows], selection)
             if found is None:
                 found = CapturedPositions(
                     *(one.new_empty(len(labels), one.shape[1]) for one in vars(part).values())
@@ -124,53 +121,21 @@ class PositionCapture:
         assert found is not None, "a micro-batch has positions"
         return found
 
-    def _keep_top_k(self, chunk: OutputChunk, rule: LogitRule, labels: Tensor) -> CapturedPositions:
-        further = self.settings.temperatures
+    def _values(
+        self, chunk: OutputChunk, rule: LogitRule, labels: Tensor, selection: Selection
+    ) -> CapturedPositions:
         statistics = row_statistics(
-            chunk.raw, rule, self.shard, self.group, labels=labels, temperatures=further
-        )
-        kept = select(
             chunk.raw,
             rule,
             self.shard,
             self.group,
-            k=self.settings.k,
-            temperatures=(1.0, *further),
+            labels=labels,
+            temperatures=self.settings.temperatures,
         )
-        rows = [*statistics.log_sum_exp, statistics.entropy, statistics.label_log_prob]
-        rows += [one.log_tail for one in kept]
-        floats = torch.cat([torch.stack([row.float() for row in rows], 1), kept[0].log_probs], 1)
-        return CapturedPositions(kept[0].ids.int(), floats)
-
-    def _keep_draws(
-        self, chunk: OutputChunk, rule: LogitRule, labels: Tensor, *, fractions: Tensor
-    ) -> CapturedPositions:
-        statistics = row_statistics(chunk.raw, rule, self.shard, self.group, labels=labels)
-        dtype = accumulation_dtype(chunk.raw.dtype)
-        log_probs = rule.apply_(chunk.raw.to(dtype, copy=True))
-        log_probs.sub_(statistics.log_sum_exp[0].to(dtype).unsqueeze(1))
-        ids, counts = draw_at(log_probs, fractions[chunk.rows.cpu()], self.shard, self.group)
-        rows = [*statistics.log_sum_exp, statistics.entropy, statistics.label_log_prob]
-        floats = torch.stack([row.float() for row in rows], 1)
-        return CapturedPositions(torch.cat([ids, counts], 1).to(floats.device), floats)
-
-
-def _fractions(batch: Batch, settings: CaptureSettings) -> Tensor:
-    """Return uniform numbers [N, M] for this rank's positions, from sample id and position."""
-    assert settings.sampling_seed is not None
-    batch = batch.on_host
-    length = batch.document_ids_bS.shape[1]
-    of_samples = [
-        uniforms(
-            seed=settings.sampling_seed,
-            sample_id=max(0, sample_id),  # negative ids are not stored
-            first=0,
-            positions=length,
-            draws=settings.k,
-        )
-        for sample_id in batch.sample_ids_b.tolist()
-    ]
-    return torch.cat([numbers[batch.sequence_index_s] for numbers in of_samples])
+        integers, floats = selection(chunk, statistics.log_sum_exp)
+        scalars = [*statistics.log_sum_exp, statistics.entropy, statistics.label_log_prob]
+        columns = torch.stack([row.float() for row in scalars], 1)
+        return CapturedPositions(integers, torch.cat([columns, floats], 1))
 
 
 def build_records(
@@ -195,22 +160,14 @@ def _record(
     settings: CaptureSettings,
 ) -> SampleRecord:
     further = len(settings.temperatures)
-    columns = np.ascontiguousarray(floats_SF[:, : 2 * (1 + further) + 2].T)
-    sums, (entropy, label) = columns[: 1 + further], columns[1 + further : 3 + further]
-    ids = np.ascontiguousarray(integers_SI[:, : settings.k])
-    entries: TopKEntries | DrawnEntries
-    if settings.mode == "sampled":
-        entries = DrawnEntries(ids, np.ascontiguousarray(integers_SI[:, settings.k :]))
-    else:
-        tails = columns[3 + further :]
-        entries = TopKEntries(
-            ids_SK=ids,
-            log_probs_SK=np.ascontiguousarray(floats_SF[:, -settings.k :]),
-            log_tail_S=tails[0],
-            temperatures=settings.temperatures,
-            log_sum_exp_TS=sums[1:] if further else None,
-            log_tail_TS=tails[1:] if further else None,
-        )
+    columns = np.ascontiguousarray(floats_SF[:, : 3 + further].T)
+    sums, (entropy, label) = columns[: 1 + further], columns[1 + further :]
+    entries = settings.kind.of_columns(
+        integers_SI,
+        floats_SF[:, 3 + further :],
+        settings,
+        log_sum_exp_TS=sums[1:] if further else None,
+    )
     return SampleRecord(
         sample_id=sample.sample_id,
         tokens_S1=sample.tokens_S1,

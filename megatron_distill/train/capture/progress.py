@@ -98,7 +98,7 @@ def summary(folder: str, manifest: Manifest) -> str:
         f"{manifest.file_bytes / tokens:.1f} bytes/token",
     ]
     if totals.positions:
-        if manifest.plan.settings.mode == "top_k":
+        if manifest.plan.settings.kind.is_ranked:
             parts.append(f"kept mass {totals.kept_mass / totals.positions:.4f}")
         parts.append(f"teacher's ce {-totals.label_log_prob / totals.positions:.4f}")
         parts.append(f"entropy {totals.entropy / totals.positions:.4f}")

@@ -29,7 +29,7 @@ from typing_extensions import Buffer
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.settings import one_line
-from megatron_distill.models.weights import Place, parameters
+from megatron_distill.models.weights import LayerIndex, parameters
 from megatron_distill.runtime.collectives import together
 from megatron_distill.train.checkpoint.shards import (
     Part,
@@ -314,7 +314,9 @@ class CheckpointWeights:
         """The dtype in which a tensor is stored, the same in every layer."""
         return self._stored[key].properties.dtype
 
-    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+    def read_into(
+        self, destination: Tensor, key: str, place: LayerIndex, start: Sequence[int]
+    ) -> None:
         """Copy a window of the tensor at `place` into `destination`; see `WeightSource`."""
         rows = max(0, self._parameters[key].shape[0] - start[0])
         destination[rows:].zero_()
@@ -327,7 +329,7 @@ class CheckpointWeights:
             _window(wanted, overlap.in_window, overlap.sizes).copy_(part)
 
     def read(
-        self, key: str, place: Place, start: Sequence[int], shape: tuple[int, ...]
+        self, key: str, place: LayerIndex, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
         """Return a window that lies in one file, or None where it must be assembled."""
         leading = (*(1 for _ in place), *shape)

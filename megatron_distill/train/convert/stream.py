@@ -33,7 +33,13 @@ from torch.distributed.checkpoint.planner import (
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.weights import Parameter, Place, WeightSource, WindowReader, placed
+from megatron_distill.models.weights import (
+    LayerIndex,
+    Parameter,
+    WeightSource,
+    WindowReader,
+    placed,
+)
 from megatron_distill.train.checkpoint.writer import RankWriter, alone, first_failure
 
 _BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time
@@ -44,7 +50,7 @@ class Block:
     """Rows of one tensor, read, held and written at once."""
 
     parameter: Parameter
-    place: Place
+    place: LayerIndex
     dtype: torch.dtype
     start: int
     rows: int
@@ -67,7 +73,7 @@ class CutSource(WeightSource, Protocol):
         """Return the dtype of a tensor, the same in every layer."""
         ...
 
-    def cuts(self, key: str, place: Place) -> Sequence[int]:
+    def cuts(self, key: str, place: LayerIndex) -> Sequence[int]:
         """Return row boundaries, 0 among them, between which a tensor is contiguous in a file."""
         ...
 
@@ -123,13 +129,13 @@ def write_blocks(
 
     Collective: world, torch's checkpoint planning and one exchange of results.
     """
-    mine = shares(blocks, dist.get_world_size())[dist.get_rank()]
+    own_blocks = shares(blocks, dist.get_world_size())[dist.get_rank()]
     try:
         with _no_checksums():
             torch_checkpoint.save(
                 {},
                 storage_writer=RankWriter(folder),
-                planner=_StreamingPlanner(mine, architecture, source, done),
+                planner=_StreamingPlanner(own_blocks, architecture, source, done),
             )
     except CheckpointException as error:
         _raise_what_is_not_writing(error)

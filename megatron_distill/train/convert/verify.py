@@ -17,7 +17,7 @@ from megatron_distill.models.architecture import Architecture, Execution, archit
 from megatron_distill.models.gpt import build_gpt
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
 from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
-from megatron_distill.models.weights import Place, WeightSource, fill, placed
+from megatron_distill.models.weights import LayerIndex, WeightSource, fill, placed
 from megatron_distill.runtime.groups import Layout, create_groups, destroy_groups, seed_everything
 from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
@@ -91,28 +91,30 @@ def compare_with_checkpoint(folder: Path, checkpoint: str, probe: Probe) -> Comp
     """
     described = describe(folder)
     probe.check(described.architecture)
-    theirs = HuggingFaceWeights(folder, described)
-    theirs.check()
+    folder_weights = HuggingFaceWeights(folder, described)
+    folder_weights.check()
     path = resolve_checkpoint(checkpoint)
     architecture = saved_architecture(Description.read(path), path)
     differences = architecture_differences(described.architecture, architecture)
     if differences:
         raise CheckpointError(f"{path} and {folder} are different models: {'; '.join(differences)}")
-    ours = _Rounded(CheckpointWeights(path, architecture), theirs)
+    checkpoint_weights = _Rounded(CheckpointWeights(path, architecture), folder_weights)
     tensors, different = 0, {}
     for parameter, place in placed(architecture):
         start = (0,) * len(parameter.shape)
         pair = []
-        for source in (theirs, ours):
-            pair.append(torch.empty(parameter.shape, dtype=theirs.dtype_at(parameter.key, place)))
+        for source in (folder_weights, checkpoint_weights):
+            pair.append(
+                torch.empty(parameter.shape, dtype=folder_weights.dtype_at(parameter.key, place))
+            )
             source.read_into(pair[-1], parameter.key, place, start)
         tensors += 1
         if not _same_bits(*pair):
-            names = ", ".join(named.name for named in theirs.pieces(parameter.key, place))
+            names = ", ".join(named.name for named in folder_weights.pieces(parameter.key, place))
             different[names] = _distance(*pair)
     tokens_bs = probe.tokens(architecture.vocab_size)
-    logits_bsG = _our_logits(ours, architecture, tokens_bs)
-    files, saved = _spelled(ours.of_files), _spelled(ours.of_checkpoint)
+    logits_bsG = _our_logits(checkpoint_weights, architecture, tokens_bs)
+    files, saved = _spelled(checkpoint_weights.of_files), _spelled(checkpoint_weights.of_checkpoint)
     dtypes = f"{files} on both sides"
     if files != saved:
         dtypes = f"files {files}, checkpoint {saved}; compared in the files' dtype"
@@ -131,7 +133,9 @@ class _Rounded:
         self.of_files: set[torch.dtype] = set()
         self.of_checkpoint: set[torch.dtype] = set()
 
-    def read_into(self, destination: Tensor, key: str, place: Place, start: Sequence[int]) -> None:
+    def read_into(
+        self, destination: Tensor, key: str, place: LayerIndex, start: Sequence[int]
+    ) -> None:
         """Copy a window into `destination`, rounded to the files' dtype."""
         window = torch.empty(destination.shape, dtype=self._weights.dtype(key))
         self._weights.read_into(window, key, place, start)

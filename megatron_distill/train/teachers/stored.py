@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +19,14 @@ from megatron_distill.losses import Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Recorded, Sampled, TopK
+from megatron_distill.signals import IdSignal, Recorded
 from megatron_distill.store import (
     CaptureSettings,
-    DrawnEntries,
     PositionScalars,
     SampleRecord,
     SampleTokens,
     StoreSet,
     Support,
-    TopKEntries,
-    cut_to_k,
-    sampled_signal,
-    top_k_signal,
     unpack,
 )
 
@@ -76,8 +70,8 @@ class StoredTeacher:
         self._terms = tuple(terms)
         self._groups = groups
         self._device = device
-        self._is_listener = groups.is_last_stage
-        assert (stores is not None) == (self._is_listener and groups.tensor.rank() == 0)
+        self._reads_signals = groups.is_last_stage
+        assert (stores is not None) == (self._reads_signals and groups.tensor.rank() == 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._expected: deque[_Step] = deque()
 
@@ -114,7 +108,7 @@ class StoredTeacher:
             self._stores.close()
 
     def _begin(self, batches: Sequence[Batch]) -> _Step:
-        if not self._is_listener:
+        if not self._reads_signals:
             return _Step(batches, ())
         step = _Step(batches, [HostBatch.of(batch) for batch in batches])
         if self._stores is not None:
@@ -147,7 +141,7 @@ class StoredTeacher:
         # Failures are rare and their messages long: one number first shows if there is any.
         if any_rank(failure is not None, device=self._device):
             agree(failure)
-        if not self._is_listener:
+        if not self._reads_signals:
             return
         count = sum(len(batch.sample_ids) for batch in step.on_host)
         packed = _broadcast(packed, count, group=self._groups.tensor, device=self._device)
@@ -230,9 +224,9 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
     """Raise StoreError unless a record has the tokens and documents of a row."""
     index_s = batch.sequence_index_s
     tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
-    for mine, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
-        if not np.array_equal(mine, stored):
-            place = int(index_s[np.flatnonzero(mine != stored)[0]])
+    for own, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
+        if not np.array_equal(own, stored):
+            place = int(index_s[np.flatnonzero(own != stored)[0]])
             raise StoreError(
                 f"{where}: the tokens in the store and in this run differ, first at position "
                 f"{place}; use the corpus, seed and packing of the capture, or remove "
@@ -264,17 +258,17 @@ def recorded_signal(
         unpack(content, is_checked=True) if content else _blank(settings, number)
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
-    known: dict[tuple[object, ...], TopK | Sampled] = {}
+    known: dict[tuple[object, ...], IdSignal] = {}
     by_term = []
     for term in terms:
         key = (term.top_k, *_reading(term, settings))
         if key not in known:
-            kept = _kept(records, term, settings, batch.sequence_index_s)
-            known[key] = kept if settings.vocab_size <= vocab_size else kept.within(vocab_size)
+            read = _read_signal(records, term, settings, batch.sequence_index_s)
+            known[key] = read if settings.vocab_size <= vocab_size else read.within(vocab_size)
         by_term.append(known[key])
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
-    if settings.normalised_over == "vocabulary":
+    if settings.is_complete:
         index_s = batch.sequence_index_s
         entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
         label_log_prob = _joined(
@@ -291,34 +285,24 @@ def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
     """
     if term.support != "renormalized":
         return term.temperature, "tail"
-    return 1.0, "renormalized" if settings.normalised_over == "kept" else "tail"
+    return 1.0, "tail" if settings.is_complete else "renormalized"
 
 
-def _kept(
+def _read_signal(
     records: Sequence[SampleRecord],
     term: Term,
     settings: CaptureSettings,
     index_s: NDArray[np.int64],
-) -> TopK | Sampled:
-    rows_n = torch.from_numpy(
-        np.concatenate([index_s + row * settings.sequence_length for row in range(len(records))])
-    )
-    if settings.mode == "sampled":
-        drawn = sampled_signal(records)
-        return Sampled(drawn.ids[rows_n], drawn.counts[rows_n])
-    k = term.top_k or settings.k
+) -> IdSignal:
+    """The signal of the records for a term, at this rank's positions."""
     temperature, support = _reading(term, settings)
-    whole = top_k_signal(
-        [cut_to_k(record, k) for record in records], temperature=temperature, support=support
-    )
-    if len(index_s) == settings.sequence_length:
+    whole = settings.kind.signal(records, k=term.top_k, temperature=temperature, support=support)
+    length = settings.sequence_length
+    if len(index_s) == length:
         return whole
-    return replace(
-        whole,
-        ids=whole.ids[rows_n],
-        log_probs=whole.log_probs[rows_n],
-        log_tail=whole.log_tail[rows_n],
-    )
+    rows = np.concatenate([index_s + row * length for row in range(len(records))])
+    rows_n = torch.from_numpy(rows)
+    return whole.map(lambda values: values[rows_n])
 
 
 def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
@@ -327,34 +311,15 @@ def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
 
 def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
     """A valid record of the right shapes for a row that is not trained."""
-    positions, k, temperatures = settings.sequence_length, settings.k, settings.temperatures
-    ids = np.zeros((positions, k), np.int32)
-    knows = settings.normalised_over == "vocabulary"
-    entries: TopKEntries | DrawnEntries
-    if settings.mode == "sampled":
-        counts = np.zeros_like(ids)
-        counts[:, 0] = k
-        entries = DrawnEntries(ids, counts)
-    else:
-        log_probs = np.full((positions, k), -np.inf, np.float32)
-        log_probs[:, 0] = 0.0
-        nothing = np.full(positions, -np.inf, np.float32)
-        further: dict[str, Any] = {}
-        if temperatures:
-            further = {
-                "temperatures": temperatures,
-                "log_sum_exp_TS": np.zeros((len(temperatures), positions), np.float32),
-                "log_tail_TS": np.tile(nothing, (len(temperatures), 1)),
-            }
-        entries = TopKEntries(ids, log_probs, nothing if knows else None, **further)
+    positions = settings.sequence_length
     zeros = np.zeros(positions, np.float32)
     return SampleRecord(
         sample_id=sample_id,
         tokens_S1=np.zeros(positions + 1, np.int32),
         document_ids_S1=np.full(positions + 1, -1, np.int32),
         flags_S1=np.zeros(positions + 1, np.uint8),
-        entries=entries,
-        scalars=PositionScalars(zeros, zeros, zeros) if knows else None,
+        entries=settings.kind.blank(settings),
+        scalars=PositionScalars(zeros, zeros, zeros) if settings.is_complete else None,
     )
 
 

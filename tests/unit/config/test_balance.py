@@ -41,7 +41,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
-def test_the_section_knows_what_the_mathematics_knows() -> None:
+def test_the_section_has_the_names_of_the_mathematics() -> None:
     fields = BalanceConfig.model_fields
     assert fields["mode"].annotation == BalanceMode
     assert {name: fields[name].default for name in _OF_RATIOS} == _OF_RATIOS

@@ -57,7 +57,7 @@ def tree(student: dict[str, Any], teacher: dict[str, Any] | None) -> dict[str, A
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_contradiction_is_said(tmp_path: Path, case: str) -> None:
+def test_a_contradiction_is_reported(tmp_path: Path, case: str) -> None:
     student, teacher, expected = BROKEN[case]
     assert any(expected in said for said in complaints(load_tree, tmp_path, tree(student, teacher)))
 
@@ -69,7 +69,7 @@ def test_a_contradiction_is_said(tmp_path: Path, case: str) -> None:
         CHECKPOINT | {"keep_layers": [3]},
     ],
 )  # fmt: skip
-def test_what_is_not_contradictory_passes(tmp_path: Path, student: dict[str, Any]) -> None:
+def test_values_without_contradiction_pass(tmp_path: Path, student: dict[str, Any]) -> None:
     config = load_tree(tmp_path, tree(student, None))
     assert config.student.keep_layers is None or config.student.keep_layers[-1] >= 0
 

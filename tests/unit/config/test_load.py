@@ -39,7 +39,7 @@ def minimal(write):
     return write(MINIMAL)
 
 
-def test_defaults_fill_what_the_file_leaves_out(minimal):
+def test_defaults_fill_keys_missing_in_the_file(minimal):
     config = load_config(minimal)
     assert config.output == "runs/default"
     assert config.train.micro_batch_size == 1
@@ -226,7 +226,7 @@ def test_printing_and_reading_back_gives_the_same(
     assert load_config(path) == config
 
 
-def test_a_printed_config_without_a_teacher_says_so_and_stays_so(minimal, write):
+def test_a_printed_config_without_a_teacher_shows_it_and_loads_back(minimal, write):
     config = load_config(minimal)
     printed = to_yaml(config)
     assert "teacher: null" in printed

@@ -102,7 +102,7 @@ def test_a_key_that_is_not_text_is_named(tmp_path):
         ),
     ],
 )
-def test_a_wrong_value_is_shown_with_its_key_and_what_it_may_be(tmp_path, override, message):
+def test_a_wrong_value_is_shown_with_its_key_and_its_range(tmp_path, override, message):
     assert complaints(load_tree, tmp_path, MINIMAL, override) == [message]
 
 

@@ -322,7 +322,7 @@ def test_a_broken_rule_is_the_only_complaint(
 
 
 @pytest.mark.parametrize("overrides", KEPT)
-def test_a_rule_that_is_just_kept_says_nothing(tmp_path: Path, overrides: list[str]) -> None:
+def test_a_value_at_a_rule_s_limit_has_no_problem(tmp_path: Path, overrides: list[str]) -> None:
     config = load_tree(tmp_path, TAUGHT, *overrides)
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(config))

@@ -52,7 +52,7 @@ def sample_ids(batches: StepBatches) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_the_state_speaks_of_samples_taken_and_not_of_those_read_ahead(prefetch: int) -> None:
+def test_the_state_counts_samples_taken_and_not_those_read_ahead(prefetch: int) -> None:
     source = Numbers()
     with loader_of(source, prefetch=prefetch) as loader:
         assert loader.state_dict() == {"samples": 0, "source": None}
@@ -67,7 +67,7 @@ def test_the_state_speaks_of_samples_taken_and_not_of_those_read_ahead(prefetch:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_loading_a_state_forgets_what_was_read_ahead(prefetch: int) -> None:
+def test_loading_a_state_drops_samples_read_ahead(prefetch: int) -> None:
     with loader_of(Numbers(), prefetch=prefetch) as loader:
         states = []
         for step in range(4):

@@ -58,7 +58,7 @@ def test_text_is_marked_as_it_is_trained() -> None:
     assert "[[" in legend(has_colour=False).plain
 
 
-def test_totals_count_what_the_kinds_say() -> None:
+def test_totals_count_each_kind() -> None:
     one, totals = sample(), Totals()
     totals.add(one, token_kinds(one, isolate_documents=True))
     real = one.document_ids_S1 >= 0

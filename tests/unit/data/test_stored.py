@@ -119,7 +119,7 @@ def test_a_state_of_other_stores_or_of_a_corpus_is_refused(
         stream(opened(folders)).load_state_dict({"taken": [3], "sources": [{}]})
 
 
-def test_nothing_left_to_train_on_is_said(folders: list[Path]) -> None:
+def test_nothing_left_to_train_on_is_reported(folders: list[Path]) -> None:
     with pytest.raises(DataError, match="contain only 20 samples"):
         held_out_numbers(20, 20)
     shares = [Share(range(1), 1.0), Share(range(1, 20), 1.0)]

@@ -38,7 +38,7 @@ def validation(number: int, **values: object) -> dict[str, object]:
     return {"step": number, "validation": values}
 
 
-def test_series_are_over_tokens_and_leave_out_what_is_not_finite(tmp_path: Path) -> None:
+def test_series_are_over_tokens_and_leave_out_non_finite_values(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         validation(0, ce_loss=9.0),

@@ -162,7 +162,7 @@ def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_gives_no_weight_that_is_not(wrong: float) -> None:
+def test_non_finite_losses_give_finite_weights(wrong: float) -> None:
     own = LossWeights(1.0, (1.0,), (1.0,))
     sizes = (2.0, 0.5, 4.0)
     for place in range(3):

@@ -107,7 +107,7 @@ def test_defect_15_ids_drawn_twice_count_twice() -> None:
 
 
 @OF_EACH
-def test_defect_15_ids_kept_twice_stay_finite(name: str) -> None:
+def test_defect_15_repeated_top_k_ids_stay_finite(name: str) -> None:
     # A top-k has each id once. One that does not must not take the student's tail below nothing.
     for support in KEPT_SUPPORTS:
         student, teacher = logit_pair(4, 12, spread=8.0)
@@ -273,7 +273,7 @@ def test_defect_16_student_without_probability_where_the_teacher_has_some() -> N
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in INFINITE_THERE])
-def test_defect_16_student_without_probability_adds_what_the_teacher_has_there(name: str) -> None:
+def test_defect_16_student_without_probability_adds_the_teacher_s_probability(name: str) -> None:
     for temperature in (0.5, 1.0):
         student, teacher = logit_pair(2, 50)
         student[:, 7:9] = -INFINITY

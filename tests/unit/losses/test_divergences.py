@@ -124,7 +124,7 @@ def test_parameters(name: str, given: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("support", KEPT_SUPPORTS)
 @pytest.mark.parametrize(("name", "dtype", "temperature"), GRID)
-def test_on_kept_ids(name: str, support: str, dtype: torch.dtype, temperature: float) -> None:
+def test_on_top_k_ids(name: str, support: str, dtype: torch.dtype, temperature: float) -> None:
     student, teacher = logit_pair(20, 503, seed=3, dtype=dtype)
     ids, log_probs, log_tail = oracles.topk(teacher, 16, temperature)
     signal = TopK(ids, log_probs.float(), log_tail.float())
@@ -135,7 +135,7 @@ def test_on_kept_ids(name: str, support: str, dtype: torch.dtype, temperature: f
     )
     expected = differentiated(
         student,
-        lambda leaf: oracles.kept(
+        lambda leaf: oracles.on_top_k(
             name, leaf, ids, signal.log_probs, signal.log_tail, support, temperature
         ),
         upstream,
@@ -145,7 +145,7 @@ def test_on_kept_ids(name: str, support: str, dtype: torch.dtype, temperature: f
 
 @pytest.mark.parametrize("support", KEPT_SUPPORTS)
 @pytest.mark.parametrize(("name", "given"), PARAMETERS)
-def test_parameters_on_kept_ids(name: str, given: dict[str, float], support: str) -> None:
+def test_parameters_on_top_k_ids(name: str, given: dict[str, float], support: str) -> None:
     student, teacher = logit_pair(20, 307)
     ids, log_probs, log_tail = oracles.topk(teacher, 9, 1.0)
     signal = TopK(ids, log_probs.float(), log_tail.float())
@@ -153,7 +153,7 @@ def test_parameters_on_kept_ids(name: str, given: dict[str, float], support: str
     found = solved(student, signal, upstream, divergence=name, support=support, **given)
     expected = differentiated(
         student,
-        lambda leaf: oracles.kept(
+        lambda leaf: oracles.on_top_k(
             name, leaf, ids, signal.log_probs, signal.log_tail, support, 1.0, **given
         ),
         upstream,
@@ -235,7 +235,7 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
     assert not logits.detach()[:, 55:].any()
 
 
-def test_entries_of_minus_infinity_are_not_kept() -> None:
+def test_entries_of_minus_infinity_are_not_in_the_top_k() -> None:
     student, teacher = logit_pair(5, 40)
     kept = vocab_parallel_topk(teacher, 6)
     padded = TopK(

@@ -79,7 +79,7 @@ def test_value_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e38])
-def test_what_masked_tokens_hold_changes_nothing(loss: str, rubbish: float) -> None:
+def test_values_of_masked_tokens_change_nothing(loss: str, rubbish: float) -> None:
     student, teacher, weights = states(9, 6, 1), states(9, 10, 2), some_weights(9)
     found = []
     for hold in (0.5, rubbish):

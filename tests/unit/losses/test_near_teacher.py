@@ -74,7 +74,7 @@ def test_the_top_k_of_a_live_teacher(
     found = solved(student, DenseLogits(teacher), ones, **terms)
     kept = oracles.topk(teacher.double(), 32, 1.0)
     expected = differentiated(
-        student, lambda leaf: oracles.kept(name, leaf, *kept, support, 1.0, **given), ones
+        student, lambda leaf: oracles.on_top_k(name, leaf, *kept, support, 1.0, **given), ones
     )
     # The teacher's log-probs are fp32, so that a store replays the loss; log ratios are of the size
     # of the noise.

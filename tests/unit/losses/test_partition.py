@@ -58,14 +58,14 @@ KEPT = [
     Term("reverse_kl", 0.3, 2.0, top_k=5),
     Term("js_divergence", 0.8, top_k=8, support="renormalized"),
 ]
-CURVED = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
+NONLINEAR = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
 
 
 CASES: dict[str, tuple[list[Term], str]] = {
     "no term": ([], "live"),
-    "curved terms": (CURVED, "live"),
+    "curved terms": (NONLINEAR, "live"),
     "kept ids of a live teacher": (KEPT, "live"),
-    "given logits": ([Term(), *CURVED], "logits"),
+    "given logits": ([Term(), *NONLINEAR], "logits"),
     "recorded": (KEPT, "recorded"),
 }
 
@@ -97,7 +97,7 @@ def test_parts_add_up_and_change_nothing_else(
             assert float(parts[part]) == pytest.approx(float(alone), rel=1e-6, abs=1e-9), name
 
 
-def test_what_is_not_finite_stays_in_its_part(problem: Problem, partition: Partition) -> None:
+def test_non_finite_values_stay_in_its_part(problem: Problem, partition: Partition) -> None:
     problem.ce_weights_N[:] = problem.kd_weights_N[:] = 1 / TOKENS
     spoiled = int((partition.ids == 1).nonzero()[3])
     hidden = problem.hidden_NH.clone()

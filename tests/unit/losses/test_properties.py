@@ -178,7 +178,7 @@ def test_defect_05_masked_tokens_change_nothing(name: str, case: Case, garbage: 
 @EACH
 @FEW
 @given(case=cases(supports=("tail", "renormalized", "raw"), every_id=True))
-def test_all_ids_kept_is_the_whole_vocabulary(name: str, case: Case) -> None:
+def test_a_top_k_of_all_ids_is_the_whole_vocabulary(name: str, case: Case) -> None:
     whole = Case(case.student, case.teacher, "dense", case.k, case.temperature)
     value, gradient = case.solved(name)
     expected = whole.solved(name)

@@ -22,7 +22,7 @@ def problem() -> Problem:
     return Problem.random(tokens=37, seed=5)
 
 
-def test_it_is_what_the_live_teacher_gives_report_included(problem: Problem) -> None:
+def test_it_equals_the_live_teacher_report_included(problem: Problem) -> None:
     live = HiddenState(problem.teacher_hidden, problem.teacher_weight)
     total, report, gradient, _ = run(problem, TERMS, signal=live)
     stored_total, stored_report, stored_gradient, _ = run(
@@ -53,7 +53,7 @@ def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem: Problem) -
         assert torch.equal(same[name], value), name
 
 
-def test_what_is_not_known_is_not_reported(problem: Problem) -> None:
+def test_unknown_statistics_are_not_reported(problem: Problem) -> None:
     report = run(problem, TERMS, signal=Recorded(recorded(problem, TERMS).by_term))[1]
     assert not {"teacher_ce", "teacher_entropy"} & report.keys()
     assert {"student_entropy", "top1_agreement", "topk_mass"} <= report.keys()
@@ -82,7 +82,7 @@ def test_every_term_needs_something_of_its_own(problem: Problem) -> None:
         ((3,), {"label_log_prob": torch.zeros(3, 1)}, "label_log_prob is of shape"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(
+def test_mismatched_parts_are_refused(
     by_term: tuple[int, ...], scalars: dict[str, torch.Tensor], message: str
 ) -> None:
     kept = tuple(

@@ -47,7 +47,7 @@ def buffer_of(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         (torch.float64, torch.float64, 1e-13),
     ],
 )
-def test_the_gradient_is_added_to_what_the_buffer_holds(
+def test_the_gradient_is_added_to_the_buffer(
     dtype: torch.dtype, wide: torch.dtype, tolerance: float, chunk_tokens: int
 ) -> None:
     problem = Problem.random(dtype=dtype)
@@ -84,7 +84,7 @@ def test_micro_batches_add_up() -> None:
     torch.testing.assert_close(buffer, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
-def test_padded_columns_keep_what_they_hold() -> None:
+def test_padded_columns_keep_their_values() -> None:
     problem = Problem.random(vocab=203)
     buffer = buffer_of(problem.weight_GH)
     summed(problem, buffer, shard=VocabShard(190, 0, 203))

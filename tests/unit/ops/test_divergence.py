@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_distill.ops.divergences import DIVERGENCES, Classes, divergence_named
 from tests.reference.divergences import ORACLES
 
-CURVED = [name for name in DIVERGENCES if name not in ("forward_kl", "adaptive_kl")]
+NONLINEAR = [name for name in DIVERGENCES if name not in ("forward_kl", "adaptive_kl")]
 PARAMETERS: dict[str, dict[str, float]] = {
     "js_divergence": {"beta": 0.3},
     "skewed_forward_kl": {"skew_lambda": 0.6},
@@ -27,18 +27,18 @@ def distributions(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return student, teacher
 
 
-def classes(student: Tensor, teacher: Tensor, anchor: Tensor | bool = True) -> Classes:
+def classes(student: Tensor, teacher: Tensor, near_equal: Tensor | bool = True) -> Classes:
     return Classes(
         teacher,
         student,
         lambda: teacher.log() - student.log(),
         lambda _: torch.empty_like(student),
-        anchor,
+        near_equal,
     )
 
 
 @pytest.mark.parametrize("given", [{}, PARAMETERS], ids=["defaults", "parameters"])
-@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.parametrize("name", NONLINEAR)
 def test_slope_is_that_of_the_value_up_to_the_constant(name: str, given: dict[str, Any]) -> None:
     parameters = given.get(name, {})
     row = divergence_named(name, **parameters)
@@ -56,7 +56,7 @@ def test_slope_is_that_of_the_value_up_to_the_constant(name: str, given: dict[st
     torch.testing.assert_close(balanced.sum(), value.detach(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.parametrize("name", NONLINEAR)
 def test_anchors_differ_by_a_constant_of_the_row(name: str) -> None:
     student, teacher = distributions()
     row = divergence_named(name, **PARAMETERS.get(name, {}))
@@ -87,16 +87,16 @@ def test_equal_distributions_give_exactly_nothing(name: str, dtype: torch.dtype)
     assert slope is None or not slope.any()
 
 
-@pytest.mark.parametrize("anchor", [True, False])
-@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.parametrize("near_equal", [True, False])
+@pytest.mark.parametrize("name", NONLINEAR)
 def test_slopes_are_finite_where_a_class_has_hardly_any_probability(
-    name: str, anchor: bool
+    name: str, near_equal: bool
 ) -> None:
     none = torch.finfo(torch.float32).tiny
     student = torch.tensor([[none, 0.5, 0.5], [1.0, none, none]])
     teacher = torch.tensor([[0.5, none, 0.5], [none, none, 1.0]])
     values, slope = divergence_named(name).evaluate(
-        classes(student, teacher, torch.full((2, 1), anchor))
+        classes(student, teacher, torch.full((2, 1), near_equal))
     )
     assert slope is not None
     assert bool(values.isfinite().all())

@@ -79,7 +79,7 @@ def test_few_columns_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> Non
         largest(torch.ones(3, 32_000), 64)
 
 
-def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
+def test_nan_comes_first_as_in_torch() -> None:
     logits = drawn(3, 8192)
     logits[1, 77] = torch.nan
     values, columns = largest(logits, 5)
@@ -91,7 +91,7 @@ def test_what_is_not_a_number_comes_first_as_in_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("column", [77, 8195])  # the latter beyond the last whole segment
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_not_a_number_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
+def test_nan_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
     logits = drawn(3, 8199, seed=seed).to(dtype)
     logits[1, column] = torch.nan
     values, columns = largest(logits, 16)

@@ -23,7 +23,7 @@ def test_rows_are_those_where_any_weight_counts() -> None:
 def test_rows_that_all_count_are_not_copied() -> None:
     rows = Rows.of_weights(torch.ones(4), torch.zeros(4))
     values = torch.randn(4, 2)
-    assert rows.kept is None
+    assert rows.indices is None
     assert rows.take(values, slice(1, 3)).data_ptr() == values[1:].data_ptr()
     assert rows.scatter(values) is values
 

@@ -10,13 +10,13 @@ import torch
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
 from megatron_distill.ops.softmax_gradient import (
-    Others,
     SoftmaxWeights,
+    TailWeight,
     scale_rows_,
     scale_softmax_,
     softmax_weights,
 )
-from megatron_distill.ops.statistics import Sweep
+from megatron_distill.ops.statistics import StatisticsSpec
 from megatron_distill.ops.topk_divergence import IdTerm, IdTermGradient, SolvedIdTerm
 
 KL = divergence_named("forward_kl")
@@ -25,13 +25,13 @@ MODELS = ("student", "teacher")
 
 def test_temperatures_share_nothing_and_labels_belong_to_temperature_one() -> None:
     terms = tuple(WeightedDivergence(KL, value, 3.0) for value in (2.0, 1.0))
-    sweep = Sweep(MODELS, terms, full=True)
+    spec = StatisticsSpec(MODELS, terms, full=True)
     kd, ce = torch.tensor([1.0, 0.5]), torch.tensor([0.25, 4.0])
     labels = torch.tensor([4, 8])
-    first, second = softmax_weights(sweep, kd, ce, labels, VocabShard(9, 4, 8))
+    first, second = softmax_weights(spec, kd, ce, labels, VocabShard(9, 4, 8))
     assert (first.temperature, second.temperature) == (1.0, 2.0)
-    ((columns, added),) = first.points
-    assert not second.points
+    ((columns, added),) = first.scatter
+    assert not second.scatter
     assert columns.squeeze(1).tolist()[0] == 0
     assert added.squeeze(1).tolist() == [-0.25, 0.0]  # id 8 is on another shard
     assert first.student.squeeze(1).tolist() == [3.25, 5.5]
@@ -42,17 +42,17 @@ def test_temperatures_share_nothing_and_labels_belong_to_temperature_one() -> No
 
 def test_a_blend_shares_its_weight_between_forward_and_reverse() -> None:
     term = WeightedDivergence(divergence_named("adaptive_kl"), 1.0, 2.0)
-    sweep = Sweep(MODELS, (term,), full=False)
-    (softmax,) = softmax_weights(sweep, torch.tensor([1.0, 0.0]), None, None, VocabShard(9, 0, 9))
+    spec = StatisticsSpec(MODELS, (term,), full=False)
+    (softmax,) = softmax_weights(spec, torch.tensor([1.0, 0.0]), None, None, VocabShard(9, 0, 9))
     blended = softmax.blended({term.key: torch.tensor([[0.25], [torch.nan]])})
     assert blended.student.squeeze(1).tolist() == [0.5, 0.0]
     assert blended.teacher is not None
     assert blended.teacher.squeeze(1).tolist() == [0.5, 0.0]
-    assert blended.curved[0].weight.squeeze(1).tolist() == [1.5, 0.0]
+    assert blended.nonlinear[0].weight.squeeze(1).tolist() == [1.5, 0.0]
     assert blended.sparse
 
 
-def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
+def test_top_k_ids_add_a_multiple_of_the_softmax_and_a_scatter() -> None:
     term = WeightedDivergence(KL, 2.0, 3.0)
     solved = IdTermGradient(
         value=torch.zeros(2),
@@ -63,9 +63,9 @@ def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
         peak=torch.zeros(2),
         first_logit=torch.zeros(2),
     )
-    sweep = Sweep(("student",), (), full=False, student_temperatures=(2.0,))
+    spec = StatisticsSpec(("student",), (), full=False, student_temperatures=(2.0,))
     (softmax,) = softmax_weights(
-        sweep,
+        spec,
         torch.tensor([1.0, 0.0]),
         None,
         None,
@@ -74,7 +74,7 @@ def test_kept_ids_add_a_multiple_of_the_softmax_and_points() -> None:
     )
     assert softmax.temperature == 2.0
     assert softmax.student.squeeze(1).tolist() == [6.0, 0.0]
-    ((columns, added),) = softmax.points
+    ((columns, added),) = softmax.scatter
     assert columns.squeeze(1).tolist() == [1, 2]
     assert added.squeeze(1).tolist() == [-3.0, 0.0]
 
@@ -88,23 +88,23 @@ def test_unused_rows_are_zero_even_if_nothing_in_them_is_finite() -> None:
     assert torch.equal(scale_rows_(values, weights, sparse=True), expected)
 
 
-def test_weights_of_all_but_kept_ids_leave_nothing_on_these_however_large_they_are() -> None:
+def test_tail_weights_of_any_size_leave_no_residue_on_top_k_ids() -> None:
     softmax = torch.randn(3, 7, generator=torch.Generator().manual_seed(6)).softmax(1)
-    columns, cut = torch.tensor([[4, 0], [1, 0], [6, 2]]), torch.tensor([True, False])
-    cut = cut.expand(3, 2).clone()
-    cut[2] = True
-    one = Others(torch.tensor([[1e12], [0.0], [2.0]]), columns, cut)
-    other = Others(torch.tensor([[3.0], [1e20], [5.0]]), columns.flip(1), cut.flip(1))
+    columns, topk_mask = torch.tensor([[4, 0], [1, 0], [6, 2]]), torch.tensor([True, False])
+    topk_mask = topk_mask.expand(3, 2).clone()
+    topk_mask[2] = True
+    one = TailWeight(torch.tensor([[1e12], [0.0], [2.0]]), columns, topk_mask)
+    other = TailWeight(torch.tensor([[3.0], [1e20], [5.0]]), columns.flip(1), topk_mask.flip(1))
     weights = SoftmaxWeights(1.0, torch.tensor([[0.5], [0.5], [0.0]]), None, (), (), True)
     expected = softmax.double() * weights.student.double()
     kept = torch.zeros(3, 7, dtype=torch.bool)
     kept[0, 4] = kept[1, 1] = kept[2, 6] = kept[2, 2] = True
-    for others in ((), (one,), (one, other), (other, one, one)):
-        total = sum((each.weight.double() for each in others), torch.zeros(3, 1).double())
+    for tail_weights in ((), (one,), (one, other), (other, one, one)):
+        total = sum((each.weight.double() for each in tail_weights), torch.zeros(3, 1).double())
         exact = expected + torch.where(kept, 0.0, softmax.double() * total)
         found = scale_softmax_(
             softmax.clone(),
-            replace(weights, others=others),
+            replace(weights, tail_weights=tail_weights),
             lambda _: torch.empty(3, 7),
             factor=torch.ones(3, 1),
         )

@@ -14,7 +14,7 @@ from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.row_math import row_sums, row_top
-from megatron_distill.ops.statistics import MergedStatistics, Packet, Sweep
+from megatron_distill.ops.statistics import GlobalStatistics, LocalStatistics, StatisticsSpec
 from megatron_distill.ops.workspace import Scratch
 from megatron_distill.signals import LogitRule
 from tests.reference.distillation import cross_entropy, entropy, forward_kl
@@ -25,25 +25,27 @@ CPU = torch.device("cpu")
 
 def split_statistics(
     student: Tensor, teacher: Tensor, labels: Tensor, bounds: Sequence[int], temperature: float
-) -> tuple[MergedStatistics, list[Packet]]:
+) -> tuple[GlobalStatistics, list[LocalStatistics]]:
     """Statistics of column ranges, merged as an all-gather of their packets would be."""
-    sweep = Sweep(("student", "teacher"), (WeightedDivergence(KL, temperature, 1.0),), full=True)
-    packets = []
+    spec = StatisticsSpec(
+        ("student", "teacher"), (WeightedDivergence(KL, temperature, 1.0),), full=True
+    )
+    parts = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
         shard = VocabShard(student.shape[1], start, stop)
         columns = slice(start, start + shard.real_width)
         chunk = Chunk(
-            sweep,
+            spec,
             {"student": student[:, columns], "teacher": teacher[:, columns]},
             {"student": LogitRule(), "teacher": LogitRule()},
             shard,
             Scratch(len(student), shard.real_width, student.dtype, CPU),
             labels,
         )
-        packet = Packet.empty(sweep, len(student), student.dtype, CPU)
-        chunk.measure(packet)
-        packets.append(packet)
-    return MergedStatistics(sweep, torch.stack([p.values for p in packets])), packets
+        local = LocalStatistics.empty(spec, len(student), student.dtype, CPU)
+        chunk.measure(local)
+        parts.append(local)
+    return GlobalStatistics(spec, torch.stack([p.values for p in parts])), parts
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,7 +57,7 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     bounds = sorted([0, *inner, vocab + 20])
     student, teacher = torch.randn(2, tokens, vocab, generator=generator) * 3
     labels = torch.randint(vocab, (tokens,), generator=generator)
-    merged, packets = split_statistics(student, teacher, labels, bounds, temperature)
+    merged, parts = split_statistics(student, teacher, labels, bounds, temperature)
     pairs = [
         (merged.forward_kl(temperature), forward_kl(student, teacher, temperature)),
         (merged.cross_entropy("student"), cross_entropy(student, labels)),
@@ -67,11 +69,9 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     for ours, oracle in pairs:
         torch.testing.assert_close(ours, oracle, rtol=2e-6, atol=2e-6)
     mass = sum(
-        Normalizers.of(packet, merged).factors[
-            packet.sweep.softmaxes.index(("teacher", temperature))
-        ]
-        * packet.rows[f"teacher_mass@{temperature}"]
-        for packet in packets
+        Normalizers.of(local, merged).factors[local.spec.softmaxes.index(("teacher", temperature))]
+        * local.rows[f"teacher_mass@{temperature}"]
+        for local in parts
     )
     assert isinstance(mass, Tensor)
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=1e-7, atol=0)
@@ -125,14 +125,14 @@ def test_sums_lose_less_than_their_last_rounding_in_fp32(columns: int, dtype: to
     assert bool(((found - expected).abs() <= 2e-8 * expected).all())
 
 
-def test_packet_holds_what_the_sweep_needs_and_no_more() -> None:
+def test_local_statistics_have_the_rows_of_the_spec_and_no_more() -> None:
     term = WeightedDivergence(KL, 2.0, 1.0)
-    assert len(Sweep(("student", "teacher"), (term,), full=False).names) == 5
+    assert len(StatisticsSpec(("student", "teacher"), (term,), full=False).names) == 5
     one = WeightedDivergence(KL, 1.0, 1.0)
-    assert len(Sweep(("student", "teacher"), (one,), full=True).names) == 10
-    assert len(Sweep(("student", "teacher"), (one, term), full=True).names) == 13
-    assert len(Sweep(("student",), (), full=True).names) == 4
-    curved = WeightedDivergence(divergence_named("js_divergence"), 2.0, 1.0)
+    assert len(StatisticsSpec(("student", "teacher"), (one,), full=True).names) == 10
+    assert len(StatisticsSpec(("student", "teacher"), (one, term), full=True).names) == 13
+    assert len(StatisticsSpec(("student",), (), full=True).names) == 4
+    nonlinear = WeightedDivergence(divergence_named("js_divergence"), 2.0, 1.0)
     # Forward KL of any term says which tokens are near their teacher.
-    assert len(Sweep(("student", "teacher"), (curved,), full=False).names) == 6
-    assert len(Sweep(("student",), (), full=False, student_temperatures=(2.0,)).names) == 2
+    assert len(StatisticsSpec(("student", "teacher"), (nonlinear,), full=False).names) == 6
+    assert len(StatisticsSpec(("student",), (), full=False, student_temperatures=(2.0,)).names) == 2

@@ -10,7 +10,7 @@ from megatron_distill.ops import VocabShard
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 300), world=st.integers(1, 8), extra=st.integers(0, 40))
-def test_every_real_id_is_owned_once_and_padding_by_nobody(
+def test_every_real_id_is_owned_once_and_padding_by_no_rank(
     size: int, world: int, extra: int
 ) -> None:
     padded = (-(-size // world) + extra) * world

@@ -87,7 +87,7 @@ def test_a_folder_that_is_in_the_way_and_not_whole_is_an_error(tmp_path: Path) -
     assert names(tmp_path) == ["a"]
 
 
-def test_only_what_a_dead_process_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_dead_process_of_this_machine_are_removed(tmp_path: Path) -> None:
     host = socket.gethostname()
     dead, alive = f"a.partial-{host}-99999999", f"a.partial-{host}-{os.getppid()}"
     elsewhere, other = "a.partial-another.machine-99999999", f"b.partial-{host}-99999999"

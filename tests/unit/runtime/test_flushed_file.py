@@ -16,7 +16,7 @@ from megatron_distill.runtime import atomic_files as flushed_file
 from megatron_distill.runtime.atomic_files import FlushedFile
 
 
-def test_what_is_written_in_many_parts_is_in_the_file(
+def test_content_written_in_many_parts_is_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flushed_file, "_FLUSH_BYTES", 1000)
@@ -32,7 +32,7 @@ def test_what_is_written_in_many_parts_is_in_the_file(
     assert raw.closed
 
 
-def test_a_flush_that_fails_is_heard_of_at_the_next_write_or_the_end(
+def test_a_failed_flush_is_raised_at_the_next_write_or_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flushed_file, "_FLUSH_BYTES", 10)

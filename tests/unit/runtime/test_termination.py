@@ -25,7 +25,7 @@ def interrupt(number: signal.Signals = signal.SIGINT) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_interrupts_and_the_second_is_not_heard(number: signal.Signals) -> None:
+def test_the_first_signal_interrupts_and_the_second_is_ignored(number: signal.Signals) -> None:
     def work() -> None:
         with interruption:
             try:
@@ -39,7 +39,7 @@ def test_the_first_signal_interrupts_and_the_second_is_not_heard(number: signal.
     assert interruption.status == 128 + number
 
 
-def test_what_breaks_after_a_swallowed_interruption_is_the_interruption() -> None:
+def test_an_error_after_a_swallowed_interruption_is_the_interruption() -> None:
     """As where torch hands it to the other ranks, and these have left by then."""
 
     def work() -> None:

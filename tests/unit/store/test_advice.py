@@ -33,7 +33,7 @@ def damaged_record(store: Path, sample_id: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_byte_names_sample_and_shard_and_what_to_do(store: Path) -> None:
+def test_a_flipped_byte_names_sample_and_shard_and_remedy(store: Path) -> None:
     damaged_record(store, 6)
     said = (
         f"{store / SHARD}: sample 6: damaged: its bytes do not match their checksums; "

@@ -64,21 +64,21 @@ def test_a_record_comes_back(vocab_size: int, codec: str) -> None:
     found = unpack(pack(record, wanted, UID))
     if codec == "f32":
         equal(found, record)
-    assert found.top_k.ids_SK.max() == vocab_size - 1
-    assert found.top_k.ids_SK.tobytes() == record.top_k.ids_SK.tobytes()
+    assert found.entries.ids_SK.max() == vocab_size - 1
+    assert found.entries.ids_SK.tobytes() == record.entries.ids_SK.tobytes()
     for name in ("tokens_S1", "document_ids_S1", "flags_S1"):
         assert getattr(found, name).tobytes() == getattr(record, name).tobytes()
     assert found.scalars.log_sum_exp_S.tobytes() == record.scalars.log_sum_exp_S.tobytes()
     for name in ("entropy_S", "label_log_prob_S"):
         error = np.abs(getattr(found.scalars, name) - getattr(record.scalars, name))
         assert (error <= 2**-10 * np.abs(getattr(record.scalars, name))).all()
-    assert (np.diff(found.top_k.log_probs_SK) <= 0).all()
+    assert (np.diff(found.entries.log_probs_SK) <= 0).all()
 
 
 @pytest.mark.parametrize("codec", ["f16", "u8"])
 def test_decoded_probabilities_and_tail_sum_to_one(codec: str) -> None:
     wanted = settings(codec=codec, k=64, sequence_length=500)
-    entries = unpack(pack(made_up(1, wanted), wanted, UID)).top_k
+    entries = unpack(pack(made_up(1, wanted), wanted, UID)).entries
     mass = np.exp(entries.log_probs_SK, dtype=np.float64).sum(1)
     mass += np.exp(entries.log_tail_S, dtype=np.float64)
     assert np.abs(mass - 1).max() < 2e-6
@@ -107,7 +107,7 @@ def test_extreme_rows(codec: str) -> None:
     tail = np.array([-np.inf, -np.inf, -80.0, np.log1p(-3 * np.exp(-11.7))], np.float32)
     record = made_up(0, wanted)
     entries = TopKEntries(np.tile(np.arange(3, dtype=np.int32), (4, 1)), values, tail)
-    found = unpack(pack(replace(record, entries=entries), wanted, UID)).top_k
+    found = unpack(pack(replace(record, entries=entries), wanted, UID)).entries
     assert np.isfinite(found.log_probs_SK).all()
     assert (np.diff(found.log_probs_SK) <= 0).all()
     assert found.log_tail_S.tolist()[:2] == [-np.inf, -np.inf]
@@ -118,7 +118,7 @@ def test_extreme_rows(codec: str) -> None:
 
 def ragged(record: SampleRecord, mass: float) -> SampleRecord:
     found = cut_to_mass(record, mass)
-    n_kept = found.top_k.n_kept_S
+    n_kept = found.entries.n_kept_S
     assert n_kept is not None
     assert 1 <= n_kept.min() < n_kept.max()
     return found
@@ -134,17 +134,17 @@ def test_rows_of_unequal_length_come_back(codec: str, k: int) -> None:
     found = unpack(packed)
     if codec == "f32":
         equal(found, record)
-    assert found.top_k.ids_SK.tobytes() == record.top_k.ids_SK.tobytes()
-    assert found.top_k.n_kept_S.tolist() == record.top_k.n_kept_S.tolist()
-    kept = np.isfinite(record.top_k.log_probs_SK)
-    assert (np.isfinite(found.top_k.log_probs_SK) == kept).all()
-    error = np.exp(found.top_k.log_probs_SK) - np.exp(record.top_k.log_probs_SK)
+    assert found.entries.ids_SK.tobytes() == record.entries.ids_SK.tobytes()
+    assert found.entries.n_kept_S.tolist() == record.entries.n_kept_S.tolist()
+    kept = np.isfinite(record.entries.log_probs_SK)
+    assert (np.isfinite(found.entries.log_probs_SK) == kept).all()
+    error = np.exp(found.entries.log_probs_SK) - np.exp(record.entries.log_probs_SK)
     assert np.abs(error).max() < 0.02
 
 
 def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it() -> None:
     wanted = settings(codec="f32", k=30, sequence_length=100)
-    whole, cut = made_up(4, wanted).top_k, ragged(made_up(4, wanted), 0.8).top_k
+    whole, cut = made_up(4, wanted).entries, ragged(made_up(4, wanted), 0.8).entries
     p = np.exp(whole.log_probs_SK, dtype=np.float64)
     for row, n in enumerate(cut.n_kept_S.tolist()):
         assert p[row, : n - 1].sum() < 0.8
@@ -161,9 +161,9 @@ def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
     wanted = settings(codec=codec, k=40, top_p=top_p, sequence_length=100)
     record = made_up(6, wanted) if top_p is None else ragged(made_up(6, wanted), 0.9)
     packed = pack(record, wanted, UID)
-    whole = unpack(packed).top_k
+    whole = unpack(packed).entries
     for k in (1, 2, 17, 39):
-        part = unpack(packed, k).top_k
+        part = unpack(packed, k).entries
         assert part.ids_SK.tobytes() == np.ascontiguousarray(whole.ids_SK[:, :k]).tobytes()
         assert (part.log_probs_SK == whole.log_probs_SK[:, :k]).all()
         dropped = np.exp(whole.log_probs_SK[:, k:], dtype=np.float64).sum(1)
@@ -171,9 +171,9 @@ def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
         np.testing.assert_allclose(np.exp(part.log_tail_S, dtype=np.float64), tail, rtol=2e-6)
         if top_p is not None:
             assert part.n_kept_S.tolist() == np.minimum(whole.n_kept_S, k).tolist()
-    again = cut_to_k(unpack(packed, 17), 5).top_k
-    np.testing.assert_allclose(again.log_tail_S, unpack(packed, 5).top_k.log_tail_S, rtol=1e-5)
-    assert unpack(packed, 40).top_k.log_probs_SK.tobytes() == whole.log_probs_SK.tobytes()
+    again = cut_to_k(unpack(packed, 17), 5).entries
+    np.testing.assert_allclose(again.log_tail_S, unpack(packed, 5).entries.log_tail_S, rtol=1e-5)
+    assert unpack(packed, 40).entries.log_probs_SK.tobytes() == whole.log_probs_SK.tobytes()
 
 
 def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
@@ -185,9 +185,9 @@ def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
         np.array([-np.inf, -150.0], np.float32),
     )
     record = replace(made_up(0, wanted), entries=entries)
-    tails = cut_to_k(record, 1).top_k.log_tail_S
+    tails = cut_to_k(record, 1).entries.log_tail_S
     np.testing.assert_allclose(tails, [-100.0, -100.0], rtol=1e-6)
-    tails = cut_to_k(record, 2).top_k.log_tail_S
+    tails = cut_to_k(record, 2).entries.log_tail_S
     np.testing.assert_allclose(tails, [-200.0, -150.0], rtol=1e-6)
 
 
@@ -201,9 +201,9 @@ def test_the_same_record_is_the_same_bytes(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_what_was_decoded_can_be_stored_again(codec: str) -> None:
+def test_decoded_records_can_be_stored_again(codec: str) -> None:
     wanted = settings(codec=codec, k=20, sequence_length=50)
     once = unpack(pack(made_up(8, wanted), wanted, UID))
     twice = unpack(pack(once, wanted, UID))
-    difference = np.exp(once.top_k.log_probs_SK) - np.exp(twice.top_k.log_probs_SK)
+    difference = np.exp(once.entries.log_probs_SK) - np.exp(twice.entries.log_probs_SK)
     assert np.abs(difference).max() < {"f32": 1e-9, "f16": 1e-3, "u8": 4e-3}[codec]

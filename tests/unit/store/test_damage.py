@@ -281,7 +281,7 @@ def test_a_store_of_another_identity_is_refused(
     )
 
 
-def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"not a teacher store \(no plan\.json\)"):
         StoreReader.open(tmp_path)
     with pytest.raises(StoreError, match="no teacher store found"):

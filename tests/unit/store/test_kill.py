@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_costs_no_committed_shard(
 
 
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace", "os.write"])
-def test_an_error_of_the_disk_at_a_later_step_is_said(tmp_path: Path, step: str) -> None:
+def test_an_error_of_the_disk_at_a_later_step_is_reported(tmp_path: Path, step: str) -> None:
     writer = begin(tmp_path, settings())
     full = OSError(28, "No space left on device")
     with (

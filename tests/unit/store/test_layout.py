@@ -94,18 +94,18 @@ def read_top_k(packed: bytes, codec: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
 @pytest.mark.parametrize("top_p", [None, 0.8])
-def test_a_record_reads_as_the_document_says(codec: str, top_p: float | None) -> None:
+def test_a_record_reads_as_documented(codec: str, top_p: float | None) -> None:
     wanted = settings(codec=codec, top_p=top_p, k=9, sequence_length=21)
     record = made_up(77, wanted) if top_p is None else cut_to_mass(made_up(77, wanted), top_p)
     packed = pack(record, wanted, UID)
     require_header(packed, record, codec, ragged=top_p is not None)
-    found, top_k = read_top_k(packed, codec), unpack(packed).top_k
+    found, top_k = read_top_k(packed, codec), unpack(packed).entries
     assert found["tokens"] == record.tokens_S1.tolist()
     assert found["documents"] == record.document_ids_S1.tolist()
     assert found["flags"] == record.flags_S1.tolist()
-    kept = np.isfinite(record.top_k.log_probs_SK)
+    kept = np.isfinite(record.entries.log_probs_SK)
     assert found["n_kept"] == kept.sum(1).tolist()
-    assert found["ids"] == record.top_k.ids_SK[kept].tolist()
+    assert found["ids"] == record.entries.ids_SK[kept].tolist()
     assert found["scalars"][0] == record.scalars.log_sum_exp_S.tolist()
     for row, (values, tail) in enumerate(zip(found["values"], found["tail"], strict=True)):
         everything = np.array([*values, tail])
@@ -131,7 +131,7 @@ def require_header(packed: bytes, record: SampleRecord, codec: str, *, ragged: b
     assert plain.at(124, "u32") == zlib.crc32(packed[:124])
 
 
-def test_draws_read_as_the_document_says() -> None:
+def test_draws_read_as_documented() -> None:
     wanted = settings(mode="sampled", k=9, sampling_seed=0, sequence_length=21, codec="f32")
     record = made_up(4, wanted)
     packed = pack(record, wanted, UID)
@@ -144,10 +144,10 @@ def test_draws_read_as_the_document_says() -> None:
         plain.bits(22)
     for _ in range(3):
         plain.take("f32", 21)
-    drawn = record.draws.counts_SM > 0
+    drawn = record.entries.counts_SM > 0
     assert plain.take("u8", 21) == drawn.sum(1).tolist()
-    assert plain.take("u8", entries) == record.draws.counts_SM[drawn].tolist()
-    assert plain.take("u16", entries) == (record.draws.ids_SM[drawn] & 0xFFFF).tolist()
+    assert plain.take("u8", entries) == record.entries.counts_SM[drawn].tolist()
+    assert plain.take("u16", entries) == (record.entries.ids_SM[drawn] & 0xFFFF).tolist()
 
 
 def test_temperatures_follow_the_tail() -> None:
@@ -155,7 +155,7 @@ def test_temperatures_follow_the_tail() -> None:
     record = made_up(0, replace(wanted, temperatures=()))
     sums = np.arange(10, dtype=np.float32).reshape(2, 5)
     entries = replace(
-        record.top_k, temperatures=(0.5, 2.0), log_sum_exp_TS=sums, log_tail_TS=-1 - sums
+        record.entries, temperatures=(0.5, 2.0), log_sum_exp_TS=sums, log_tail_TS=-1 - sums
     )
     packed = pack(replace(record, entries=entries), wanted, UID)
     assert packed[13] == 2

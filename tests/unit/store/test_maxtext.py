@@ -97,15 +97,15 @@ def test_sequences_become_samples(tmp_path: Path) -> None:
             assert (record.flags_S1[1:] > 0).tolist() == trained
             logits = np.array(source["top_k_logits"], np.float32).reshape(12, 5)[:11]
             exact = logits - np.logaddexp.reduce(logits.astype(np.float64), 1, keepdims=True)
-            np.testing.assert_allclose(record.top_k.log_probs_SK, exact, atol=1e-6)
+            np.testing.assert_allclose(record.entries.log_probs_SK, exact, atol=1e-6)
             ids = np.array(source["top_k_indices"]).reshape(12, 5)[:11]
-            assert (record.top_k.ids_SK == ids).all()
+            assert (record.entries.ids_SK == ids).all()
             assert record.scalars is None
-            part = reader.read([record.sample_id], k=2)[0].top_k
+            part = reader.read([record.sample_id], k=2)[0].entries
             np.testing.assert_allclose(np.exp(part.log_probs_SK).sum(1), 1.0, rtol=1e-5)
 
 
-def test_the_store_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_store_names_its_missing_fields(tmp_path: Path) -> None:
     convert(tmp_path / "store", saved(tmp_path))
     with StoreReader.open(tmp_path / "store") as reader:
         assert reader.settings.lacks == ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
@@ -145,7 +145,7 @@ def test_unsorted_logits_are_put_in_order(tmp_path: Path) -> None:
     plain = {name: features[name] for name in ("inputs", "top_k_logits", "top_k_indices")}
     convert(tmp_path / "store", [write(tmp_path / "a.array_record", [example(plain)])])
     (record,) = StoreReader.open(tmp_path / "store").read([0])
-    assert record.top_k.ids_SK.tolist() == [[8, 9, 1, 7]] * 2
+    assert record.entries.ids_SK.tolist() == [[8, 9, 1, 7]] * 2
 
 
 def refused() -> dict[str, list[bytes]]:
@@ -168,7 +168,7 @@ def refused() -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("said", list(refused()))
-def test_what_is_not_of_this_era_is_refused(tmp_path: Path, said: str) -> None:
+def test_files_of_another_version_are_refused(tmp_path: Path, said: str) -> None:
     file = write(tmp_path / "a.array_record", refused()[said])
     with pytest.raises(StoreError) as caught:
         convert(tmp_path / "store", [file])

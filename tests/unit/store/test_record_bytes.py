@@ -22,7 +22,7 @@ UID = b"12345678"
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
 @pytest.mark.parametrize("vocab_size", [300, 131_073])
 @pytest.mark.parametrize("k", [8, 70])
-def test_a_full_record_has_the_bytes_that_were_said(codec: str, vocab_size: int, k: int) -> None:
+def test_a_full_record_has_the_predicted_bytes(codec: str, vocab_size: int, k: int) -> None:
     wanted = settings(codec=codec, vocab_size=vocab_size, k=k, sequence_length=512)
     found = len(pack(made_up(1, wanted), wanted, UID))
     assert found == pytest.approx(largest_record_bytes(wanted), rel=0.02)
@@ -37,7 +37,7 @@ def test_temperatures_count(codec: str) -> None:
     assert found == pytest.approx(largest_record_bytes(wanted), rel=0.02)
 
 
-def test_draws_have_at_most_the_bytes_that_were_said() -> None:
+def test_draws_have_at_most_the_predicted_bytes() -> None:
     wanted = settings(mode="sampled", sampling_seed=1, k=50, sequence_length=512)
     sizes = [len(pack(made_up(sample, wanted), wanted, UID)) for sample in range(50)]
     most = largest_record_bytes(wanted)

@@ -74,8 +74,8 @@ def test_scalars_are_the_teachers() -> None:
     np.testing.assert_allclose(found.scalars.entropy_S, entropy, rtol=1e-5)
     label = dense.gather(1, labels[:, None])[:, 0]
     np.testing.assert_allclose(found.scalars.label_log_prob_S, label, rtol=1e-5)
-    raw = found.top_k.log_probs_SK + found.scalars.log_sum_exp_S[:, None]
-    exact = np.take_along_axis(logits, found.top_k.ids_SK.astype(np.int64), 1)
+    raw = found.entries.log_probs_SK + found.scalars.log_sum_exp_S[:, None]
+    exact = np.take_along_axis(logits, found.entries.ids_SK.astype(np.int64), 1)
     np.testing.assert_allclose(raw, exact, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ def test_rows_of_unequal_length_know_their_temperatures(codec: str) -> None:
         mass = signal.log_probs.double().exp().sum(1) + signal.log_tail.double().exp()
         torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=2e-4)
         kept = signal.log_probs > -torch.inf
-        assert (kept.sum(1).numpy() == found.top_k.n_kept_S).all()
+        assert (kept.sum(1).numpy() == found.entries.n_kept_S).all()
 
 
 def test_other_temperatures_need_the_renormalised_support() -> None:
@@ -105,7 +105,7 @@ def test_other_temperatures_need_the_renormalised_support() -> None:
 
 def test_without_a_tail_only_the_renormalised_support_is_served() -> None:
     record, _ = captured(wanted())
-    kept = replace(record, entries=replace(record.top_k, log_tail_S=None))
+    kept = replace(record, entries=replace(record.entries, log_tail_S=None))
     for support in ("tail", "raw"):
         with pytest.raises(StoreError, match=f"sample 0: the store has no log_tail .*{support}"):
             top_k_signal([kept], support=support)  # type: ignore[arg-type]
@@ -176,9 +176,9 @@ def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is() -> None:
 def test_draws_come_back_from_a_record(draws: int, vocab_size: int) -> None:
     capture = settings(mode="sampled", k=draws, sampling_seed=3, vocab_size=vocab_size, codec="f32")
     record = made_up(2, capture)
-    found = unpack(pack(record, capture, UID)).draws
-    assert (found.ids_SM == record.draws.ids_SM).all()
-    assert (found.counts_SM == record.draws.counts_SM).all()
+    found = unpack(pack(record, capture, UID)).entries
+    assert (found.ids_SM == record.entries.ids_SM).all()
+    assert (found.counts_SM == record.entries.counts_SM).all()
     signal = sampled_signal([record, record])
     assert signal.ids.shape == (32, draws)
     assert (signal.counts.sum(1) == draws).all()

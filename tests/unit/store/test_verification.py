@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def bad(kind: str, record: SampleRecord) -> SampleRecord:
-    entries = record.top_k
+    entries = record.entries
     ids, values = entries.ids_SK.copy(), entries.log_probs_SK.copy()
     if kind == "twice":
         ids[7, 3] = ids[7, 5]
@@ -75,7 +75,7 @@ def test_nothing_is_wrong_with_a_good_store(store: Path) -> None:
     assert contents(store) == before
 
 
-def test_an_incomplete_store_says_what_is_missing(tmp_path: Path) -> None:
+def test_an_incomplete_store_names_its_missing_shards(tmp_path: Path) -> None:
     fill(begin(tmp_path, settings()), [1])
     report = verify(tmp_path)
     assert report.missing == (0, 2)

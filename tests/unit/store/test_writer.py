@@ -68,7 +68,7 @@ def test_json_files_have_one_form(tmp_path: Path) -> None:
     assert manifest["tokens"] == 160
 
 
-def test_holes_are_what_is_not_committed(tmp_path: Path) -> None:
+def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     assert writer.holes() == [0, 1, 2]
     fill(writer, [1])
@@ -93,7 +93,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("said", CHANGES)
-def test_another_plan_is_refused_by_what_differs(tmp_path: Path, said: str) -> None:
+def test_another_plan_is_refused_with_its_differences(tmp_path: Path, said: str) -> None:
     fill(begin(tmp_path, settings()), [0])
     before = contents(tmp_path)
     changes = dict(CHANGES[said])
@@ -136,9 +136,9 @@ def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
 
 def wrong_records() -> dict[str, object]:
     good = made_up(0, settings())
-    top_k, values = good.top_k, good.top_k.log_probs_SK.copy()
+    top_k, values = good.entries, good.entries.log_probs_SK.copy()
     values[3, 2] = np.nan
-    rising = good.top_k.log_probs_SK[:, ::-1].copy()
+    rising = good.entries.log_probs_SK[:, ::-1].copy()
     outside = top_k.ids_SK.copy()
     outside[1, 1] = 131_073
     half = good.scalars.entropy_S.astype(np.float16)
@@ -165,7 +165,7 @@ def wrong_records() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("said", list(wrong_records()))
-def test_what_no_teacher_can_have_said_is_refused(tmp_path: Path, said: str) -> None:
+def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, said: str) -> None:
     writer = begin(tmp_path, settings())
     with pytest.raises(StoreError) as caught, writer.shard(0) as shard:
         shard.add(wrong_records()[said])
@@ -221,7 +221,7 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "file", settings())
 
 
-def test_a_machine_without_the_container_is_told_what_to_install(tmp_path: Path) -> None:
+def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     with (
         patch.dict(sys.modules, {"array_record.python": None}),

@@ -33,7 +33,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
-def test_inspect_prints_what_a_store_is(tmp_path: Path, call: Call) -> None:
+def test_inspect_prints_the_plan(tmp_path: Path, call: Call) -> None:
     write_store(tmp_path, settings(k=5, top_p=None))
     status, out, _ = call("inspect", tmp_path)
     assert status == 0
@@ -82,7 +82,7 @@ def test_stats_of_draws(tmp_path: Path, call: Call) -> None:
     assert "8 draws per position" in call("inspect", tmp_path)[1]
 
 
-def test_verify_and_repair_say_what_they_find(tmp_path: Path, call: Call) -> None:
+def test_verify_and_repair_print_their_findings(tmp_path: Path, call: Call) -> None:
     write_store(tmp_path, settings())
     status, out, _ = call("verify", tmp_path)
     assert (status, out.splitlines()[-1]) == (

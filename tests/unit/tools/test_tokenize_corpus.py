@@ -70,7 +70,7 @@ def test_a_long_file_read_in_pieces_is_one_document(
     assert read(tmp_path / "pair") == texts
 
 
-def test_a_run_reads_what_was_written(tmp_path: Path) -> None:
+def test_a_run_reads_the_written_corpus(tmp_path: Path) -> None:
     write(SourceSpec("jsonl", (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),)), tmp_path / "pair")
     source = open_training(
         [SourceSpec("megatron", (str(tmp_path / "pair"),))],
@@ -87,7 +87,7 @@ def test_a_run_reads_what_was_written(tmp_path: Path) -> None:
         assert len(found) == 17
 
 
-def test_what_goes_wrong_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"text": "good"}) + "\n{broken\n")
     spec = SourceSpec("jsonl", (str(bad),))

@@ -48,7 +48,7 @@ def test_a_mean_that_rounding_moved_counts() -> None:
     assert len(warnings(10.0, *rounded)) == 1
 
 
-def test_without_a_clamp_or_a_measure_nothing_is_said() -> None:
+def test_without_a_clamp_or_a_measure_nothing_is_logged() -> None:
     assert warnings(None, *[{"kd_scale": 1.0}] * 50) == []
     assert warnings(1.5, *[{"alpha": 1.5, "forward_kl_weight": 1.5}] * 50) == []
     assert warnings(10.0, *[{"kd_scale": math.nan}] * 50) == []

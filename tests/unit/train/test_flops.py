@@ -39,7 +39,7 @@ MIXTURE = Architecture(
 )
 
 
-def test_a_dense_model_costs_what_a_hand_count_says() -> None:
+def test_a_dense_model_costs_as_counted_by_hand() -> None:
     # Per layer: query 8x12, key and value 8x6 each, output 12x8, three matrices of 8x20: 768
     # weights. A token of a 5-token sequence attends to 3 positions on average, at 12 products for
     # the scores and 12 for the sum: 72. The head has 8x50.

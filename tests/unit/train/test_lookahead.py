@@ -20,7 +20,7 @@ def ahead_of(source: Numbers, said: list[Sequence[Batch]] | None = None) -> Look
     return Lookahead(loader_of(source), last_step=LAST, expect=said.append, stores=STORES)
 
 
-def test_it_hands_out_what_the_loader_does_and_says_so_two_steps_before() -> None:
+def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before() -> None:
     plain, said = loader_of(Numbers()), []
     ahead = ahead_of(Numbers(), said)
     for step in range(1, LAST + 1):

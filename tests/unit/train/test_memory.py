@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 SIZE = 200_000_000
 
 
-def test_the_peak_rises_by_what_was_touched_and_stays_after_it_is_freed() -> None:
+def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed() -> None:
     program = (
         "import torch, sys; from megatron_distill.train.throughput import peak_memory_bytes\n"
         "before = peak_memory_bytes(torch.device('cpu'))\n"

@@ -86,7 +86,7 @@ def test_a_whole_file_is_not_rewritten(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_is_not_finite_is_null_and_named() -> None:
+def test_non_finite_values_are_null_and_named() -> None:
     record = step_record(
         3,
         kd_loss=float("nan"),
@@ -113,7 +113,7 @@ def test_what_is_not_finite_is_null_and_named() -> None:
     }
 
 
-def test_a_finite_record_says_nothing_about_finiteness() -> None:
+def test_a_finite_record_has_no_entry_about_finiteness() -> None:
     assert json.loads(to_json(step_record(1))) == step_record(1)
 
 

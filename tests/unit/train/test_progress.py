@@ -57,7 +57,7 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> 
     assert "\r" not in stream.getvalue()
 
 
-def test_what_is_logged_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
+def test_a_log_line_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
     stream = Terminal()
     display = TrainingProgress(stream, total_steps=2, start_step=0)
     display.write(record(1))
@@ -67,7 +67,7 @@ def test_what_is_logged_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
     assert line.endswith("a line of the log")
 
 
-def test_a_run_that_was_finished_before_says_so() -> None:
+def test_a_run_that_was_finished_before_is_reported() -> None:
     stream = io.StringIO()
     play(stream, total=10, start=10, last=10)
     assert stream.getvalue() == "no step was needed: 10 of 10 steps were done before\n"

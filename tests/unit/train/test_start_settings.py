@@ -73,7 +73,7 @@ def test_a_start_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == {"config.yaml": "a"}
 
 
-def test_each_start_that_another_replaced_is_kept(tmp_path: Path) -> None:
+def test_each_replaced_start_has_a_numbered_file(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     assert keep_settings(tmp_path, "b", resumed_step=20) == tmp_path / "config.step_0000020.yaml"
     kept = keep_settings(tmp_path, "c", resumed_step=20)
@@ -87,7 +87,7 @@ def test_each_start_that_another_replaced_is_kept(tmp_path: Path) -> None:
     }
 
 
-def test_a_start_from_the_beginning_replaces_what_left_no_checkpoint(tmp_path: Path) -> None:
+def test_a_start_from_the_beginning_replaces_a_run_without_checkpoint(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     assert keep_settings(tmp_path, "b", resumed_step=None) is None
     assert files(tmp_path) == {"config.yaml": "b"}
@@ -103,7 +103,7 @@ def test_a_start_that_was_killed_between_two_files_is_done_again(tmp_path: Path)
     assert files(tmp_path) == {"config.step_0000020.yaml": "a", "config.yaml": "half"}
 
 
-def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     (tmp_path / "config.step_0000020.yaml.partial").mkdir()
     with pytest.raises(OSError, match="directory"):

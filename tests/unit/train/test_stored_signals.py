@@ -74,7 +74,7 @@ def assert_same(one: TopK | Sampled, other: TopK | Sampled) -> None:
         torch.testing.assert_close(value, getattr(other, name), rtol=0, atol=0)
 
 
-def test_each_term_gets_its_own_ids_and_temperature_and_shares_what_is_equal() -> None:
+def test_each_term_gets_its_own_ids_and_temperature_and_shares_equal_signals() -> None:
     wanted = exact((2.0,))
     records = [record_of(number, wanted) for number in (4, 7)]
     batch = batch_of(*(sample_of(number, wanted) for number in (4, 7)))
@@ -185,7 +185,7 @@ def test_another_token_is_found_by_the_rank_that_holds_it(place: int, rank: int 
         require_same_tokens(SampleTokens(**plain), HostBatch.of(batch), 0, "here")
 
 
-def test_another_document_is_found_where_documents_are_told_apart() -> None:
+def test_another_document_is_found_where_documents_are_distinguished() -> None:
     wanted = exact()
     plain = tokens_of(4, wanted)
     end = int(np.flatnonzero(np.diff(plain["document_ids_S1"]))[0])
@@ -197,7 +197,7 @@ def test_another_document_is_found_where_documents_are_told_apart() -> None:
         require_same_tokens(found, HostBatch.of(batch_of(sample_of(4, wanted))), 0, "here")
 
 
-def test_what_terms_share_stays_shared_on_a_device() -> None:
+def test_signals_shared_by_terms_stay_shared_on_a_device() -> None:
     kept = TopK(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), torch.zeros(3))
     signal = Recorded((kept, kept), torch.zeros(3), torch.zeros(3))
     assert on_device(signal, torch.device("cpu")) is signal

@@ -60,7 +60,7 @@ def test_tensorboard_shows_a_resumed_step_once(
     assert scalars(tmp_path, "train/ce_loss") == expected
 
 
-def test_a_missing_tensorboard_says_what_to_install(
+def test_a_missing_tensorboard_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -129,7 +129,7 @@ def test_wandb_online_without_a_login_is_a_config_error(tmp_path: Path, no_netwo
         wandb_sink(tmp_path, mode="online")
 
 
-def test_a_missing_wandb_says_what_to_install(
+def test_a_missing_wandb_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

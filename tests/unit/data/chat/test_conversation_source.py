@@ -163,7 +163,7 @@ def test_every_sequence_length_cuts_a_conversation_as_declared(
         )
 
 
-def test_what_is_too_long_is_counted_and_named(
+def test_long_conversations_are_counted_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     corpus = rows(6)
@@ -261,13 +261,13 @@ def test_weights_reach_the_batch_and_its_counts(tmp_path: Path) -> None:
         source_of(spec, unweighted)
 
 
-def test_a_tokenizer_is_trained_on_what_messages_say(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_the_text_of_messages(tmp_path: Path) -> None:
     spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(2)))
     texts = list(sample_texts([spec], options=options_of(tmp_path, 8), characters=10**6))
     assert texts == [message["content"] for row in rows(2) for message in row["messages"]]
 
 
-def test_no_template_is_said_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_missing_template_is_reported_before_anything_is_read(tmp_path: Path) -> None:
     spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(2)))
     bare = chat_tokenizer("plain")
     with pytest.raises(DataError, match="plain: the tokenizer has no chat template; set .*plain"):

@@ -99,7 +99,7 @@ GREETED = [{**EXPECTED[1], "weight": 0.5}, EXPECTED[1], *EXPECTED]
 
 
 @pytest.mark.parametrize("before", [[], [SYSTEM], [SYSTEM, {**SYSTEM, "role": "developer"}]])
-def test_responses_before_the_first_prompt_are_dropped_kept_or_refused(before: Any) -> None:
+def test_responses_before_the_first_prompt_are_dropped_trained_or_refused(before: Any) -> None:
     row = {"messages": [*before, *GREETED]}
     found = conversation_of(row, PLAIN)
     assert found.messages == [*before, *EXPECTED]
@@ -147,7 +147,7 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
         ),
     ],
 )
-def test_a_bad_row_says_what_is_wrong(row: Any, said: str) -> None:
+def test_a_bad_row_names_its_fault(row: Any, said: str) -> None:
     with pytest.raises(BadConversationError, match=said):
         conversation_of(row, PLAIN)
 

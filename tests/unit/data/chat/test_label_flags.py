@@ -87,7 +87,7 @@ def test_the_last_response_alone_is_trained_when_asked() -> None:
     assert whole[:begin].any()
 
 
-def test_weights_are_kept_in_64ths_and_zero_is_a_prompt() -> None:
+def test_weights_are_stored_in_64ths_and_zero_is_a_prompt() -> None:
     flags = found("qwen25", TWO, [1.0, 0.25, 1.0, 0.0], MaskRule(distill_on_prompt=True))
     whole = found("qwen25", TWO, [1.0] * 4, MaskRule())
     (trained,) = np.nonzero(whole)

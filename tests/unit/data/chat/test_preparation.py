@@ -91,7 +91,7 @@ def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: 
     assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
 
 
-def test_what_is_damaged_is_prepared_anew(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_damaged_files_are_prepared_anew(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     expected = np.array(first.tokens_n)
@@ -180,7 +180,7 @@ def data_workers() -> list[str]:
     return [child.name for child in active_children() if child.name.startswith("data-worker")]
 
 
-def test_workers_prepare_what_one_process_does(tmp_path: Path) -> None:
+def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
     template = tmp_path / "text.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
@@ -253,7 +253,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     folder = prepare(path).folder
     left = folder.rename(folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-99999999"))

@@ -26,7 +26,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("style", ENDS)
-def test_the_prompt_is_what_transformers_makes_of_the_message(style: str) -> None:
+def test_the_prompt_equals_that_of_transformers(style: str) -> None:
     tokenizer = chat_tokenizer(style)
     messages = [{"role": "user", "content": "Is it sunny?"}]
     expected = tokenizer.hugging_face.apply_chat_template(

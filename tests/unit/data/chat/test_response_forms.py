@@ -141,7 +141,7 @@ def test_a_turn_without_an_end_is_ended_by_the_next_ones_first_token(has_tags: b
     assert said(one, twice) == ["Yo!", "4"]
 
 
-def test_a_conversation_says_whether_its_last_response_is_ended() -> None:
+def test_a_conversation_shows_whether_its_last_response_is_ended() -> None:
     one = finder(OPEN_ENDED, _ROLES, has_tags=True)
     assert not one.find(turns("Hi", "Yo!", "2+2?", "4")).is_closed
     assert not one.find(tool_dialogue()[:2], TOOLS).is_closed  # by a call's tag alone

@@ -192,7 +192,7 @@ TEXTS = st.lists(EVIL, min_size=1, max_size=3).map("".join).filter(str.strip)
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "generation_blocks"])
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
-def test_learned_shapes_say_what_each_conversation_says_by_itself(
+def test_learned_shapes_agree_with_each_conversation_alone(
     style: str, texts: Sequence[str]
 ) -> None:
     template = template_of(style)
@@ -227,6 +227,6 @@ def test_a_template_that_hides_its_responses_is_refused() -> None:
         finder.find(turns("a", "b", "c", "d"))
 
 
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
+def test_a_template_s_refusal_is_reported_with_its_message() -> None:
     with pytest.raises(BadConversationError, match="System role not supported"):
         ResponseFinder(template_of("gemma")).find(WITH_SYSTEM)

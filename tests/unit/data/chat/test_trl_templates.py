@@ -225,7 +225,7 @@ def test_neither_tags_nor_what_was_learned_change_a_response(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_the_twin_trains_the_same_but_for_what_the_table_names(name: str) -> None:
+def test_the_twin_trains_the_same_except_the_table_s_rows(name: str) -> None:
     refused, found = REFUSED.get(name, {}), set[Difference]()
     for dialogue in DIALOGUES:
         if dialogue not in refused:
@@ -243,7 +243,7 @@ ALTERNATING = ("cohere", "cohere2", "gemma", "gemma3")
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if "one turn" not in REFUSED.get(name, {})]
 )
-def test_a_response_before_the_first_prompt_is_dropped_or_kept_with_every_template(
+def test_a_response_before_the_first_prompt_is_dropped_or_trained_with_every_template(
     name: str,
 ) -> None:
     template = chat_template(ConversationSpec(), tokenizer(name, has_tags=True))

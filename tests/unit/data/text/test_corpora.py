@@ -25,7 +25,7 @@ def test_the_standard_library_is_a_corpus_of_modules_without_tests_and_packages(
         path.read_bytes().decode("utf-8")
 
 
-def test_what_the_standard_library_corpus_leaves_out(tmp_path: Path) -> None:
+def test_files_that_the_standard_library_corpus_leaves_out(tmp_path: Path) -> None:
     kept = ["a.py", "pkg/__init__.py", "pkg/testing.py"]
     dropped = ["test/a.py", "pkg/tests/b.py", "site-packages/c.py", "pkg/__pycache__/d.py", "e.txt"]
     for name in [*kept, *dropped]:

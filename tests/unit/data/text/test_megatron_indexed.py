@@ -65,7 +65,7 @@ def test_every_token_of_an_epoch_is_a_label_once_but_for_the_remainder(prefix: s
     assert [s.tokens_S1.tolist() for s in draw(other, per_epoch(other))] != orders[0]
 
 
-def test_documents_are_told_apart_by_the_end_token(prefix: str) -> None:
+def test_documents_are_distinguished_by_the_end_token(prefix: str) -> None:
     owner = {token: i for i, document in enumerate(DOCUMENTS) for token in document}
     for sample in draw(source_of(prefix), 20):
         tokens, ids = sample.tokens_S1.tolist(), sample.document_ids_S1.tolist()
@@ -115,7 +115,7 @@ def tokens_of(samples: list[Sample]) -> set[int]:
     return {token for sample in samples for token in sample.tokens_S1.tolist()} - {EOD}
 
 
-def test_indices_are_kept_whole_and_follow_the_file(prefix: str, tmp_path: Path) -> None:
+def test_indices_are_read_whole_and_follow_the_file(prefix: str, tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "cache"
     first = [sample.tokens_S1.tolist() for sample in draw(source_of(prefix, cache=cache), 5)]
     (folder,) = cache.iterdir()

@@ -172,7 +172,7 @@ def test_a_run_of_tokens_decodes_to_its_span(kind: str, text: str, data: st.Data
     assert tokenizer.decode(ids_n[first:last].tolist()) == text[start:stop]
 
 
-def test_a_metaspace_token_covers_what_it_spells() -> None:
+def test_a_metaspace_token_covers_its_text() -> None:
     tokenizer = tokenizer_of("hf_unigram")
     spelled = {number: token for token, number in tokenizer.vocabulary().items()}
     for text in HARD_TEXTS:
@@ -274,7 +274,7 @@ def test_a_saved_folder_is_the_same_tokenizer(kind: str, tmp_path: Path) -> None
 
 
 @every_kind
-def test_a_chat_template_beside_it_is_read_and_kept(kind: str, tmp_path: Path) -> None:
+def test_a_chat_template_beside_it_is_read_and_saved(kind: str, tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}\u00e9"
     assert tokenizer_of(kind).chat_template is None
     tokenizer_of(kind).save(tmp_path / "one")

@@ -47,7 +47,7 @@ def test_training_twice_and_in_another_process_gives_the_same(
     assert ran.stdout == trained.identity
 
 
-def test_the_vocabulary_is_what_the_ids_need_and_added_tokens_count(trained: Tokenizer) -> None:
+def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained: Tokenizer) -> None:
     larger = train_bpe(TEXTS, vocab_size=400).hugging_face
     larger.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
     tokenizer = HuggingFaceTokenizer(larger, name="larger")

@@ -35,7 +35,7 @@ def _prepared() -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_is_read_back_by_the_library(
+def test_written_files_are_read_back_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
 ) -> None:
     from megatron_distill.models.hugging_face.safetensors_files import (
@@ -76,7 +76,7 @@ def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["order", "dtype", "shape", "missing"])
-def test_a_writer_that_is_used_wrongly_says_so(tmp_path: Path, wrong: str) -> None:
+def test_a_writer_that_is_used_wrongly_raises(tmp_path: Path, wrong: str) -> None:
     from megatron_distill.models.hugging_face.safetensors_files import (
         SafetensorsWriter,
         TensorEntry,

@@ -243,7 +243,7 @@ ACCEPTED: dict[str, tuple[str, list[Callable[[dict[str, Tensor]], None]]]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_what_means_the_same_is_accepted(folder_of: Folders, saved: Path, case: str) -> None:
+def test_equivalent_settings_are_accepted(folder_of: Folders, saved: Path, case: str) -> None:
     name, changes = ACCEPTED[case]
     folder = folder_of(name)
     for change in changes:

@@ -136,7 +136,7 @@ def by_hand(name: str, stored: dict[str, Tensor], groups: int) -> dict[tuple[Any
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "phi3", "gpt2", "mixtral"])
-def test_a_window_is_what_it_is_of_the_tensor_assembled_by_hand(tmp_path: Path, name: str) -> None:
+def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path: Path, name: str) -> None:
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
     from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 
@@ -174,7 +174,7 @@ def test_a_window_is_what_it_is_of_the_tensor_assembled_by_hand(tmp_path: Path, 
 
 @given(available=st.integers(1, 200), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_kept_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
+def test_pruned_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
     from megatron_distill.train.assemble.models import evenly_spread
 
     count = data.draw(st.integers(1, available))

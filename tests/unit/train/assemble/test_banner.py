@@ -93,7 +93,7 @@ def test_tiny_is_described_in_aligned_lines() -> None:
     ]
 
 
-def test_a_mixture_says_its_experts_and_what_one_token_passes() -> None:
+def test_a_mixture_names_its_experts_and_the_active_parameters() -> None:
     text = banner("tiny_moe.yaml", "parallel.expert=2", world_size=2)
     assert "4 experts of 96, 2 per token; 474k parameters (326k active)" in text
     assert "2 ranks = data 2, expert 2; fp32" in text
@@ -165,7 +165,7 @@ def test_experts_share_their_state_with_fewer_ranks() -> None:
     assert memory.optimizer == 8 * (600_000 // 4 + 400_000 // 2)
 
 
-def test_a_capture_says_what_is_stored() -> None:
+def test_a_capture_names_the_stored_values() -> None:
     config = load_capture_config(CONFIGS / "cache.yaml", ("store.jobs=2", "parallel.tensor=2"))
     student, _ = shapes(load_config(CONFIGS / "tiny.yaml"))
     settings = CaptureSettings(

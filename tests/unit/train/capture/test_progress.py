@@ -55,7 +55,7 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> 
     ]
 
 
-def test_a_short_capture_says_one_line(lines: list[str]) -> None:
+def test_a_short_capture_logs_one_line(lines: list[str]) -> None:
     play(io.StringIO(), seconds=1.0)
     assert len(lines) == 1
     assert lines[0].startswith("samples 600/600  shards 10/10  5000 tok/s")
