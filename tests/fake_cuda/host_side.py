@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from megatron_distill.data import loader
 from megatron_distill.data.loader import Wire
 from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.segments import PackedPiece, Segments
 from tests.fake_cuda.watching_mode import WatchingMode
 
 _CPU = torch.device("cpu")
@@ -52,6 +53,11 @@ def read_on_the_host(mode: WatchingMode) -> None:
 
 def _on_device(batch: Batch, mode: WatchingMode) -> Batch:
     def moved(value: Any) -> Any:
+        if isinstance(value, Segments):
+            return replace(value, packed=tuple(moved(piece) for piece in value.packed))
+        if isinstance(value, PackedPiece):
+            ends = {name: moved(getattr(value, name)) for name in ("query_ends", "key_ends")}
+            return replace(value, **ends)
         return mode.from_tensor(value).cuda() if isinstance(value, Tensor) else value
 
     found = {field.name: moved(getattr(batch, field.name)) for field in fields(batch)}
