@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -30,8 +31,8 @@ class TorchAttention(MegatronModule):
     `softcap` bounds the scores. The layer sets `window`, the number of keys that a query sees. A
     tap, if set, receives queries and keys; see `AttentionTap`. `kernel_for` chooses the kernel.
 
-    Collective: context-parallel group, one all-gather of keys and one of values in forward, a
-    reduce-scatter of each in backward; 2 * g * d elements per token and direction.
+    Collective: context-parallel group, one all-gather of keys and values in forward, one
+    reduce-scatter in backward; 2 * g * d elements per token and direction.
     """
 
     tap: AttentionTap | None = None
@@ -82,12 +83,9 @@ class TorchAttention(MegatronModule):
         size = self.context_group.size()
         assert call.segments.size == size, (call.segments.size, size)
         if size > 1:
-            key, value = (
-                in_sequence_order(
-                    gather_from_sequence_parallel_region(x, group=self.context_group), size=size
-                )
-                for x in (key, value)
-            )
+            both = torch.stack([key, value], dim=1)
+            ranks = gather_from_sequence_parallel_region(both, group=self.context_group)
+            key, value = in_sequence_order(ranks, size=size).unbind(1)
         if self.tap is not None and call.micro_batch is not None:
             visible = VisibleKeys(call.segments, self.window)
             query, key = self.tap(query, key, visible, micro_batch=call.micro_batch)

@@ -59,7 +59,7 @@ def documented_varlen_attn(
     """
     left, right = window_size
     assert right == 0
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert enable_gqa or query.shape[1] == key.shape[1]
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert int(cu_seq_q[-1]) == query.shape[0]
     assert int(cu_seq_k[-1]) == key.shape[0] == value.shape[0]

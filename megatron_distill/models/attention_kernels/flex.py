@@ -13,10 +13,11 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_distill.models.attention_kernels.rule import ScoreRule
-from megatron_distill.runtime.segments import Segments, copied
+from megatron_distill.runtime.segments import KeyRanges, Segments, copied
 
 _BLOCK = 128
 
@@ -69,40 +70,50 @@ def attend_with(
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention)
 
 
 def block_mask(segments: Segments, window: int | None, device: torch.device) -> BlockMask:
     """Return the mask of a micro-batch as blocks; built on the host, copied without waiting.
 
-    A block of queries lists the blocks of keys with a visible key, [b, 1, s / 128, S / 128]
-    integers in all.
+    A block of queries lists the blocks of keys that some of its queries see in part, and those
+    that all of them see whole, which need no mask: integers [b, 1, s / 128, S / 128] in all.
     """
     ranges = segments.key_ranges(window, device)
     first, last = ranges.first_bs, ranges.last_s
-    first_bs, last_s = segments.key_ranges(window).first_bs, ranges.last_on_host_s
-    samples, queries, keys = len(segments.bounds), segments.queries, segments.keys
-    # Blocks of keys between the earliest first and the latest last key of each block of queries;
-    # between the two pieces of a context rank lie some that no query sees, which only costs time.
-    rows = -(-queries // _BLOCK)
-    columns = torch.arange(-(-keys // _BLOCK))
-    padding = (0, rows * _BLOCK - queries)
-    earliest = torch.nn.functional.pad(first_bs, padding, value=keys).unflatten(1, (rows, _BLOCK))
-    latest = torch.nn.functional.pad(last_s, padding, value=0).unflatten(0, (rows, _BLOCK))
-    seen = (columns >= (earliest.amin(2) // _BLOCK)[..., None]) & (
-        columns <= (latest.amax(1) // _BLOCK)[None, :, None]
-    )
-    counts = seen.sum(-1, dtype=torch.int32)
-    order = torch.argsort(seen.int(), dim=-1, descending=True, stable=True).to(torch.int32)
+    queries, keys = segments.queries, segments.keys
 
     def sees(sample: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[sample, query]) & (key <= last[query])
 
-    assert counts.shape == (samples, rows)
+    seen, whole = _blocks(segments.key_ranges(window), keys)
+    listed = [part for chosen in (seen & ~whole, whole) for part in _lists(chosen)]
     return BlockMask.from_kv_blocks(
-        copied(counts.unsqueeze(1), device),
-        copied(order.unsqueeze(1), device),
+        *(copied(part, device) for part in listed),
         BLOCK_SIZE=_BLOCK,
         mask_mod=sees,
         seq_lengths=(queries, keys),
     )
+
+
+def _blocks(ranges: KeyRanges, keys: int) -> tuple[Tensor, Tensor]:
+    """Return which blocks some query sees, and which all queries see whole, bool [b, 1, q, k].
+
+    Where a block of queries spans both pieces of a context rank, the blocks of keys between them
+    count as seen, which only costs time.
+    """
+    padding = (0, -ranges.last_s.shape[0] % _BLOCK)
+    first = functional.pad(ranges.first_bs, padding, value=keys).unflatten(1, (-1, _BLOCK))
+    # Rows past the last query see no key: they add no block, and leave none whole.
+    latest = functional.pad(ranges.last_s, padding, value=-1).unflatten(0, (-1, _BLOCK))
+    start = torch.arange(0, keys, _BLOCK)
+    stop = (start + _BLOCK).clamp_max(keys)
+    seen = (stop > first.amin(2)[..., None]) & (start <= latest.amax(1)[:, None])
+    whole = (start >= first.amax(2)[..., None]) & (stop - 1 <= latest.amin(1)[:, None])
+    return seen.unsqueeze(1), (whole & (stop - start == _BLOCK)).unsqueeze(1)
+
+
+def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and their numbers first."""
+    order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

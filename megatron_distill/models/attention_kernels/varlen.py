@@ -9,6 +9,10 @@ kernel's own. Cumulative lengths were copied with the micro-batch: nothing waits
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -22,13 +26,27 @@ _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 def takes(query: Tensor, rule: ScoreRule) -> bool:
     """Whether the kernel computes this rule on these queries."""
     return (
-        query.device.type == "cuda"
+        {"scale", "window_size"} <= _arguments()
+        and query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and rule.softcap is None
         and not rule.dropout
         and query.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_MULTIPLE == 0
     )
+
+
+@cache
+def _arguments() -> frozenset[str]:
+    """Return the names of the kernel's arguments; none where this torch has no such kernel.
+
+    torch 2.10 has it without scale and window. Before `enable_gqa` grouped heads needed no word.
+    """
+    if find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def attend(
@@ -42,6 +60,7 @@ def attend(
     from torch.nn.attention.varlen import varlen_attn
 
     samples = query.shape[1]
+    grouped = {"enable_gqa": True} if "enable_gqa" in _arguments() else {}
     found = []
     for packed in segments.packed:
         attended = varlen_attn(
@@ -54,8 +73,9 @@ def attend(
             packed.longest_key,
             scale=rule.scale,
             window_size=_window(rule.window_of(packed.longest_key)),
-            enable_gqa=key.shape[2] != query.shape[2],
+            **grouped,
         )
+        assert isinstance(attended, Tensor)  # no log-sum-exp was asked for
         found.append(attended.unflatten(0, (samples, -1)).transpose(0, 1))
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -164,6 +164,19 @@ def test_flex_blocks_cover_every_visible_key_and_few_others(seed: int) -> None:
         assert torch.equal(blocks.bool(), needed)
 
 
+def test_flex_applies_no_mask_where_a_block_is_seen_whole() -> None:
+    case = Case(((0, 640),), window=400)
+    mask = flex.block_mask(case.segments, case.window, torch.device("cpu"))
+    counts, numbers = mask.full_kv_num_blocks, mask.full_kv_indices
+    assert counts is not None
+    assert numbers is not None
+    found = [
+        numbers[0, 0, row, : int(counts[0, 0, row])].tolist() for row in range(counts.shape[2])
+    ]
+    # The last query of block r sees keys from 128 r - 272 on, the first one keys up to 128 r.
+    assert found == [[], [0], [0, 1], [1, 2], [2, 3]]
+
+
 LONG = Case(((0, 130, 700), (0, 300, 700)), window=100, head_size=16)
 
 
