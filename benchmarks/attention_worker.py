@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.peak import LiveStorages
 from megatron_distill.models.attention_kernels import tiles
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.segments import Segments
 from megatron_distill.runtime.torchrun import threads_per_process
@@ -79,7 +79,7 @@ def bounds_of(length: int, documents: str, *, seed: int = 1) -> tuple[int, ...]:
 
 
 def masked(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
 ) -> Tensor:
     """Attend as before: one bool mask of all pairs, made once per micro-batch."""
 
@@ -120,7 +120,7 @@ def _timed(round_: Callable[[], object], *, length: int) -> tuple[float, int]:
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     length = arguments.length
     segments = Segments((bounds_of(length, arguments.documents),))
-    rule = ScoreRule(HEAD_SIZE**-0.5, window=arguments.window)
+    rule = AttentionRule(HEAD_SIZE**-0.5, window=arguments.window)
     generator = torch.Generator().manual_seed(2)
     leaves = [
         torch.randn(length, 1, heads, HEAD_SIZE, generator=generator).requires_grad_()
@@ -143,7 +143,7 @@ def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _difference(leaves: list[Tensor], rule: ScoreRule) -> float:
+def _difference(leaves: list[Tensor], rule: AttentionRule) -> float:
     """Return the largest difference between both paths on the first positions."""
     first = [leaf.detach()[:2048] for leaf in leaves]
     length = first[0].shape[0]

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_distill.models.attention_kernels.choice import kernel_for
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.taps import AttentionTap, LayerCall, VisibleKeys
 from megatron_distill.runtime.segments import in_sequence_order
 
@@ -54,7 +54,7 @@ class TorchAttention(MegatronModule):
         assert attention_type == "self", attention_type
         self.context_group = pg_collection.cp
         self.window: int | None = None
-        self.rule = ScoreRule(
+        self.rule = AttentionRule(
             scale=1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale,
             softcap=softcap,
             dropout=config.attention_dropout if attention_dropout is None else attention_dropout,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import Segment, Segments
 
 # fp32 scores of one block; a few tensors of this size exist together.
@@ -34,7 +34,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     segments: Segments,
-    rule: ScoreRule,
+    rule: AttentionRule,
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
@@ -99,7 +99,7 @@ def _shared(segments: Segments) -> Sequence[tuple[Segment, slice]]:
 class _Block:
     """The softmax of one block of queries, with the state for its gradient."""
 
-    def __init__(self, query: Tensor, key: Tensor, hidden: Tensor, rule: ScoreRule) -> None:
+    def __init__(self, query: Tensor, key: Tensor, hidden: Tensor, rule: AttentionRule) -> None:
         """Compute the block: query [b, g, r * q, d], key [b, g, K, d], hidden [q, K]."""
         scores = torch.matmul(query, key.transpose(-1, -2))
         if rule.softcap is None:
@@ -141,7 +141,7 @@ class _BlockedAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         blocks: Sequence[_Place],
-        rule: ScoreRule,
+        rule: AttentionRule,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.blocks, ctx.rule = blocks, rule
@@ -162,10 +162,10 @@ class _BlockedAttention(torch.autograd.Function):
         of_out = gradients[0].unflatten(2, (key.shape[2], -1))
         of_query = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
         of_key, of_value = (torch.zeros_like(x, dtype=_exact(x)) for x in (key, value))
-        generator = _generator(query.device)
-        later_state = generator.get_state()
+        later_state = None
         if ctx.random_state is not None:
-            generator.set_state(ctx.random_state)
+            later_state = _generator(query.device).get_state()
+            _generator(query.device).set_state(ctx.random_state)
         for place in ctx.blocks:
             queries, keys, values = _read(place, grouped, key, value)
             block = _Block(queries, keys, place.hidden(query.device), ctx.rule)
@@ -176,8 +176,8 @@ class _BlockedAttention(torch.autograd.Function):
             _rows(of_query, place).copy_(_as_rows(torch.matmul(scores, keys), grouped))
             to_keys = torch.matmul(scores.transpose(-1, -2), queries)
             of_key[place.keys, place.samples] += to_keys.permute(2, 0, 1, 3)
-        if ctx.random_state is not None:
-            generator.set_state(later_state)
+        if later_state is not None:
+            _generator(query.device).set_state(later_state)
         return of_query.flatten(2, 3), of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 

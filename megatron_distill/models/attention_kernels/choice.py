@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_distill.models.attention_kernels import blocked, flex, tiles, varlen
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import Segments
 
 
@@ -17,7 +17,7 @@ class Attend(Protocol):
     """Exact attention of a rank's queries to the keys of their documents."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
     ) -> Tensor:
         """Return [s, b, n, d] from query [s, b, n, d], key and value [S, b, g, d]."""
         ...
@@ -28,11 +28,11 @@ class AttentionKernel:
     """An implementation, and the inputs that it takes."""
 
     name: str
-    takes: Callable[[Tensor, ScoreRule], bool]
+    takes: Callable[[Tensor, AttentionRule], bool]
     attend: Attend
 
 
-def _takes_on_cpu(query: Tensor, rule: ScoreRule) -> bool:
+def _takes_on_cpu(query: Tensor, rule: AttentionRule) -> bool:
     return query.device.type == "cpu" and rule.softcap is None and not rule.dropout
 
 
@@ -45,6 +45,6 @@ KERNELS = (
 )
 
 
-def kernel_for(query: Tensor, rule: ScoreRule) -> AttentionKernel:
+def kernel_for(query: Tensor, rule: AttentionRule) -> AttentionKernel:
     """Return the fastest kernel for these queries and scores."""
     return next(kernel for kernel in KERNELS if kernel.takes(query, rule))

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import KeyRanges, Segments, copied
 
 _BLOCK = 128
 
 
-def takes(query: Tensor, rule: ScoreRule) -> bool:
+def takes(query: Tensor, rule: AttentionRule) -> bool:
     """Whether the kernel computes this rule on these queries."""
     return (
         query.device.type == "cuda"
@@ -33,7 +33,7 @@ def takes(query: Tensor, rule: ScoreRule) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
 ) -> Tensor:
     """Attend on CUDA with soft-capped scores; shapes as in `varlen.attend`."""
     return attend_with(_compiled(), query, key, value, segments, rule)
@@ -45,7 +45,7 @@ def attend_with(
     key: Tensor,
     value: Tensor,
     segments: Segments,
-    rule: ScoreRule,
+    rule: AttentionRule,
 ) -> Tensor:
     """Attend through a form of `flex_attention`, compiled or not."""
     softcap = rule.softcap
@@ -87,9 +87,14 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
         return (key >= first[sample, query]) & (key <= last[query])
 
     seen, whole = _blocks(segments.key_ranges(window), keys)
-    listed = [part for chosen in (seen & ~whole, whole) for part in _lists(chosen)]
+    (part_counts, parts), (whole_counts, wholes) = (
+        [copied(listed, device) for listed in _lists(chosen)] for chosen in (seen & ~whole, whole)
+    )
     return BlockMask.from_kv_blocks(
-        *(copied(part, device) for part in listed),
+        part_counts,
+        parts,
+        whole_counts,
+        wholes,
         BLOCK_SIZE=_BLOCK,
         mask_mod=sees,
         seq_lengths=(queries, keys),

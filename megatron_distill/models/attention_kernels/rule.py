@@ -1,4 +1,4 @@
-"""The score rule of a layer's attention."""
+"""The rule of a layer's attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ScoreRule:
+class AttentionRule:
     """Scores of a layer: `scale * q.k`, bent by a soft cap, limited to a window.
 
     Attributes:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import Segment, Segments
 
 # Queries of a block under a sliding window: at least, so that a call pays; and at most.
@@ -72,7 +72,7 @@ Tiling = Sequence[tuple[TileShape, Sequence[Tile]]]
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
 ) -> Tensor:
     """Attend on a CPU, without soft cap or dropout.
 
@@ -160,23 +160,29 @@ class _Views:
                 rows.copy_(shaped)
 
 
-def _batches(tiling: Tiling) -> Iterator[tuple[TileShape, Sequence[Tile]]]:
-    """Yield the tiles that one call computes: many small ones, or a single large one."""
+Part = tuple[KeyTile, Tensor | None]  # with its mask
+
+
+def _batches(
+    tiling: Tiling, dtype: torch.dtype
+) -> Iterator[tuple[int, Sequence[Part], Sequence[Tile]]]:
+    """Yield queries and parts of the tiles that one call computes: many small, or a large one."""
     for shape, tiles in tiling:
+        parts = [(part, _band(part, shape.queries, dtype)) for part in shape.parts]
         if shape.queries <= _STACKED_QUERIES:
-            yield shape, tiles
+            yield shape.queries, parts, tiles
         else:
             for tile in tiles:
-                yield shape, [tile]
+                yield shape.queries, parts, [tile]
 
 
-def _band(part: KeyTile, queries: int, like: Tensor) -> Tensor | None:
+def _band(part: KeyTile, queries: int, dtype: torch.dtype) -> Tensor | None:
     """Return the mask [queries, keys] of a band, added to scores; None for the other kinds."""
     if part.kind != "band":
         return None
     offset = torch.arange(part.keys) - torch.arange(queries)[:, None]
     hidden = (offset < 0) | (offset > part.keys - queries)
-    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -194,13 +200,12 @@ class _TiledAttention(torch.autograd.Function):
             _Views(key.unsqueeze(3)),
             _Views(value.unsqueeze(3)),
         )
-        for shape, tiles in _batches(tiling):
+        for length, parts, tiles in _batches(tiling, query.dtype):
             rows = [tile.first_query for tile in tiles]
-            q = queries.gathered(tiles, rows, shape.queries)
+            q = queries.gathered(tiles, rows, length)
             found = []
-            for part in shape.parts:
+            for part, mask in parts:
                 k, v = _keys_of(keys, values, tiles, part, q.shape[1])
-                mask = _band(part, shape.queries, q)
                 found.append(
                     _flash(q, k, v, 0.0, part.kind == "causal", attn_mask=mask, scale=scale)
                 )
@@ -227,26 +232,25 @@ class _TiledAttention(torch.autograd.Function):
         of_query = torch.empty(grouped.shape, dtype=query.dtype)
         of_key = torch.zeros(key.shape, dtype=exact).unsqueeze(3)
         of_value = torch.zeros_like(of_key)
-        for shape, tiles in _batches(ctx.tiling):
+        for length, parts, tiles in _batches(ctx.tiling, query.dtype):
             rows = [tile.first_query for tile in tiles]
             q, result, sums, gradient = (
-                views.gathered(tiles, rows, shape.queries)
+                views.gathered(tiles, rows, length)
                 for views in (queries, _Views(out), _Views(lse), of_out)
             )
-            parts = []
-            for part in shape.parts:
+            shares = []
+            for part, mask in parts:
                 k, v = _keys_of(keys, values, tiles, part, q.shape[1])
                 dq, dk, dv = _flash_backward(
                     gradient, q, k, v, result, sums, 0.0, part.kind == "causal",
-                    attn_mask=_band(part, shape.queries, q), scale=ctx.scale,
+                    attn_mask=mask, scale=ctx.scale,
                 )  # fmt: skip
-                parts.append(dq)
+                shares.append(dq)
                 starts = [tile.first_key + part.offset for tile in tiles]
                 for total, share in ((of_key, dk), (of_value, dv)):
                     summed = share.sum(1, keepdim=True, dtype=exact)
                     _Views(total).put(summed, tiles, starts, add=True)
-            dq = parts[0] if len(parts) == 1 else sum(p.to(exact) for p in parts).to(query.dtype)
-            _Views(of_query).put(dq, tiles, rows, add=False)
+            _Views(of_query).put(_summed(shares), tiles, rows, add=False)
         of_keys = (total.squeeze(3).to(key.dtype) for total in (of_key, of_value))
         return of_query.flatten(2, 3), *of_keys, None, None
 
@@ -258,6 +262,12 @@ def _keys_of(
     starts = [tile.first_key + part.offset for tile in tiles]
     k, v = (views.gathered(tiles, starts, part.keys) for views in (keys, values))
     return k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+
+
+def _summed(shares: Sequence[Tensor]) -> Tensor:
+    """Return the sum, rounded once."""
+    exact = torch.promote_types(shares[0].dtype, torch.float32)
+    return shares[0] if len(shares) == 1 else torch.stack(list(shares)).sum(0, dtype=exact)
 
 
 def _merged(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,22 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import PackedPiece, Segments
 
 # The kernel's limits on the head size.
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 
 
-def takes(query: Tensor, rule: ScoreRule) -> bool:
+def takes(query: Tensor, rule: AttentionRule) -> bool:
     """Whether the kernel computes this rule on these queries."""
     return (
-        {"scale", "window_size"} <= _arguments()
+        {"scale", "window_size"} <= arguments()
         and query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and rule.softcap is None
@@ -37,7 +38,7 @@ def takes(query: Tensor, rule: ScoreRule) -> bool:
 
 
 @cache
-def _arguments() -> frozenset[str]:
+def arguments() -> frozenset[str]:
     """Return the names of the kernel's arguments; none where this torch has no such kernel.
 
     torch 2.10 has it without scale and window. Before `enable_gqa` grouped heads needed no word.
@@ -50,7 +51,7 @@ def _arguments() -> frozenset[str]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: ScoreRule
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
 ) -> Tensor:
     """Attend on CUDA, without soft cap or dropout.
 
@@ -60,7 +61,7 @@ def attend(
     from torch.nn.attention.varlen import varlen_attn
 
     samples = query.shape[1]
-    grouped = {"enable_gqa": True} if "enable_gqa" in _arguments() else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in arguments() else {}
     found = []
     for packed in segments.packed:
         attended = varlen_attn(

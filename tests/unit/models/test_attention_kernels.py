@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from torch.nn.attention import varlen as torch_varlen
 
 from megatron_distill.models.attention_kernels import blocked, flex, tiles, varlen
 from megatron_distill.models.attention_kernels.choice import kernel_for
-from megatron_distill.models.attention_kernels.rule import ScoreRule
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
 from tests.reference.attention import documented_varlen_attn, masked_attention, visible_keys
 
-Attend = Callable[[Tensor, Tensor, Tensor, Segments, ScoreRule], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, AttentionRule], Tensor]
 SCALE = 0.4
 
 
@@ -48,8 +49,8 @@ class Case:
         return whole.sharded(self.rank, self.size).to("cpu")
 
     @property
-    def rule(self) -> ScoreRule:
-        return ScoreRule(SCALE, softcap=self.softcap, window=self.window)
+    def rule(self) -> AttentionRule:
+        return AttentionRule(SCALE, softcap=self.softcap, window=self.window)
 
     @property
     def document_ids(self) -> Tensor:
@@ -140,6 +141,20 @@ def test_packed_documents_are_what_the_flash_kernel_expects(
     assert_is_definition(varlen.attend, random_case(seed, softcap=False))
 
 
+def test_a_flash_kernel_that_takes_groups_unasked_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_torch_2_11(*arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        return documented_varlen_attn(
+            *arguments, scale=scale, window_size=window_size, enable_gqa=True
+        )
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", of_torch_2_11)
+    varlen.arguments.cache_clear()
+    try:
+        assert_is_definition(varlen.attend, Case(((0, 5, 16),)))
+    finally:
+        varlen.arguments.cache_clear()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     case = random_case(seed, softcap=True)
@@ -201,7 +216,7 @@ def test_half_precision_rounds_results_only(attend: Attend) -> None:
 
 def test_dropout_is_drawn_again_in_backward() -> None:
     case = Case(((0, 5, 16),), groups=1)
-    rule = ScoreRule(SCALE, dropout=0.4)
+    rule = AttentionRule(SCALE, dropout=0.4)
 
     def attend(*tensors: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -220,7 +235,7 @@ def test_dropout_is_drawn_again_in_backward() -> None:
 def test_dropout_keeps_the_mean() -> None:
     case = Case(((0, 64),), groups=1, repeats=1)
     *inputs, _ = case.tensors(torch.float64)
-    rule = ScoreRule(SCALE, dropout=0.25)
+    rule = AttentionRule(SCALE, dropout=0.25)
     torch.manual_seed(1)
     drawn = [blocked.attend(*inputs, case.segments, rule) for _ in range(2000)]
     torch.testing.assert_close(torch.stack(drawn).mean(0), case.definition()[0], atol=0.08, rtol=0)
@@ -268,7 +283,7 @@ def test_the_kernel_follows_from_device_dtype_and_scores(
 ) -> None:
     device, dtype, softcap, dropout = inputs
     query = _Described(torch.device(device), dtype, (8, 1, 4, 64))
-    rule = ScoreRule(SCALE, softcap=softcap, dropout=dropout)
+    rule = AttentionRule(SCALE, softcap=softcap, dropout=dropout)
     assert kernel_for(query, rule).name == CHOICES[inputs]  # type: ignore[arg-type]
 
 
@@ -284,4 +299,4 @@ class _Described:
 @pytest.mark.parametrize("size", [20, 264])
 def test_head_sizes_that_the_flash_kernel_refuses_are_blocked(size: int) -> None:
     query = _Described(torch.device("cuda"), torch.bfloat16, (8, 1, 4, size))
-    assert kernel_for(query, ScoreRule(SCALE)).name == "blocked"  # type: ignore[arg-type]
+    assert kernel_for(query, AttentionRule(SCALE)).name == "blocked"  # type: ignore[arg-type]
