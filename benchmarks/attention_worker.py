@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -23,15 +22,14 @@ from megatron_distill.models.attention_kernels import tiles
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.segments import Segments
-from megatron_distill.runtime.torchrun import threads_per_process
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.batch import Batch, StepBatches
 
 HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
 SHORTEST, LONGEST = 512, 4096
-ROUNDS = 3
-# From here on a round of the former path takes minutes: a single one is timed.
+ROUNDS = 2
+# From here on one round is timed.
 MANY_POSITIONS = 16_384
 VOCABULARY = 1000
 _TIMEOUT_SECONDS = 1800
@@ -52,11 +50,10 @@ def main() -> None:
     if arguments.part == "attention":
         found, is_first = _attention(arguments), True
     else:
-        processes = 1 if arguments.part == "step" else 2
         with joined_world(
             device="cpu",
             backend="auto",
-            threads=threads_per_process(processes),
+            threads=1,
             timeout_seconds=_TIMEOUT_SECONDS,
         ):
             found, is_first = parts[arguments.part](arguments), dist.get_rank() == 0
@@ -99,22 +96,18 @@ def masked(
 
 
 def _timed(round_: Callable[[], object], *, length: int) -> tuple[float, int]:
-    """Return the median of the seconds of some rounds, and the peak of the second."""
-    seconds = []
-    if length < MANY_POSITIONS:
-        round_()
-    gc.collect()
+    """Return the shortest CPU time of some rounds, and the peak of one before them."""
     with LiveStorages() as live:
-        started = time.perf_counter()
-        round_()
-        seconds.append(time.perf_counter() - started)
+        seconds = [_cpu_seconds(round_)]
     if length < MANY_POSITIONS:
-        seconds = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            round_()
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds), live.peak
+        seconds = [_cpu_seconds(round_) for _ in range(ROUNDS)]
+    return min(seconds), live.peak
+
+
+def _cpu_seconds(round_: Callable[[], object]) -> float:
+    started = time.process_time()
+    round_()
+    return time.process_time() - started
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +152,7 @@ def _step(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.own_step import build_own_step
     from megatron_distill.models import attention
     from megatron_distill.models.attention_kernels.choice import AttentionKernel
-    from megatron_distill.runtime.groups import Layout, create_groups
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
 
     length, world = arguments.length, dist.get_world_size()
     workload = Workload(
@@ -173,6 +166,7 @@ def _step(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     case = StepCase(workload, Ranks("attention", world, context=world), "fp32")
     groups = create_groups(Layout(context=world), timeout_minutes=30)
+    seed_everything(1, groups)
     subject = build_own_step(case, groups=groups, device=torch.device("cpu"))
     batches = _batches(case.workload.micro_batches, arguments, groups.context.rank(), world)
     losses = []

@@ -8,6 +8,7 @@ than a block's; inputs that belong to another kernel.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +156,7 @@ def test_a_flash_kernel_that_takes_groups_unasked_is_used(monkeypatch: pytest.Mo
         varlen.arguments.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("seed", range(6))
 def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     case = random_case(seed, softcap=True)
@@ -162,6 +164,17 @@ def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     *inputs, _ = case.tensors(torch.float64)
     out = attend(*inputs, case.segments, case.rule)  # torch has no gradient for it on CPUs
     torch.testing.assert_close(out, case.definition()[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("window", [None, 200])
+def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window: int | None) -> None:
+    case = Case(((0, 130, 512), (0, 300, 512)), window, softcap=2.0, head_size=32)
+    *inputs, _ = case.tensors(torch.float32)
+    with torch.no_grad():
+        out = flex.attend(*inputs, case.segments, case.rule)
+    torch.testing.assert_close(out.double(), case.definition(torch.float32)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(12))
