@@ -48,6 +48,7 @@ from benchmarks.subject import (
 )
 from megatron_distill.models.architecture import transformer_config
 from megatron_distill.models.layers import layer_specs
+from megatron_distill.models.taps import LayerCall
 from megatron_distill.models.weights import initialise
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
@@ -162,6 +163,10 @@ def _forward(
         position_ids=batch.position_ids_bs,
         attention_mask=attention_mask_11ss,
         labels=batch.labels_bs,
+        # Our attention reads the documents; Megatron-Core's own has the mask.
+        extra_block_kwargs=None
+        if attention_mask_11ss is not None
+        else LayerCall(batch.segments).arguments,
     )
     return losses, partial(_loss, batch.ce_mask_bs, model=model)
 

@@ -17,6 +17,7 @@ from megatron_distill.data.samples import (
     Sample,
 )
 from megatron_distill.runtime.batch import Batch, LabelCounts
+from megatron_distill.runtime.segments import Segments
 
 _FLAG_BITS = 8  # two of masks and six of the weight
 _MASK_BITS = 2
@@ -158,4 +159,5 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
         sources_b=batch.sources_G[rows].long(),
         isolate_documents=isolate_documents,
         label_weights_bs=None if units is None else units / WEIGHT_UNITS,
+        documents=Segments.of_documents(documents),
     )

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.runtime.segments import KeyRanges
+
 __all__ = ["AttentionInputs", "AttentionLoss", "ScoreRule"]
 
 # fp32 scores of one block of one model; a few tensors of this size exist together.
@@ -49,8 +51,7 @@ class AttentionLoss:
     Attributes:
         teacher: the teacher's queries and keys, in the order of the student's tokens.
         weights: ``[s, b]`` fp32, mask and normalisation. A query of weight zero is left out.
-        mask: bool ``[b or 1, 1, s, S]``, true where a query sees a key, of both models; None:
-            causal.
+        visible: the keys that each query sees, in both models.
         rule: of the student.
         group: tensor-parallel ranks that share the heads of both models.
 
@@ -60,7 +61,7 @@ class AttentionLoss:
 
     teacher: AttentionInputs
     weights: Tensor
-    mask: Tensor | None
+    visible: KeyRanges
     rule: ScoreRule
     group: dist.ProcessGroup | None
 
@@ -109,22 +110,18 @@ class AttentionLoss:
         return loss
 
     def _blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of queries, with the mask [b or 1, q, K] of keys hidden from each."""
+        """Yield blocks of queries, with the mask [b, q, K] of keys hidden from each."""
         heads = max(query.shape[2], self.teacher.query.shape[2])
         length = max(1, _BLOCK_BYTES // (4 * heads * query.shape[1] * key.shape[0]))
         for start in range(0, query.shape[0], length):
             rows = slice(start, min(start + length, query.shape[0]))
-            if self.mask is not None:
-                yield rows, ~self.mask[:, 0, rows]
-                continue
-            index = torch.arange(rows.stop, device=query.device)
-            yield rows, (index > index[rows, None])[None]
+            yield rows, self.visible.hidden(rows)
 
 
 def _mean_map(query_qbnd: Tensor, key: Tensor, rule: ScoreRule, hidden: Tensor) -> Tensor:
     """This rank's share of the map ``[b, q, K]`` of a block of queries, fp32.
 
-    ``hidden`` ``[b or 1, q, K]`` is true where a query must not see a key, the first K of all.
+    ``hidden`` ``[b, q, K]`` is true where a query must not see a key, the first K of all.
     """
     length, batch, heads, size = query_qbnd.shape
     groups = key.shape[2]

@@ -15,14 +15,12 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
-from megatron_distill.models.attention import attention_mask
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.models.layers import layer_specs, release_routing
-from megatron_distill.models.taps import numbered
+from megatron_distill.models.taps import LayerCall
 from megatron_distill.models.weights import initialise
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
@@ -50,7 +48,6 @@ class HiddenStateGPT(GPTModel):
             **arguments,
         )
         kinds = LayerKinds.of(architecture)
-        self.windows = kinds.windows
         self.rotations = kinds.rotations
         self.rotary_size = int(architecture.head_size * architecture.rotary_fraction)
         # Rounded to the weights' dtype first, as in the training of families with this scale.
@@ -174,12 +171,12 @@ def run_model(
     With `micro_batch`, its number in the step, the taps of the chunk's layers are called. Returns
     the chunk's output [s, b, h], the sequence split over tensor ranks under sequence parallelism.
     """
-    windows = get_attr_wrapped_model(model, "windows")
+    assert batch.segments.size == context_size, (batch.segments.size, context_size)
     return model(
         input_ids=batch.tokens_bs,
         position_ids=batch.position_ids_bs,
-        attention_mask=attention_mask(batch, context_size=context_size, windows=windows),
-        extra_block_kwargs=numbered(micro_batch),
+        attention_mask=None,
+        extra_block_kwargs=LayerCall(batch.segments, micro_batch).arguments,
     )
 
 

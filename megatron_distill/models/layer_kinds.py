@@ -1,14 +1,14 @@
 """The attention window and rotary embedding of each layer, where a model's layers differ.
 
-Masks and rotary angles depend on the micro-batch and on the kind of a layer. They are computed once
-for each distinct kind and passed to all layers as planes of one tensor; each layer selects the
-plane of its kind. Planes are ordinary tensors, so recomputation and pipelines need no change.
+Rotary angles depend on the micro-batch and on the kind of a layer. They are computed once for each
+distinct kind and passed to all layers as planes of one tensor; each layer selects the plane of its
+kind. Planes are ordinary tensors, so recomputation and pipelines need no change. A window is a
+number, which the layer's attention holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,32 +46,14 @@ class LayerKinds:
         return cls(tuple(_kind(architecture, layer) for layer in range(architecture.num_layers)))
 
     @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows, in the order of their first layers."""
-        return tuple(dict.fromkeys(kind.window for kind in self.layers))
-
-    @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """The distinct rotations, in the order of their first layers."""
         found = dict.fromkeys(kind.rotation for kind in self.layers)
         return tuple(rotation for rotation in found if rotation is not None)
 
-    def mask_of(self, layer: int, masks_bpsS: Tensor | None) -> Tensor | None:
-        """Return the mask [b, 1, s, S] of a layer (from 0), or None where it is causal.
-
-        masks has a plane for each of `windows`, or for those that are not None (`limited`).
-        """
-        if masks_bpsS is None:
-            return None
-        masked: tuple[int | None, ...] = self.windows
-        if masks_bpsS.shape[1] < len(masked):
-            masked = limited(masked)
-        assert masks_bpsS.shape[1] == len(masked), (masks_bpsS.shape, masked)
-        window = self.layers[layer].window
-        if window not in masked:
-            return None
-        plane = masked.index(window)
-        return masks_bpsS[:, plane : plane + 1]
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer (from 0)."""
+        return self.layers[layer].window
 
     def angles_of(self, layer: int, angles_sbpr: Tensor | None) -> Tensor | None:
         """Return the rotary angles [s, b, 1, r] of a layer (from 0), None for learned positions."""
@@ -80,11 +62,6 @@ class LayerKinds:
             return None
         plane = self.rotations.index(rotation)
         return angles_sbpr[:, :, plane : plane + 1]
-
-
-def limited(windows: Sequence[int | None]) -> tuple[int, ...]:
-    """Return the windows that are not None."""
-    return tuple(window for window in windows if window is not None)
 
 
 def _kind(architecture: Architecture, layer: int) -> LayerKind:

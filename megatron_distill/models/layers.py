@@ -6,8 +6,8 @@ residual, which runs with gradients enabled even where a layer is recomputed.
 
 Layers use Transformer Engine's modules where it runs, torch's elsewhere.
 
-The core attention is `TorchAttention` in both: documents packed into one sequence need a mask per
-sequence, and context parallelism must work on every backend.
+The core attention is `TorchAttention` in both: documents packed into one sequence and context
+parallelism must work on every backend.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.layer_kinds import LayerKinds
-from megatron_distill.models.taps import AttentionTap, LayerTap, micro_batch_of
+from megatron_distill.models.taps import AttentionTap, LayerCall, LayerTap
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.mcore_patches import has_transformer_engine
 
@@ -53,7 +53,7 @@ Norm = Callable[..., torch.nn.Module]
 class KindAttention(SelfAttention):
     """Self-attention with its layer's window and rotary angles, and an optional post norm.
 
-    The planes of masks and angles are those of `LayerKinds`.
+    The planes of angles are those of `LayerKinds`.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class KindAttention(SelfAttention):
     ) -> None:
         super().__init__(config, *arguments, **named)
         self.kinds = kinds
+        self.core_attention.window = kinds.window_of(self.layer_number - 1)
         self.post_norm = None if post_norm is None else _build(post_norm, config)
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: None,
         *,
         rotary_pos_emb: Tensor | None = None,
         **arguments: Any,
@@ -80,7 +81,7 @@ class KindAttention(SelfAttention):
         layer = self.layer_number - 1  # of the whole model; upstream counts from one
         output, bias = super().forward(
             hidden_states,
-            self.kinds.mask_of(layer, attention_mask),
+            attention_mask,
             rotary_pos_emb=self.kinds.angles_of(layer, rotary_pos_emb),
             **arguments,
         )
@@ -341,9 +342,9 @@ class TappedLayer(TransformerLayer):
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         hidden_sbH, context = super().forward(*arguments, **named)
-        micro_batch = micro_batch_of(named.get("attention_bias"))
-        if self.tap is not None and micro_batch is not None:
-            tapped_sbH = self.tap(hidden_sbH, micro_batch=micro_batch)
+        call: LayerCall | None = named.get("attention_bias")
+        if self.tap is not None and call is not None and call.micro_batch is not None:
+            tapped_sbH = self.tap(hidden_sbH, micro_batch=call.micro_batch)
             # Schedules free sent tensors, and refuse to free a view.
             hidden_sbH = make_viewless_tensor(
                 tapped_sbH, requires_grad=tapped_sbH.requires_grad, keep_graph=True

@@ -1,16 +1,34 @@
 """Taps: hooks on layer outputs or attention inputs that can observe them and add gradients.
 
 A recomputed layer runs again in the backward pass, when its schedule is at a later micro-batch. So
-the micro-batch's number reaches each layer and each attention as an argument of the call, which
-recomputation repeats. The argument is upstream's attention bias, which our models do not use.
+the micro-batch's documents and number reach each layer and each attention as an argument of the
+call, which recomputation repeats. The argument is upstream's attention bias, which our models do
+not use.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_distill.runtime.segments import KeyRanges, Segments
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Arguments of every layer of one forward pass."""
+
+    segments: Segments  # the micro-batch's documents
+    micro_batch: int | None = None  # its number in the step; None: taps are not called
+
+    @property
+    def arguments(self) -> dict[str, LayerCall]:
+        """The named arguments of upstream's layers."""
+        return {"attention_bias": self}
 
 
 class LayerTap(Protocol):
@@ -24,25 +42,28 @@ class LayerTap(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class VisibleKeys:
+    """The keys that the queries of a layer see."""
+
+    segments: Segments
+    window: int | None
+
+    def on(self, device: torch.device) -> KeyRanges:
+        """Return the range of each query, copied once for all layers of the micro-batch."""
+        make = partial(self.segments.key_ranges, self.window, device)
+        ranges: KeyRanges = self.segments.derived(("ranges", self.window, device), make)
+        return ranges
+
+
 class AttentionTap(Protocol):
     """A hook on the queries and keys of a layer's attention."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, *, micro_batch: int
+        self, query: Tensor, key: Tensor, visible: VisibleKeys, *, micro_batch: int
     ) -> tuple[Tensor, Tensor]:
         """Return the same queries [s, b, n, d] and keys [S, b, g, d], of this tensor rank's heads.
 
-        The mask is that of the attention: bool [b, 1, s, S], true where the query sees the key, or
-        None for a causal mask. Called again like a layer's tap.
+        Keys are in the order of the sequence. Called again like a layer's tap.
         """
         ...
-
-
-def numbered(micro_batch: int | None) -> dict[str, Tensor] | None:
-    """Return the arguments that make a model's layers call their taps."""
-    return None if micro_batch is None else {"attention_bias": torch.tensor(micro_batch)}
-
-
-def micro_batch_of(attention_bias: Tensor | None) -> int | None:
-    """Return the number of the micro-batch, from host memory: no device synchronisation."""
-    return None if attention_bias is None else int(attention_bias)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_distill.runtime.segments import Segments, pieces_of
+
 
 def zigzag_index(
     sequence_length: int, *, rank: int, size: int, device: torch.device | str = "cpu"
@@ -18,12 +20,8 @@ def zigzag_index(
 
     Returns: int64 [sequence_length / size], ascending, made on the device without a sync.
     """
-    if size == 1:
-        return torch.arange(sequence_length, device=device)
-    assert sequence_length % (2 * size) == 0, (sequence_length, size)
-    length = sequence_length // (2 * size)
-    starts = (rank * length, (2 * size - 1 - rank) * length)
-    return torch.cat([torch.arange(start, start + length, device=device) for start in starts])
+    pieces = pieces_of(sequence_length, rank=rank, size=size)
+    return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Batch:
 
     labels_bs[i, j] is the token that follows tokens_bs[i, j]. The masks mark the trained labels; a
     masked-out label is still a valid token id. Two positions may attend to each other (causally)
-    only if their document_ids_bS are equal; -1 marks padding.
+    only if they are in one run of equal document_ids_bS; -1 marks padding.
     """
 
     tokens_bs: Tensor  # int64
@@ -50,6 +48,8 @@ class Batch:
     sources_b: Tensor | None = None  # int64, index of the blended source; None: there is one
     label_weights_bs: Tensor | None = None  # fp32, of the trained labels; None: every weight is one
     copied_from: Batch | None = None  # the same batch on the host
+    # The documents' cumulative lengths, for attention; None: read from document_ids_bS on the host.
+    documents: Segments | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -57,6 +57,16 @@ class Batch:
             assert field.shape == shape, (field.shape, shape)
         assert self.sequence_index_s.shape == shape[1:], (self.sequence_index_s.shape, shape)
         assert self.document_ids_bS.shape[0] == shape[0] == self.sample_ids_b.shape[0]
+        if self.documents is None:
+            object.__setattr__(self, "documents", Segments.of_documents(self.document_ids_bS))
+        assert self.segments.queries == shape[1], (self.segments, shape)
+        assert len(self.segments.bounds) == shape[0], (self.segments, shape)
+
+    @property
+    def segments(self) -> Segments:
+        """The documents' cumulative lengths, with this rank's part of the sequence."""
+        assert self.documents is not None
+        return self.documents
 
     def context_shard(self, rank: int, size: int) -> Batch:
         """The shard of context-parallel rank `rank` of `size`: zigzag chunks of this batch.
@@ -80,6 +90,7 @@ class Batch:
             position_ids_bs=self.position_ids_bs[:, index],
             sequence_index_s=self.sequence_index_s[index],
             label_weights_bs=None if weights_bs is None else weights_bs[:, index],
+            documents=self.segments.sharded(rank, size),
         )
 
     @property
@@ -125,6 +136,7 @@ class Batch:
             if weights_bs is None
             else weights_bs.to(device, non_blocking=True),
             copied_from=self.on_host,
+            documents=self.segments.to(device),
         )
 
 

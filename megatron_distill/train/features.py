@@ -31,6 +31,7 @@ from megatron_distill.losses import (
 )
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.layers import tap_layers
+from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
@@ -218,7 +219,7 @@ class FeatureLosses:
         return hidden_sbH
 
     def _attended(
-        self, layer: int, query: Tensor, key: Tensor, mask: Tensor | None, *, micro_batch: int
+        self, layer: int, query: Tensor, key: Tensor, visible: VisibleKeys, *, micro_batch: int
     ) -> tuple[Tensor, Tensor]:
         step = self._step
         assert step is not None
@@ -232,7 +233,7 @@ class FeatureLosses:
                     self._rules.teacher,
                 ),
                 weights=step.weights_sb[micro_batch],
-                mask=mask,
+                visible=visible.on(query.device),
                 rule=self._rules.student,
                 group=self._groups.tensor,
             )

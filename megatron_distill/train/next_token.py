@@ -16,6 +16,7 @@ from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_mod
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import Segments
 from megatron_distill.train.pipeline_schedule import run_schedule
 
 
@@ -135,6 +136,7 @@ def _whole_document(tokens_bs: Tensor) -> Batch:
         sequence_index_s=index_s,
         sample_ids_b=torch.arange(rows),
         isolate_documents=False,
+        documents=Segments.whole(rows, length),
     )
 
 

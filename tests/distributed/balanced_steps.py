@@ -82,7 +82,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
     """Some of the sequences."""
     names = ("tokens_bs", "labels_bs", "ce_mask_bs", "kd_mask_bs", "position_ids_bs")
     cut = {name: getattr(batch, name)[rows] for name in (*names, "document_ids_bS", "sample_ids_b")}
-    return replace(batch, **cut)
+    return replace(batch, **cut, documents=None)
 
 
 def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int]) -> StepBatches:

@@ -95,6 +95,7 @@ def whole_batch() -> Batch:
         position_ids_bs=two.position_ids_bs.repeat(2, 1),
         document_ids_bS=documents,
         sample_ids_b=torch.arange(ROWS),
+        documents=None,
     )
 
 
@@ -130,6 +131,7 @@ def _rows(whole: Batch, rows: list[int]) -> Batch:
         position_ids_bs=whole.position_ids_bs[rows],
         document_ids_bS=whole.document_ids_bS[rows],
         sample_ids_b=whole.sample_ids_b[rows],
+        documents=None,
     )
 
 

@@ -1,7 +1,7 @@
-"""Attention masks and rotary angles of layers, by their definitions; layers per stage.
+"""Windows and rotary angles of layers, by their definitions; layers per stage.
 
-Regimes: a window one key too wide, across documents, or cut at a context shard's chunks; a plane
-given to another layer; frequencies stretched that should not be; a stage without a layer.
+Regimes: a window or a plane given to another layer; frequencies stretched that should not be; a
+stage without a layer.
 """
 
 from __future__ import annotations
@@ -15,98 +15,36 @@ from torch import Tensor
 
 from tests.distributed.megatron_world import small_architecture
 from tests.distributed.pool import Pool
-from tests.distributed.test_models import LENGTH, packed_batch
-
-WINDOWS = (6, None, 3)
 
 
-def _masks(rank: int, world: int, size: int, isolate: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    small_architecture()  # prepares Megatron-Core for the import
-    from megatron_distill.models.attention import attention_mask
-    from megatron_distill.runtime.batch import zigzag_index
-
-    keys = torch.cat([zigzag_index(LENGTH, rank=shard, size=size) for shard in range(size)])
-    found = []
-    for shard in range(size):
-        batch = packed_batch(isolate=isolate).context_shard(shard, size)
-        mask = attention_mask(batch, context_size=size, windows=WINDOWS)
-        assert mask is not None
-        found.append((mask, batch.sequence_index_s, keys))
-    return found
-
-
-@pytest.mark.parametrize("isolate", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_mask_allows_the_pairs_of_the_definition(pool: Pool, size: int, isolate: bool) -> None:
-    documents = packed_batch(isolate=isolate).document_ids_bS
-    windows = WINDOWS if isolate or size > 1 else (6, 3)  # None is mere causality there
-    (shards,) = pool.run(1, _masks, size, isolate)
-    for mask, queries, keys in shards:
-        assert mask.shape == (2, len(windows), LENGTH // size, LENGTH)
-        for b in range(2):
-            for plane, window in enumerate(windows):
-                expected = [
-                    [
-                        bool(documents[b, i] == documents[b, j])
-                        and 0 <= i - j < (LENGTH if window is None else window)
-                        for j in keys.tolist()
-                    ]
-                    for i in queries.tolist()
-                ]
-                assert mask[b, plane].tolist() == expected
-
-
-def _needed(rank: int, world: int) -> list[bool]:
-    small_architecture()
-    from megatron_distill.models.attention import attention_mask
-
-    return [
-        attention_mask(packed_batch(isolate=False), context_size=1, windows=windows) is not None
-        for windows in ((None,), (LENGTH,), (LENGTH, None), (LENGTH - 1,), (None, LENGTH - 1))
-    ]
-
-
-def test_a_mask_is_made_only_where_a_window_hides_something(pool: Pool) -> None:
-    assert pool.run(1, _needed) == [[False, False, False, True, True]]
-
-
-def _chosen(rank: int, world: int, changes: dict[str, Any], planes: int) -> list[Any]:
-    """The window and rotation that each layer takes from planes that hold their own numbers."""
+def _chosen(rank: int, world: int, changes: dict[str, Any]) -> list[Any]:
+    """The window of each layer, and the rotation that it takes from planes of their own numbers."""
     architecture = small_architecture(**changes)
     from megatron_distill.models.layer_kinds import LayerKinds
 
     kinds = LayerKinds.of(architecture)
-    masks = torch.arange(planes).view(1, -1, 1, 1)
     angles = torch.arange(len(kinds.rotations)).view(1, 1, -1, 1)
-    found = []
-    for layer in range(architecture.num_layers):
-        mask, turned = kinds.mask_of(layer, masks), kinds.angles_of(layer, angles)
-        found.append((mask if mask is None else int(mask), turned if turned is None else turned))
-    assert kinds.mask_of(0, None) is None
+    turned = [kinds.angles_of(layer, angles) for layer in range(architecture.num_layers)]
     return [
-        kinds.windows,
         [rotation.base for rotation in kinds.rotations],
-        [mask for mask, _ in found],
-        [angle if angle is None else int(angle) for _, angle in found],
+        [kinds.window_of(layer) for layer in range(architecture.num_layers)],
+        [angle if angle is None else int(angle) for angle in turned],
     ]
 
 
 SOME = {"sliding_window": 5, "sliding_layers": (1, 3), "sliding_rope_base": 50.0}
-CHOICES: dict[str, tuple[dict[str, Any], int, list[Any]]] = {
-    "one kind": ({}, 1, [(None,), [1e4], [0] * 4, [0] * 4]),
-    "all slide": ({"sliding_window": 5}, 1, [(5,), [1e4], [0] * 4, [0] * 4]),
-    "some slide": (SOME, 2, [(None, 5), [1e4, 50.0], [0, 1, 0, 1], [0, 1, 0, 1]]),
-    "only sliding layers need a mask": (
-        SOME, 1, [(None, 5), [1e4, 50.0], [None, 0, None, 0], [0, 1, 0, 1]],
-    ),
-    "learned": ({"positions": "learned"}, 1, [(None,), [], [0] * 4, [None] * 4]),
-}  # fmt: skip
+CHOICES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "one kind": ({}, [[1e4], [None] * 4, [0] * 4]),
+    "all slide": ({"sliding_window": 5}, [[1e4], [5] * 4, [0] * 4]),
+    "some slide": (SOME, [[1e4, 50.0], [None, 5, None, 5], [0, 1, 0, 1]]),
+    "learned": ({"positions": "learned"}, [[], [None] * 4, [None] * 4]),
+}
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_each_layer_takes_its_own_planes(pool: Pool, case: str) -> None:
-    changes, planes, expected = CHOICES[case]
-    assert pool.run(1, _chosen, changes, planes) == [expected]
+def test_each_layer_has_its_own_window_and_plane(pool: Pool, case: str) -> None:
+    changes, expected = CHOICES[case]
+    assert pool.run(1, _chosen, changes) == [expected]
 
 
 LLAMA = {"factor": 32.0, "low": 1.0, "high": 4.0, "original": 8192}

@@ -77,6 +77,7 @@ def micro_batches(rank: int, size: int) -> list[Batch]:
             position_ids_bs=whole.position_ids_bs[row : row + 1],
             document_ids_bS=whole.document_ids_bS[row : row + 1],
             sample_ids_b=whole.sample_ids_b[row : row + 1],
+            documents=None,
         )
         for row in range(2)
     ]

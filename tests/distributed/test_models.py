@@ -7,6 +7,7 @@ the wrong rows; hidden states that depend on the layout.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import torch
 from megatron_distill.runtime.batch import Batch
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
+from tests.reference.attention import masked_attention, visible_keys
 
 LENGTH = 32
+SCALE = 8**-0.5
 
 
 def packed_batch(*, isolate: bool) -> Batch:
@@ -47,46 +50,51 @@ def packed_batch(*, isolate: bool) -> Batch:
     )
 
 
-def reference_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents_bS: torch.Tensor
-) -> torch.Tensor:
-    """Attention by its definition, one query at a time, float64; shapes as in Megatron."""
-    length, batch, heads, size = query.shape
-    group = heads // key.shape[2]
-    out = torch.zeros(length, batch, heads, size, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                seen = [j for j in range(i + 1) if documents_bS[b, j] == documents_bS[b, i]]
-                scores = key[seen, b, h // group].double() @ query[i, b, h].double() / size**0.5
-                out[i, b, h] = scores.softmax(0) @ value[seen, b, h // group].double()
-    return out.flatten(2)
+@dataclass(frozen=True)
+class Scores:
+    """What differs between layers' attention."""
+
+    isolate: bool = True
+    window: int | None = None
+    softcap: float | None = None
 
 
 def _attention(
-    rank: int, world: int, isolate: bool, in_groups: bool
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    with megatron_groups(context=world) as groups, pytest.MonkeyPatch.context() as changes:
+    rank: int, world: int, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+    with megatron_groups(context=world) as groups:
         from megatron.core.transformer.enums import AttnMaskType
 
-        from megatron_distill.models import attention
         from megatron_distill.models.architecture import Execution, transformer_config
-        from megatron_distill.models.attention import TorchAttention, attention_mask
+        from megatron_distill.models.attention import TorchAttention
+        from megatron_distill.models.taps import LayerCall
 
-        changes.setattr(attention, "attends_in_groups", lambda *_, **__: in_groups)
         execution = Execution(torch.float32, torch.device("cpu"))
         config = transformer_config(small_architecture(), groups.layout, execution)
-        core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.megatron)
-        generator = torch.Generator().manual_seed(5)
-        whole = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
-        weight = torch.randn(LENGTH, 2, 32, generator=generator)
-        batch = packed_batch(isolate=isolate).context_shard(rank, world)
+        core = TorchAttention(
+            config,
+            1,
+            AttnMaskType.causal,
+            "self",
+            softmax_scale=SCALE,
+            pg_collection=groups.megatron,
+            softcap=scores.softcap,
+        )
+        core.window = scores.window
+        whole, weight = _tensors()
+        batch = packed_batch(isolate=scores.isolate).context_shard(rank, world)
         index = batch.sequence_index_s
-        local = [tensor[index].requires_grad_() for tensor in whole]
-        mask = attention_mask(batch, context_size=world)
-        out = core(*local, mask)
+        local = [tensor[index].float().requires_grad_() for tensor in whole]
+        out = core(*local, None, attention_bias=LayerCall(batch.segments))
         (out * weight[index]).sum().backward()
         return out.detach(), index, [tensor.grad for tensor in local]
+
+
+def _tensors() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Queries, keys and values of the whole sequences, and a weight of the result."""
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    return whole, torch.randn(LENGTH, 2, 32, generator=generator)
 
 
 def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
@@ -94,44 +102,34 @@ def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
     return torch.cat([pick(shard) for shard in shards])[order.argsort()]
 
 
-@pytest.mark.parametrize("isolate", [True, False])
-@pytest.mark.parametrize("in_groups", [True, False])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(),
+        Scores(isolate=False),
+        Scores(window=6),
+        Scores(isolate=False, window=3),
+        Scores(softcap=1.5, window=6),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_attention_equals_its_definition_for_any_context_split(
-    pool: Pool, world: int, isolate: bool, in_groups: bool
+    pool: Pool, world: int, scores: Scores
 ) -> None:
-    shards = pool.run(world, _attention, isolate, in_groups)
-    generator = torch.Generator().manual_seed(5)
-    tensors = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
-    weight = torch.randn(LENGTH, 2, 32, generator=generator)
-    for tensor in tensors:
-        tensor.requires_grad_()
-    documents = packed_batch(isolate=isolate).document_ids_bS
-    expected = reference_attention(*tensors, documents)
+    shards = pool.run(world, _attention, scores)
+    whole, weight = _tensors()
+    tensors = [tensor.double().requires_grad_() for tensor in whole]
+    documents = packed_batch(isolate=scores.isolate).document_ids_bS
+    visible = visible_keys(documents, torch.arange(LENGTH), scores.window)
+    expected = masked_attention(*tensors, visible, scale=SCALE, softcap=scores.softcap).flatten(2)
     (expected * weight).sum().backward()
-    torch.testing.assert_close(
-        _gathered(shards, lambda shard: shard[0]).double(), expected.detach(), atol=2e-6, rtol=0
-    )
+    found = _gathered(shards, lambda shard: shard[0])
+    torch.testing.assert_close(found.double(), expected.detach(), atol=2e-6, rtol=0)
     for number, tensor in enumerate(tensors):
         assert tensor.grad is not None
         found = _gathered(shards, lambda shard, n=number: shard[2][n])
-        torch.testing.assert_close(found, tensor.grad, atol=5e-6, rtol=0)
-
-
-def _grouped(rank: int, world: int) -> list[bool]:
-    small_architecture()  # prepares Megatron-Core for the import
-    from megatron_distill.models.attention import attends_in_groups
-
-    return [
-        attends_in_groups("cpu", torch.float32, is_masked=True),
-        attends_in_groups("cuda", torch.bfloat16, is_masked=False),
-        attends_in_groups("cuda", torch.bfloat16, is_masked=True),
-        attends_in_groups("cuda", torch.float32, is_masked=False),
-    ]
-
-
-def test_keys_are_repeated_where_no_kernel_takes_groups(pool: Pool) -> None:
-    assert pool.run(1, _grouped) == [[True, True, False, False]]
+        torch.testing.assert_close(found.double(), tensor.grad, atol=5e-6, rtol=0)
 
 
 def _hidden(rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any]) -> torch.Tensor:

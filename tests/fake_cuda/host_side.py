@@ -17,6 +17,7 @@ from megatron_distill.data import loader
 from megatron_distill.data.loader import Wire
 from megatron_distill.data.prefetch import PrefetchedSteps
 from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.segments import PackedPiece, Segments
 from tests.fake_cuda.watching_mode import WatchingMode
 
 
@@ -58,6 +59,11 @@ def read_on_the_host(mode: WatchingMode) -> None:
 
 def _fake(batch: Batch, mode: WatchingMode) -> Batch:
     def faked(value: Any) -> Any:
+        if isinstance(value, Segments):
+            return replace(value, packed=tuple(faked(piece) for piece in value.packed))
+        if isinstance(value, PackedPiece):
+            ends = {name: faked(getattr(value, name)) for name in ("query_ends", "key_ends")}
+            return replace(value, **ends)
         return mode.from_tensor(value) if isinstance(value, Tensor) else value
 
     found = {field.name: faked(getattr(batch, field.name)) for field in fields(batch)}

@@ -14,6 +14,7 @@ from megatron_distill.losses import FeaturePair
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
 from megatron_distill.models.layers import tap_layers
+from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import (
@@ -122,7 +123,7 @@ class FeatureTeacher:
         layer: int,
         query: Tensor,
         key: Tensor,
-        mask: Tensor | None,  # noqa: ARG002 - the student's layer has the same mask
+        visible: VisibleKeys,  # noqa: ARG002 - the student's queries see the same keys
         *,
         micro_batch: int,
     ) -> tuple[Tensor, Tensor]:

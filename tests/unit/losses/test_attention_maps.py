@@ -1,7 +1,7 @@
 """The loss between attention maps, against its definition in float64, one query at a time.
 
 Regimes: heads of another number and size; keys shared by queries, soft caps, scales; blocks that do
-not divide the queries, masks and plain causality; queries that do not count and hold anything;
+not divide the queries; documents and windows; queries that do not count and hold anything;
 chances that are nothing in fp32.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import AttentionInputs, AttentionLoss, ScoreRule, attention_maps
+from megatron_distill.runtime.segments import KeyRanges, Segments
 
 LENGTH, BATCH = 11, 2
 STUDENT = ScoreRule(scale=0.6, softcap=None, heads=4)
@@ -32,12 +33,13 @@ def some_weights() -> Tensor:
     return weights
 
 
-def documents_mask() -> Tensor:
+def some_documents() -> KeyRanges:
     """Two documents in each sequence, cut at different places."""
-    place = torch.arange(LENGTH)
-    cuts = torch.tensor([[4], [7]])
-    same = (place >= cuts)[:, :, None] == (place >= cuts)[:, None, :]
-    return (same & (place[None, :] <= place[:, None]))[:, None]
+    return Segments(((0, 4, LENGTH), (0, 7, LENGTH))).key_ranges(None)
+
+
+def one_document(window: int | None = None) -> KeyRanges:
+    return Segments.whole(BATCH, LENGTH).key_ranges(window)
 
 
 def defined_map(
@@ -56,38 +58,40 @@ def defined_map(
 
 
 def defined(
-    student: tuple[Tensor, Tensor], teacher: list[Tensor], weights: Tensor, mask: Tensor | None
+    student: tuple[Tensor, Tensor], teacher: list[Tensor], weights: Tensor, visible: KeyRanges
 ) -> Tensor:
     terms = []
     for place in range(LENGTH):
         for row in range(BATCH):
             if not weights[place, row]:
                 continue
-            seen = list(range(place + 1))
-            if mask is not None:
-                seen = mask[row, 0, place].nonzero().squeeze(1).tolist()
+            seen = list(range(int(visible.first_bs[row, place]), place + 1))
             p = defined_map(teacher[0].double(), teacher[1].double(), TEACHER, (place, row), seen)
             q = defined_map(*student, STUDENT, (place, row), seen)
             terms.append(weights[place, row].double() * (p * (p / q).log()).sum())
     return torch.stack(terms).sum()
 
 
-def made(teacher: list[Tensor], weights: Tensor, mask: Tensor | None) -> AttentionLoss:
+def made(teacher: list[Tensor], weights: Tensor, visible: KeyRanges) -> AttentionLoss:
     inputs = AttentionInputs(*teacher, TEACHER)
-    return AttentionLoss(inputs, weights, mask, STUDENT, group=None)
+    return AttentionLoss(inputs, weights, visible, STUDENT, group=None)
 
 
-@pytest.mark.parametrize("mask", [None, documents_mask()], ids=["causal", "documents"])
+@pytest.mark.parametrize(
+    "visible",
+    [one_document(), some_documents(), one_document(window=3)],
+    ids=["causal", "documents", "window"],
+)
 @pytest.mark.parametrize("block", [2**26, 4 * 6 * BATCH * LENGTH * 3])
 def test_value_and_gradients_are_those_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, mask: Tensor | None, block: int
+    monkeypatch: pytest.MonkeyPatch, visible: KeyRanges, block: int
 ) -> None:
     monkeypatch.setattr(attention_maps, "_BLOCK_BYTES", block)  # the second: three queries
     query, key = some_inputs(4, 2, 8, 1)
     teacher, weights = some_inputs(6, 3, 5, 2), some_weights()
-    loss = made(teacher, weights, mask)
+    loss = made(teacher, weights, visible)
     own = (query.double().requires_grad_(), key.double().requires_grad_())
-    expected = defined(own, teacher, weights, mask)
+    expected = defined(own, teacher, weights, visible)
     (1.7 * expected).backward()
     assert float(loss.value(query, key)) == pytest.approx(expected.item(), rel=2e-6)
     for found, leaf in zip(loss.gradients(query, key, coefficient=1.7), own, strict=True):
@@ -102,7 +106,7 @@ def test_queries_that_do_not_count_may_hold_anything() -> None:
     found = []
     for rubbish in (0.5, torch.nan):
         query[weights == 0], teacher[0][weights == 0] = rubbish, rubbish
-        loss = made(teacher, weights, documents_mask())
+        loss = made(teacher, weights, some_documents())
         of_query, of_key = loss.gradients(query, key, coefficient=1.0)
         assert not of_query[weights == 0].any()
         found.append((loss.value(query, key), of_query, of_key))
@@ -113,7 +117,7 @@ def test_queries_that_do_not_count_may_hold_anything() -> None:
 def test_equal_maps_have_no_loss_and_no_gradient() -> None:
     query, key = some_inputs(4, 2, 8, 1)
     inputs = AttentionInputs(query.clone(), key.clone(), STUDENT)
-    loss = AttentionLoss(inputs, some_weights(), None, STUDENT, group=None)
+    loss = AttentionLoss(inputs, some_weights(), one_document(), STUDENT, group=None)
     assert float(loss.value(query, key)) == pytest.approx(0.0, abs=1e-5)
     for gradient in loss.gradients(query, key, coefficient=1.0):
         assert gradient.abs().max() < 1e-5
@@ -121,7 +125,7 @@ def test_equal_maps_have_no_loss_and_no_gradient() -> None:
 
 def test_chances_that_vanish_leave_the_loss_finite() -> None:
     query, key = some_inputs(4, 2, 8, 1, spread=40.0)
-    loss = made(some_inputs(6, 3, 5, 2), some_weights(), None)
+    loss = made(some_inputs(6, 3, 5, 2), some_weights(), one_document())
     assert loss.value(query, key).isfinite()
     assert all(g.isfinite().all() for g in loss.gradients(query, key, coefficient=1.0))
 
@@ -129,7 +133,7 @@ def test_chances_that_vanish_leave_the_loss_finite() -> None:
 def test_half_precision_is_computed_with_in_fp32() -> None:
     query, key = (x.bfloat16() for x in some_inputs(4, 2, 8, 1))
     teacher = [x.bfloat16() for x in some_inputs(6, 3, 5, 2)]
-    loss = made(teacher, some_weights(), None)
-    expected = defined((query.double(), key.double()), teacher, some_weights(), None)
+    loss = made(teacher, some_weights(), one_document())
+    expected = defined((query.double(), key.double()), teacher, some_weights(), one_document())
     assert float(loss.value(query, key)) == pytest.approx(expected.item(), rel=2e-6)
     assert {g.dtype for g in loss.gradients(query, key, coefficient=1.0)} == {torch.bfloat16}

@@ -1,0 +1,165 @@
+"""Attention over packed documents beside the masked attention that it replaced.
+
+python benchmarks/attention.py                    # both parts, some twenty minutes on two cores
+python benchmarks/attention.py --only attention   # forward and backward of one layer's attention
+python benchmarks/attention.py --only step        # a training step like that of configs/tiny.yaml
+
+The peer is this library's former path: one bool mask [b, 1, s, S] per micro-batch, read by
+`scaled_dot_product_attention`. Subjects run in turns, each in fresh processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.children import run_child
+from benchmarks.environment import ROOT, describe
+
+SUBJECTS = ("ours", "masked")
+_MIB = 2**20
+_SECONDS = 1800.0
+_ATTENTION_LENGTHS = (512, 2048, 8192, 32_768)
+_STEP_LENGTHS = (512, 2048, 8192)
+_STEP_TOKENS = 16_384
+_NOTE = """\
+`documents` is the number of documents in the first sample: the whole sequence, eight equal ones, or
+lengths drawn evenly from 512 to 4,096. `attention` is one layer, forward and backward: 8 query
+heads of size 64 on 2 key-value heads, one sample, fp32. `step` has the models of
+`configs/tiny.yaml` (4 layers each, width 64 and 96) and 16,384 tokens in samples of one micro-batch
+each, with the teacher's pass, the loss and the optimizer. `masked` is the former attention. `peak`
+is the most bytes of tensors alive at once above those alive before. `difference` is the largest one
+of the results of the first 2,048 positions, or that of the first step's loss.
+
+tokens/s are those of one thread per process, by its CPU time, which other work on the machine
+disturbs less than the clock: the shorter of two rounds, one at 32,768 positions. With two ranks the tokens
+are those of both and the time that of the first. `ms` are medians of 20 messages by the clock.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table."""
+
+    part: str
+    length: int
+    documents: str  # "whole", "eight" or "packed"
+    window: int | None = None
+    context: int = 1
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether the former path is measured too; it takes minutes per round from 32k on."""
+        return self.length < 32_768 and self.documents != "eight"
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        window = f", window {self.window}" if self.window else ""
+        ranks = f", CP{self.context}" if self.context > 1 else ""
+        return f"{self.part} {self.length:,} {self.documents}{window}{ranks}"
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases."""
+    for length in _ATTENTION_LENGTHS:
+        yield Case("attention", length, "whole")
+        if length > 512:
+            yield Case("attention", length, "packed")
+    yield Case("attention", 8192, "packed", window=512)
+    for length in _STEP_LENGTHS:
+        yield Case("step", length, "whole")
+        if length > 512:
+            yield Case("step", length, "packed")
+    yield Case("step", 8192, "eight")
+    yield Case("step", 8192, "packed", context=2)
+
+
+def main() -> int:
+    """Measure, print, and save the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("attention", "step", "communication"))
+    parser.add_argument("--longest", type=int, default=max(_ATTENTION_LENGTHS))
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    environment = describe("benchmarks/attention.py", sys.argv[1:])
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    result = arguments.output / "attention.md"
+    moved = _communication() if arguments.only in (None, "communication") else []
+    lines: list[str] = []
+    for case in cases():
+        if arguments.only in (None, case.part) and case.length <= arguments.longest:
+            subjects = SUBJECTS if case.has_peer else SUBJECTS[:1]
+            lines.append(_line(case, {subject: _measured(case, subject) for subject in subjects}))
+            Console().print(lines[-1])
+            result.write_text(_report(lines, moved, environment), encoding="utf-8")
+    result.write_text(_report(lines, moved, environment), encoding="utf-8")
+    return 0
+
+
+def _measured(case: Case, subject: str) -> dict[str, Any]:
+    words = ["--part", case.part, "--length", str(case.length), "--documents", case.documents]
+    words += ["--subject", subject, "--tokens", str(_STEP_TOKENS)]
+    if case.window is not None:
+        words += ["--window", str(case.window)]
+    return run_child(
+        "attention_worker.py",
+        words,
+        processes=case.context,
+        threads=1,
+        name=f"{case.name}, {subject}",
+        seconds=_SECONDS,
+    )
+
+
+def _communication() -> list[str]:
+    words = ["--part", "communication", "--length", "8192", "--subject", "ours"]
+    found = run_child(
+        "attention_worker.py", words, processes=2, name="communication", seconds=_SECONDS
+    )
+    return [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in found.items()]
+
+
+def _line(case: Case, found: dict[str, dict[str, Any]]) -> str:
+    ours, peer = found["ours"], found.get("masked")
+    cells = [case.name, str(ours["documents"]), f"{ours['tokens_per_second']:,.0f}"]
+    if peer is None:
+        return "| " + " | ".join([*cells, "", "", f"{ours['peak'] / _MIB:,.1f}", "", ""]) + " |"
+    difference = ours.get("difference", abs(ours.get("loss", 0.0) - peer.get("loss", 0.0)))
+    cells += [
+        f"{peer['tokens_per_second']:,.0f}",
+        f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}x",
+        f"{ours['peak'] / _MIB:,.1f}",
+        f"{peer['peak'] / _MIB:,.1f}",
+        f"{difference:.1e}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _report(lines: list[str], moved: list[str], environment: dict[str, str]) -> str:
+    parts = ["# Attention over packed documents\n", _NOTE]
+    parts.append("\n".join(f"* {name}: {value}" for name, value in environment.items()) + "\n")
+    if lines:
+        parts.append(
+            "| case | documents | tokens/s | masked | ratio | peak (MiB) | masked | difference |\n"
+            "|---|---:|---:|---:|---:|---:|---:|---:|\n" + "\n".join(lines) + "\n"
+        )
+    if moved:
+        parts.append(
+            "| keys and values of 8,192 positions, 2 ranks | ms |\n|---|---:|\n"
+            + "\n".join(moved)
+            + "\n"
+        )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

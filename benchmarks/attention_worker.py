@@ -1,0 +1,270 @@
+"""One measurement of `benchmarks/attention.py`, in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.peak import LiveStorages
+from megatron_distill.models.attention_kernels import tiles
+from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.runtime.launch import joined_world
+from megatron_distill.runtime.segments import Segments
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.batch import Batch, StepBatches
+
+HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
+SHORTEST, LONGEST = 512, 4096
+ROUNDS = 2
+# From here on one round is timed.
+MANY_POSITIONS = 16_384
+VOCABULARY = 1000
+_TIMEOUT_SECONDS = 1800
+
+
+def main() -> None:
+    """Measure the case given by the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", required=True)
+    parser.add_argument("--length", required=True, type=int)
+    parser.add_argument("--documents", default="whole")
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--subject", required=True)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--result", required=True, type=Path)
+    arguments = parser.parse_args()
+    parts = {"attention": _attention, "step": _step, "communication": _communication}
+    if arguments.part == "attention":
+        found, is_first = _attention(arguments), True
+    else:
+        with joined_world(
+            device="cpu",
+            backend="auto",
+            threads=1,
+            timeout_seconds=_TIMEOUT_SECONDS,
+        ):
+            found, is_first = parts[arguments.part](arguments), dist.get_rank() == 0
+    if is_first:
+        arguments.result.write_text(json.dumps(found), encoding="utf-8")
+
+
+def bounds_of(length: int, documents: str, *, seed: int = 1) -> tuple[int, ...]:
+    """Return a sample's cumulative lengths: one document, eight equal ones, or random ones."""
+    if documents == "whole":
+        return (0, length)
+    if documents == "eight":
+        return tuple(range(0, length + 1, length // 8))
+    ends = [0]
+    generator = torch.Generator().manual_seed(seed)
+    while ends[-1] < length:
+        drawn = torch.randint(SHORTEST, LONGEST + 1, (), generator=generator)
+        ends.append(min(length, ends[-1] + int(drawn)))
+    return tuple(ends)
+
+
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
+) -> Tensor:
+    """Attend as before: one bool mask of all pairs, made once per micro-batch."""
+
+    def make() -> Tensor:
+        ranges = segments.key_ranges(rule.window)
+        keys_S = torch.arange(segments.keys)
+        last_s1, first_bs1 = ranges.last_s[:, None], ranges.first_bs[:, :, None]
+        return ((keys_S <= last_s1) & (keys_S >= first_bs1)).unsqueeze(1)
+
+    attended = functional.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+        attn_mask=segments.derived(("mask", rule.window), make),
+        scale=rule.scale,
+        enable_gqa=key.shape[2] != query.shape[2],
+    )
+    return attended.permute(2, 0, 1, 3)
+
+
+def _timed(round_: Callable[[], object], *, length: int) -> tuple[float, int]:
+    """Return the shortest CPU time of some rounds, and the peak of one before them."""
+    with LiveStorages() as live:
+        seconds = [_cpu_seconds(round_)]
+    if length < MANY_POSITIONS:
+        seconds = [_cpu_seconds(round_) for _ in range(ROUNDS)]
+    return min(seconds), live.peak
+
+
+def _cpu_seconds(round_: Callable[[], object]) -> float:
+    started = time.process_time()
+    round_()
+    return time.process_time() - started
+
+
+def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
+    length = arguments.length
+    segments = Segments((bounds_of(length, arguments.documents),))
+    rule = AttentionRule(HEAD_SIZE**-0.5, window=arguments.window)
+    generator = torch.Generator().manual_seed(2)
+    leaves = [
+        torch.randn(length, 1, heads, HEAD_SIZE, generator=generator).requires_grad_()
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    gradient = torch.randn(length, 1, HEADS, HEAD_SIZE, generator=generator)
+    attend = tiles.attend if arguments.subject == "ours" else masked
+
+    def round_() -> None:
+        # New documents, as a micro-batch brings them: the mask or the tiles are made again.
+        fresh = replace(segments)
+        torch.autograd.grad(attend(*leaves, fresh, rule), leaves, gradient)
+
+    seconds, peak = _timed(round_, length=length)
+    return {
+        "documents": len(segments.bounds[0]) - 1,
+        "tokens_per_second": length / seconds,
+        "peak": peak,
+        "difference": _difference(leaves, rule) if arguments.subject == "ours" else 0.0,
+    }
+
+
+def _difference(leaves: list[Tensor], rule: AttentionRule) -> float:
+    """Return the largest difference between both paths on the first positions."""
+    first = [leaf.detach()[:2048] for leaf in leaves]
+    length = first[0].shape[0]
+    segments = Segments((bounds_of(length, "packed"),))
+    ours, peer = (attend(*first, segments, rule) for attend in (tiles.attend, masked))
+    return float((ours - peer).abs().max())
+
+
+def _step(arguments: argparse.Namespace) -> dict[str, Any]:
+    # Imported late: these import Megatron-Core, which must be prepared first.
+    from benchmarks.cases import Body, Ranks, Workload
+    from benchmarks.cases import Case as StepCase
+    from benchmarks.own_step import build_own_step
+    from megatron_distill.models import attention
+    from megatron_distill.models.attention_kernels.choice import AttentionKernel
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+
+    length, world = arguments.length, dist.get_world_size()
+    workload = Workload(
+        "tiny",
+        Body(4, 64, 160, 4, 2),
+        Body(4, 96, 256, 4, 2),
+        VOCABULARY,
+        length,
+        micro_batch_size=1,
+        micro_batches=arguments.tokens // length,
+    )
+    case = StepCase(workload, Ranks("attention", world, context=world), "fp32")
+    groups = create_groups(Layout(context=world), timeout_minutes=30)
+    seed_everything(1, groups)
+    subject = build_own_step(case, groups=groups, device=torch.device("cpu"))
+    batches = _batches(case.workload.micro_batches, arguments, groups.context.rank(), world)
+    losses = []
+
+    def round_() -> None:
+        figures = subject.step(_fresh(batches))
+        losses.append(figures.ce + figures.kd)
+
+    kernel = AttentionKernel("masked", lambda *_: True, masked)
+    if arguments.subject == "masked":
+        patch.object(attention, "kernel_for", lambda *_: kernel).start()
+    seconds, peak = _timed(round_, length=length)
+    return {
+        "documents": len(batches.micro_batches[0].segments.bounds[0]) - 1,
+        "tokens_per_second": arguments.tokens / seconds,
+        "peak": peak,
+        "loss": losses[0],
+    }
+
+
+def _batches(count: int, arguments: argparse.Namespace, rank: int, size: int) -> StepBatches:
+    from megatron_distill.runtime.batch import StepBatches
+
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for number in range(count):
+        tokens_bS1 = torch.randint(VOCABULARY, (1, arguments.length + 1), generator=generator)
+        bounds = bounds_of(arguments.length, arguments.documents, seed=number)
+        batch = _batch(tokens_bS1, bounds).context_shard(rank, size)
+        batches.append(batch.with_trained_rows().to("cpu"))
+    positions = count * arguments.length
+    return StepBatches(
+        tuple(batches), ce_tokens=positions, kd_tokens=positions, positions=positions
+    )
+
+
+def _batch(tokens_bS1: Tensor, bounds: tuple[int, ...]) -> Batch:
+    from megatron_distill.data.collation import document_positions
+    from megatron_distill.runtime.batch import Batch
+
+    length = tokens_bS1.shape[1] - 1
+    lengths = torch.tensor(bounds).diff()
+    documents_bS = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    everywhere = torch.ones(1, length, dtype=torch.bool)
+    return Batch(
+        tokens_bs=tokens_bS1[:, :-1].contiguous(),
+        labels_bs=tokens_bS1[:, 1:].contiguous(),
+        ce_mask_bs=everywhere,
+        kd_mask_bs=everywhere,
+        position_ids_bs=document_positions(documents_bS),
+        document_ids_bS=documents_bS,
+        sequence_index_s=torch.arange(length),
+        sample_ids_b=torch.zeros(1, dtype=torch.int64),
+        isolate_documents=True,
+    )
+
+
+def _fresh(batches: StepBatches) -> StepBatches:
+    """Return the same batches without what kernels derived from their documents."""
+    renewed = [replace(b, documents=replace(b.segments)) for b in batches.micro_batches]
+    return replace(batches, micro_batches=tuple(renewed))
+
+
+def _communication(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time the ways to bring keys and values of one layer to every context rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.randn(arguments.length // size, 1, 2 * GROUPS, HEAD_SIZE)
+
+    def gathered() -> None:
+        parts = mine.new_empty(size * mine.shape[0], *mine.shape[1:])
+        dist.all_gather_into_tensor(parts, mine)
+
+    def around_the_ring() -> None:
+        held = mine
+        for _ in range(size - 1):
+            received = torch.empty_like(held)
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, held, (rank + 1) % size),
+                    dist.P2POp(dist.irecv, received, (rank - 1) % size),
+                ]
+            )
+            for work in works:
+                work.wait()
+            held = received
+
+    found = {}
+    for way, move in (("all-gather", gathered), ("ring", around_the_ring)):
+        move()
+        seconds = []
+        for _ in range(20):
+            dist.barrier()
+            started = time.perf_counter()
+            move()
+            seconds.append(time.perf_counter() - started)
+        found[way] = statistics.median(seconds)
+    return found
+
+
+if __name__ == "__main__":
+    main()

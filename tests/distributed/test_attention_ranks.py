@@ -1,0 +1,68 @@
+"""The core attention on context ranks that exchange keys, against a masked softmax in float64.
+
+Regimes: random documents of several samples, windows, soft caps, grouped heads; a gradient that
+stays on the rank of its query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.runtime.batch import zigzag_index
+from megatron_distill.runtime.segments import Segments
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+from tests.unit.models.test_attention_kernels import SCALE, Case, random_case
+
+CASES = [
+    replace(random_case(seed, softcap=seed % 3 == 0), rank=0, size=1) for seed in range(100, 112)
+]
+
+
+def _attended(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
+    """The results of this rank's queries and the gradients of its tensors, of each case."""
+    with megatron_groups(context=world) as groups:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from megatron_distill.models.architecture import Execution, transformer_config
+        from megatron_distill.models.attention import TorchAttention
+        from megatron_distill.models.taps import LayerCall
+
+        execution = Execution(torch.float64, torch.device("cpu"))
+        config = transformer_config(small_architecture(), groups.layout, execution)
+        found = []
+        for case in cases:
+            core = TorchAttention(
+                config,
+                1,
+                AttnMaskType.causal,
+                "self",
+                softmax_scale=SCALE,
+                pg_collection=groups.megatron,
+                softcap=case.softcap,
+            )
+            core.window = case.window
+            index = zigzag_index(case.bounds[0][-1], rank=rank, size=world)
+            *whole, gradient = case.tensors(torch.float64)
+            leaves = [x[index].requires_grad_() for x in whole]
+            call = LayerCall(Segments(case.bounds).sharded(rank, world))
+            out = core(*leaves, None, attention_bias=call)
+            grads = torch.autograd.grad(out, leaves, gradient[index].flatten(2))
+            found.append([out.detach().view_as(gradient[index]), *grads])
+        return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_values_and_gradients_are_those_of_a_mask(pool: Pool, world: int) -> None:
+    ranks = pool.run(world, _attended, CASES)
+    for number, case in enumerate(CASES):
+        length = case.bounds[0][-1]
+        order = torch.cat([zigzag_index(length, rank=rank, size=world) for rank in range(world)])
+        shards = [rank[number] for rank in ranks]
+        for part, exact in enumerate(case.definition()):
+            whole = torch.cat([shard[part] for shard in shards])[order.argsort()]
+            torch.testing.assert_close(whole, exact, atol=1e-12, rtol=0)
