@@ -38,8 +38,9 @@ is the most bytes of tensors alive at once above those alive before. `difference
 of the results of the first 2,048 positions, or that of the first step's loss.
 
 tokens/s are those of one thread per process, by its CPU time, which other work on the machine
-disturbs less than the clock: the shorter of two rounds, one at 32,768 positions. With two ranks the tokens
-are those of both and the time that of the first. `ms` are medians of 20 messages by the clock.
+disturbs less than the clock: the shorter of two rounds, one at 32,768 positions. With two ranks the
+tokens are those of both and the time that of the first. `ms` are medians of 20 messages by the
+clock.
 """
 
 

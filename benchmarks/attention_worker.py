@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.peak import LiveStorages
-from megatron_distill.models.attention_kernels import tiles
+from megatron_distill.models.attention_kernels.choice import Attend, kernel_for
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.runtime.launch import joined_world
+from megatron_distill.runtime.launch import PRECISIONS, joined_world
 from megatron_distill.runtime.segments import Segments
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
 SHORTEST, LONGEST = 512, 4096
+DEVICE_ROUNDS = 10
 ROUNDS = 2
 # From here on one round is timed.
 MANY_POSITIONS = 16_384
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--subject", required=True)
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--device", default="cpu", help="of one layer's attention: cpu or auto")
+    parser.add_argument("--precision", default="fp32", help="of one layer's attention")
     parser.add_argument("--result", required=True, type=Path)
     arguments = parser.parse_args()
     parts = {"attention": _attention, "step": _step, "communication": _communication}
@@ -82,12 +85,16 @@ def masked(
 
     def make() -> Tensor:
         ranges = segments.key_ranges(rule.window)
-        keys_S = torch.arange(segments.keys)
-        last_s1, first_bs1 = ranges.last_s[:, None], ranges.first_bs[:, :, None]
+        keys_S = torch.arange(segments.keys, device=query.device)
+        last_s1 = ranges.last_s.to(query.device)[:, None]
+        first_bs1 = ranges.first_bs.to(query.device)[:, :, None]
         return ((keys_S <= last_s1) & (keys_S >= first_bs1)).unsqueeze(1)
 
+    query_bnsd, key_bgSd, value_bgSd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     attended = functional.scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+        query_bnsd,
+        key_bgSd,
+        value_bgSd,
         attn_mask=segments.derived(("mask", rule.window), make),
         scale=rule.scale,
         enable_gqa=key.shape[2] != query.shape[2],
@@ -95,8 +102,17 @@ def masked(
     return attended.permute(2, 0, 1, 3)
 
 
-def _timed(round_: Callable[[], object], *, length: int) -> tuple[float, int]:
-    """Return the shortest CPU time of some rounds, and the peak of one before them."""
+def _timed(round_: Callable[[], object], *, length: int, device: str = "cpu") -> tuple[float, int]:
+    """Return the shortest time of some rounds, and the peak of one before them.
+
+    On a CPU it is the process's CPU time, on a GPU that by the clock until the device is done.
+    """
+    if device == "cuda":
+        round_()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = [_device_seconds(round_) for _ in range(DEVICE_ROUNDS)]
+        return min(seconds), torch.cuda.max_memory_allocated() - before
     with LiveStorages() as live:
         seconds = [_cpu_seconds(round_)]
     if length < MANY_POSITIONS:
@@ -110,38 +126,53 @@ def _cpu_seconds(round_: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def _device_seconds(round_: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    round_()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     length = arguments.length
+    on_cuda = arguments.device != "cpu" and torch.cuda.is_available()
+    device = "cuda" if on_cuda else "cpu"
     segments = Segments((bounds_of(length, arguments.documents),))
     rule = AttentionRule(HEAD_SIZE**-0.5, window=arguments.window)
     generator = torch.Generator().manual_seed(2)
-    leaves = [
-        torch.randn(length, 1, heads, HEAD_SIZE, generator=generator).requires_grad_()
-        for heads in (HEADS, GROUPS, GROUPS)
-    ]
-    gradient = torch.randn(length, 1, HEADS, HEAD_SIZE, generator=generator)
-    attend = tiles.attend if arguments.subject == "ours" else masked
+    shapes = [(length, 1, heads, HEAD_SIZE) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    query, key, value, gradient = (
+        torch.randn(*shape, generator=generator).to(device, PRECISIONS[arguments.precision])
+        for shape in shapes
+    )
+    leaves = [leaf.requires_grad_() for leaf in (query, key, value)]
+    attend = masked
+    if arguments.subject == "ours":
+        attend = kernel_for(query, rule).attend
 
     def round_() -> None:
         # New documents, as a micro-batch brings them: the mask or the tiles are made again.
-        fresh = replace(segments)
-        torch.autograd.grad(attend(*leaves, fresh, rule), leaves, gradient)
+        fresh = replace(segments).to(device)
+        torch.autograd.grad(attend(query, key, value, fresh, rule), leaves, gradient)
 
-    seconds, peak = _timed(round_, length=length)
+    seconds, peak = _timed(round_, length=length, device=device)
+    difference = 0.0
+    if arguments.subject == "ours":
+        difference = _difference(attend, [leaf.detach()[:2048] for leaf in leaves], rule)
     return {
         "documents": len(segments.bounds[0]) - 1,
         "tokens_per_second": length / seconds,
         "peak": peak,
-        "difference": _difference(leaves, rule) if arguments.subject == "ours" else 0.0,
+        "difference": difference,
     }
 
 
-def _difference(leaves: list[Tensor], rule: AttentionRule) -> float:
+def _difference(attend: Attend, first: list[Tensor], rule: AttentionRule) -> float:
     """Return the largest difference between both paths on the first positions."""
-    first = [leaf.detach()[:2048] for leaf in leaves]
-    length = first[0].shape[0]
-    segments = Segments((bounds_of(length, "packed"),))
-    ours, peer = (attend(*first, segments, rule) for attend in (tiles.attend, masked))
+    query, key, value = first
+    segments = Segments((bounds_of(len(query), "packed"),)).to(query.device)
+    ours, peer = (one(query, key, value, segments, rule) for one in (attend, masked))
     return float((ours - peer).abs().max())
 
 
