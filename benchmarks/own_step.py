@@ -93,7 +93,7 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
     connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
     return OwnStep(
         student=Student(chunks, wrapped, groups, length),
-        teacher=_teacher(case, groups=groups, device=device),
+        teacher=build_teacher(case, groups=groups, device=device),
         objective=MarkedObjective(
             ce_weight=1.0,
             terms=(Term("forward_kl"),),
@@ -108,7 +108,8 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
     )
 
 
-def _teacher(case: Case, *, groups: Groups, device: torch.device) -> OnlineTeacher:
+def build_teacher(case: Case, *, groups: Groups, device: torch.device) -> OnlineTeacher:
+    """Build the frozen teacher of a case."""
     shape = architecture(case.workload.teacher, case)
     (model,) = build_gpt(
         shape,

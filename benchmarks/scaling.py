@@ -1,0 +1,214 @@
+"""Arithmetic of a large run, not a measurement: memory, time and exposed communication per GPU.
+
+    python benchmarks/scaling.py          # writes benchmarks/results/scaling.md
+
+A 70B teacher and an 8B student on H100s. docs/scaling.md explains the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULT = Path(__file__).parent / "results" / "scaling.md"
+
+# One H100 SXM: peak and sustained rates in FLOP/s and bytes/s.
+PEAK = 989e12
+PRODUCTS = 600e12
+FLASH_FORWARD, FLASH_BACKWARD = 450e12, 350e12
+MEMORY = 3.35e12
+NVLINK = 370e9  # bus rate of an all-gather inside a node
+NETWORK = 45e9  # of one GPU between nodes
+# Backward of flash attention recomputes the scores: five products where forward has two.
+FLASH_BACKWARD_FACTOR = 2.5
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int = 128_256
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's products."""
+        qkv = self.hidden * self.hidden * (1 + 2 * self.kv_heads / self.heads)
+        return int(qkv + self.hidden**2 + 3 * self.hidden * self.ffn)
+
+    @property
+    def parameters(self) -> int:
+        """All weights, embedding and untied head included."""
+        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
+
+    def product_flops(self) -> float:
+        """Forward FLOPs of one token in products, the head included."""
+        return 2.0 * (self.layers * self.layer_parameters + self.vocab * self.hidden)
+
+    def attention_flops(self, length: int) -> float:
+        """Forward FLOPs of one token in causal attention over documents of ``length`` tokens."""
+        return 2.0 * length * self.hidden * self.layers
+
+    def activation_bytes(self) -> float:
+        """Bytes per token and layer that backward needs, bf16, without recomputation."""
+        ratio = self.kv_heads / self.heads
+        return 2.0 * self.hidden * (5 + (1 + 2 * ratio) + (1 + ratio)) + 6.0 * self.ffn
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's layout and batch."""
+
+    gpus: int
+    tensor: int
+    pipeline: int
+    length: int
+    document: int  # tokens of a document, at most the length
+    sequences: int  # global batch
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one sequence on each rank."""
+        return self.sequences // self.data
+
+
+TEACHER = Shape(80, 8192, 28_672, 64, 8)
+STUDENT = Shape(32, 4096, 14_336, 32, 8)
+RUNS = (
+    Run(64, 8, 1, 8192, 8192, 1024),
+    Run(256, 8, 1, 8192, 8192, 1024),
+    Run(1024, 8, 1, 8192, 8192, 1024),
+    Run(1024, 8, 4, 8192, 8192, 1024),
+    Run(64, 8, 1, 32_768, 32_768, 256),
+    Run(64, 8, 1, 32_768, 2048, 256),
+)
+
+
+def micro_batch_seconds(run: Run) -> dict[str, float]:
+    """Seconds of one micro-batch on all stages of a replica, by part, as if PP were one."""
+    tokens, split = run.length, run.tensor
+    attention = {model: model.attention_flops(run.document) for model in (TEACHER, STUDENT)}
+    student_attention = attention[STUDENT] * (
+        1 / FLASH_FORWARD + FLASH_BACKWARD_FACTOR / FLASH_BACKWARD
+    )
+    message = {model: tokens * model.hidden * 2 * (split - 1) / split for model in attention}
+    # Per layer: two gathers and two scatters forward; the same and two gathers again backward.
+    teacher_messages, student_messages = 4 * TEACHER.layers, 10 * STUDENT.layers
+    return {
+        "teacher products": tokens * TEACHER.product_flops() / split / PRODUCTS,
+        "teacher attention": tokens * attention[TEACHER] / split / FLASH_FORWARD,
+        "student products": 3 * tokens * STUDENT.product_flops() / split / PRODUCTS,
+        "student attention": tokens * student_attention / split,
+        "TP messages": (message[TEACHER] * teacher_messages + message[STUDENT] * student_messages)
+        / NVLINK,
+        # Logits of both models are read and written a few times in bf16.
+        "losses": tokens * TEACHER.vocab / split * 10 / MEMORY,
+        "norms, RoPE, activations": tokens
+        * (TEACHER.layers * TEACHER.hidden + 3 * STUDENT.layers * STUDENT.hidden)
+        * 24
+        / split
+        / MEMORY,
+    }
+
+
+def step_seconds(run: Run) -> dict[str, float]:
+    """Seconds of a step, by part."""
+    each = sum(micro_batch_seconds(run).values()) / run.pipeline
+    weights = STUDENT.parameters / run.tensor / run.pipeline
+    return {
+        "compute": each * run.micro_batches,
+        "bubble": each * (run.pipeline - 1),
+        # Both are hidden but for one bucket: behind backward, and behind the teacher's next pass.
+        "gradients and weights": 2 * max(40e6, 1e6 * run.data) * 6 / NETWORK,
+        "optimizer": weights / run.data * 16 / MEMORY + 0.02,
+    }
+
+
+def memory_bytes(run: Run) -> dict[str, float]:
+    """Bytes of one GPU, by part; the largest stage."""
+    stage = run.tensor * run.pipeline
+    in_flight = min(run.pipeline, run.micro_batches)
+    activations = STUDENT.activation_bytes() * STUDENT.layers / run.pipeline * in_flight
+    hidden = run.length * TEACHER.hidden * 2 / run.tensor
+    return {
+        "teacher": TEACHER.parameters * 2 / stage,
+        "student, gradients": STUDENT.parameters * 6 / stage,
+        "optimizer": STUDENT.parameters * 12 / stage / run.data,
+        "activations": activations * run.length / run.tensor,
+        # One micro-batch inside the student's forward step; all of them with stages.
+        "teacher's hidden states": hidden * (1 if run.pipeline == 1 else run.micro_batches),
+        "logits of a chunk": 2 * 2**28 * 2,
+    }
+
+
+def utilisation(run: Run) -> float:
+    """Model FLOPs per second over the peak, the teacher's forward pass included."""
+    per_token = TEACHER.product_flops() + TEACHER.attention_flops(run.document)
+    per_token += 3 * (STUDENT.product_flops() + STUDENT.attention_flops(run.document))
+    tokens = run.sequences * run.length
+    return tokens * per_token / (sum(step_seconds(run).values()) * run.gpus * PEAK)
+
+
+def _named(run: Run) -> str:
+    layout = f"{run.gpus} GPUs, TP{run.tensor} PP{run.pipeline} DP{run.data}"
+    documents = "" if run.document == run.length else f", documents of {run.document:,}"
+    return f"{layout}, {run.length:,}{documents}"
+
+
+def _table(title: str, rows: list[tuple[str, dict[str, str]]]) -> list[str]:
+    names = list(rows[0][1])
+    lines = [f"## {title}", "", f"| run | {' | '.join(names)} |"]
+    lines.append("|---|" + "---:|" * len(names))
+    lines += [f"| {name} | {' | '.join(cells.values())} |" for name, cells in rows]
+    return [*lines, ""]
+
+
+def report() -> str:
+    """The three tables."""
+    micro, steps, memory = [], [], []
+    for run in RUNS:
+        name = _named(run)
+        parts = micro_batch_seconds(run)
+        cells = {key: f"{value * 1e3:.0f}" for key, value in parts.items()}
+        micro.append((name, {**cells, "sum": f"{sum(parts.values()) * 1e3:.0f}"}))
+        times = step_seconds(run)
+        total = sum(times.values())
+        rate = run.sequences * run.length / total
+        steps.append(
+            (
+                name,
+                {
+                    **{key: f"{value:.2f}" for key, value in times.items()},
+                    "step": f"{total:.2f}",
+                    "tokens/s": f"{rate:,.0f}",
+                    "exposed messages": f"{parts['TP messages'] / sum(parts.values()):.0%}",
+                    "MFU": f"{utilisation(run):.0%}",
+                },
+            )
+        )
+        held = memory_bytes(run)
+        figures = {key: f"{value / GB:.1f}" for key, value in held.items()}
+        memory.append((name, {**figures, "sum": f"{sum(held.values()) / GB:.1f}"}))
+    heading = ["# Arithmetic of large runs", "", __doc__.splitlines()[0], ""]
+    return "\n".join(
+        [
+            *heading,
+            *_table("One micro-batch of one sequence on a TP group (ms)", micro),
+            *_table("One step (s)", steps),
+            *_table("Memory of a GPU (GB)", memory),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    RESULT.write_text(report(), encoding="utf-8")
