@@ -22,13 +22,13 @@ from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair, neighbours
 from tests.support.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
+from tests.support.objective_runs import run
 from tests.unit.losses.test_objective_terms import (
     BETWEEN,
     KEPT,
     PLAIN,
     Rule,
     assert_close,
-    found,
 )
 from tests.unit.losses.test_objective_terms import expected as expected_objective
 
@@ -140,8 +140,7 @@ def test_objective_of_several_terms(
 ) -> None:
     problem = on_device(Problem.random(vocab=157), device)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
-    (softcap, scale), given = rules[0], {"chunk_tokens": 8}
-    ours = found(problem, signal, terms, student_softcap=softcap, student_scale=scale, **given)
+    ours = run(problem, terms, signal=signal, chunk_tokens=8, student_rule=rules[0])
     assert_close(ours, expected_objective(problem, terms, *rules))
 
 

@@ -5,9 +5,12 @@ Regimes: one bit plane of ids, an odd number of positions, K of one and K above 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
+from megatron_distill.config.schema.capture import StoreConfig
 from megatron_distill.store import KINDS, PositionScalars, SampleRecord, pack, unpack
 from megatron_distill.store.binary import largest_record_bytes
 from megatron_distill.store.checks import repeated_ids, shape_problems
@@ -53,3 +56,7 @@ def test_counts_and_repetitions_follow_the_ids_that_are_used(mode: str) -> None:
     totals = Totals.of_record(record)
     assert sum(totals.kept_histogram) == totals.positions
     assert totals.positions < len(counts) == len(ids)
+
+
+def test_the_schema_has_the_modes_of_the_table() -> None:
+    assert get_args(StoreConfig.model_fields["mode"].annotation) == tuple(KINDS)
