@@ -1,4 +1,4 @@
-"""Environment variables of CUDA and NCCL, unless the user has set them."""
+"""Environment variables of CUDA and of collectives, unless the user has set them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Final
 
 __all__ = ["limit_queues", "prepare_collectives"]
 
-_NCCL: Final = {
+_COLLECTIVES: Final = {
     # A collective that fails or exceeds its timeout ends the process: torch's default.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     # It leaves a trace of the last collectives of this rank, of which torch has a reader.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
+    # gloo, beside NCCL, connects the threads that exchange batches: when they use a connection, as
+    # those of all ranks with all would be a million at 1,000 ranks.
+    "TORCH_GLOO_LAZY_INIT": "1",
 }
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SINGLE_QUEUE_BELOW: Final = 10  # the compute capability of Blackwell
 
 
 def prepare_collectives() -> None:
-    """Set the variables of NCCL for a run on GPUs; call before there is a group."""
-    for name, value in _NCCL.items():
+    """Set the variables of NCCL and gloo for a run on GPUs; call before there is a group."""
+    for name, value in _COLLECTIVES.items():
         os.environ.setdefault(name, value)
 
 

@@ -30,7 +30,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     done: list[Any] = []
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name in (QUEUES, *cuda_environment._NCCL):
+    for name in (QUEUES, *cuda_environment._COLLECTIVES):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(done.append("torch")) or True)
@@ -54,6 +54,7 @@ def test_the_device_is_set_before_anything_that_starts_cuda(
     ) as device:
         assert os.environ[QUEUES] == "1"
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
         own = torch.device("cuda", 5)
         assert device.torch_device == own
     assert gpus[:3] == ["torch", own, "import of Megatron-Core"]
