@@ -289,6 +289,8 @@ def _fill_random(
     stop = row + window.shape[0]
     drawn = stop if end is None else min(stop, end)
     window[max(drawn - row, 0) :].zero_()
+    if drawn <= row:  # a rank of padding alone
+        return
     for first in range(row - row % _TILE, drawn, _TILE):
         top, bottom = max(first, row), min(first + _TILE, drawn)
         rows = random_rows(name, (top, bottom), (column, column + window.shape[1]))

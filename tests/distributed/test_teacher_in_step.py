@@ -21,6 +21,7 @@ from tests.distributed.feature_worlds import (
     build_losses,
     build_student,
     build_teacher,
+    even_routes,
     whole_batch,
 )
 from tests.distributed.megatron_world import megatron_groups, small_architecture
@@ -90,7 +91,7 @@ def peak_of_step(
     with megatron_groups(**layout) as groups:
         from benchmarks.peak import LiveStorages
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teachers.live import FeatureTeacher, routes
+        from megatron_distill.train.teachers.live import FeatureTeacher
 
         step = step_of(micro_batches)
         student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
@@ -98,7 +99,7 @@ def peak_of_step(
         source: Any = teacher
         if features is not None:
             features.attach(student.chunks)
-            ways = routes(features.pairs, student_layers=4, teacher_layers=6, layout=groups.layout)
+            ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
             source = FeatureTeacher(teacher, ways)
         objective = objective_of(groups, features)
 

@@ -205,7 +205,7 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(
         entries = record.entries
         assert entries.n_kept_S is not None
         kept = np.arange(K) < entries.n_kept_S[:, None]
-        np.testing.assert_array_equal(entries.ids_SK[kept], whole.top_k.ids_SK[kept])
+        np.testing.assert_array_equal(entries.ids_SK[kept], whole.entries.ids_SK[kept])
         mass = np.exp(entries.log_probs_SK).sum(1)
         assert ((mass > 0.3 - 1e-5) | (entries.n_kept_S == K)).all()
 
@@ -261,7 +261,7 @@ def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
     kept = (stores[0] / "tokenizer" / "tokenizer.json").read_bytes()
     assert kept == (inputs.tokenizer / "tokenizer.json").read_bytes()
     for record, same in zip(samples_of(stores[0]), samples_of(stores[1]), strict=True):
-        np.testing.assert_array_equal(record.entries.log_probs_SK, same.top_k.log_probs_SK)
+        np.testing.assert_array_equal(record.entries.log_probs_SK, same.entries.log_probs_SK)
     # In another precision it is another store, near to this one.
     given = [*overrides, f"teacher.hf={models['hf']}", "data.tokenizer.path=null"]
     narrow = tmp_path / "narrow"

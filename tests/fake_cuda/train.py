@@ -40,6 +40,7 @@ def _train(config: RunConfig, seen: Seen) -> bool:
     # Only now: these import Megatron-Core, which had to be prepared first.
     from megatron_distill.train import loop
     from megatron_distill.train.assemble import data as assemble_data
+    from megatron_distill.train.assemble import open_run as opening
     from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.teachers.stored import HostBatch
 
@@ -48,7 +49,8 @@ def _train(config: RunConfig, seen: Seen) -> bool:
     for module in (assemble_data, assembly):
         patch.object(module, "on_first_rank", lambda work, **_: work()).start()
         run_on_the_host(module, "on_first_rank")
-    run_on_the_host(assembly, "open_tokenizer", "keep_assets")
+    run_on_the_host(opening, "open_tokenizer")
+    run_on_the_host(assembly, "keep_assets")
     patch.object(assembly, "exchange_group", lambda **_: None).start()
     run_on_the_host(HostBatch, "of")
     distil = loop._distil

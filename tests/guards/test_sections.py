@@ -16,12 +16,12 @@ ASSEMBLY = read_sources(ROOT, (f"{PACKAGE}/train/assemble",))
 # Functions of train/assemble that lead a job, check it as a whole, or record all its settings.
 ORCHESTRATORS = {
     "run.py::run_training",
-    "run.py::open_run",
+    "open_run.py::open_run",
     "run.py::_assemble",
     "run.py::_checked_folder",
-    "run.py::_open_metrics",
+    "reporting.py::open_metrics",
     "run.py::_with_computed_steps",
-    "run.py::_banner",
+    "reporting.py::banner_of_run",
     "capture.py::run_capture",
     "capture.py::_assemble",
     "capture.py::_banner",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_distill import log
 from megatron_distill.config import (
     CheckpointConfig,
     OptimizerConfig,
@@ -31,39 +28,29 @@ from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.assemble.banner import run_banner
 from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
 from megatron_distill.train.assemble.data import RunSamples, open_training_loader
 from megatron_distill.train.assemble.distillation import (
-    Distillation,
-    assemble_distillation,
     assemble_held_out,
     build_balancing,
-    open_teacher,
 )
 from megatron_distill.train.assemble.models import (
-    Origin,
     build_student,
-    build_terms,
     execution_on,
     export_source,
-    find_origin,
     job_groups,
 )
-from megatron_distill.train.assemble.sources import data_options
-from megatron_distill.train.assemble.stages import heads_in_layers, student_layers
+from megatron_distill.train.assemble.open_run import OpenRun, open_run
+from megatron_distill.train.assemble.reporting import (
+    banner_of_run,
+    open_metrics,
+    throughput_of_run,
+)
 from megatron_distill.train.assemble.start import note_start, plain_settings
 from megatron_distill.train.assemble.stored import require_samples
-from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
+from megatron_distill.train.balancing import Balancing
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, train
-from megatron_distill.train.metrics import (
-    JsonLinesSink,
-    MetricsLog,
-    MetricsSink,
-    TensorBoardSink,
-    WandbSink,
-)
 from megatron_distill.train.optimizer import (
     build_optimizer,
     build_schedule,
@@ -71,19 +58,10 @@ from megatron_distill.train.optimizer import (
     wrap_data_parallel,
 )
 from megatron_distill.train.phase_timers import PhaseTimers
-from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.lookahead import Lookahead, StepSource
-from megatron_distill.train.throughput import (
-    MemoryOfRank,
-    RankParameters,
-    Throughput,
-    chunk_logits,
-    step_flops_per_token,
-)
 from megatron_distill.train.tokenizer_files import keep_assets
 
 _LOGGER = get_logger(__name__)
@@ -119,78 +97,6 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         if not is_frozen:
             # Else Triton's bindings, which Megatron-Core imports, report leaks at exit.
             gc.unfreeze()
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """The models and samples of a run, except its student, whose origin is known."""
-
-    vocabulary: Vocabulary
-    origin: Origin
-    layers: tuple[int, ...]  # of each stage of the student
-    execution: Execution
-    distillation: Distillation
-    samples: RunSamples
-
-
-def open_run(
-    config: RunConfig, execution: Execution, groups: Groups, resources: ExitStack
-) -> OpenRun:
-    """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
-
-    Raises a MegatronDistillError on all ranks.
-    """
-    data, parallel = config.data, config.parallel
-    options = data_options(data, Path(config.output), shows_progress=config.logging.progress)
-    tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
-    length = data.sequence_length
-    origin = find_origin(
-        config.student, "student", vocabulary, parallel=parallel, sequence_length=length
-    )
-    student = origin.architecture
-    terms = build_terms(config.objective.terms, vocabulary.size)
-    teacher = open_teacher(
-        config.teacher,
-        terms,
-        student=student,
-        vocabulary=vocabulary,
-        data=data,
-        parallel=parallel,
-        seed=config.seed,
-        groups=groups,
-        execution=execution,
-        resources=resources,
-    )
-    heads = heads_in_layers(
-        student,
-        teacher.architecture if isinstance(teacher, OnlineTeacher) else None,
-        sequence_length=length,
-        is_recomputed=execution.recompute.layers is None,
-    )
-    layers = student_layers(
-        parallel.layers_per_stage.student, student, heads=heads, layout=groups.layout
-    )
-    distillation = assemble_distillation(
-        config.objective,
-        terms,
-        teacher,
-        student=student,
-        layers=layers,
-        vocabulary=vocabulary,
-        optimizer=config.optimizer,
-        seed=config.seed,
-        groups=groups,
-        device=execution.device,
-    )
-    samples = RunSamples(
-        data=data,
-        options=options,
-        tokenizer=tokenizer,
-        stored=distillation.stored,
-        seed=config.seed,
-        held_out=config.validation.samples,
-    )
-    return OpenRun(vocabulary, origin, layers, execution, distillation, samples)
 
 
 def _assemble(
@@ -236,14 +142,11 @@ def _assemble(
         resources,
         timeout_seconds=config.runtime.timeout_seconds,
     )
-    if newest is not None:
-        state.restore(newest, loader)
-        state.balance = balancing.resumed(state.balance)
-        _LOGGER.info("resumed from %s at step %d", newest, state.step)
+    _resume(state, balancing, loader, newest)
     note_start(config, resumed=newest)
     if state.step < config.train.steps:
-        _LOGGER.info("%s", _banner(config, opened, state))
-    metrics = _open_metrics(config, resume_step=state.step)
+        _LOGGER.info("%s", banner_of_run(config, opened, state))
+    metrics = open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
     found.has_started()
     parts = Parts(
@@ -254,14 +157,12 @@ def _assemble(
         loader=loader,
         held_out=held_out,
         metrics=metrics,
-        throughput=_throughput(opened, config.train, groups, device),
+        throughput=throughput_of_run(opened, config.train, groups, device),
         timers=PhaseTimers(device.torch_device),
         device=device.torch_device,
     )
-    plan = _plan(
-        config.train, config.validation, config.checkpoint, config.optimizer.clip_grad_norm
-    )
-    return parts, plan
+    clip_grad_norm = config.optimizer.clip_grad_norm
+    return parts, _plan(config.train, config.validation, config.checkpoint, clip_grad_norm)
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
@@ -311,44 +212,6 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
 def _execution(train: TrainConfig, device: Device) -> Execution:
     recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
     return execution_on(device, precision=train.precision, recompute=recompute)
-
-
-def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    online, features = opened.distillation.online, opened.distillation.features
-    groups, execution = state.student.groups, opened.execution
-    tokens = config.train.micro_batch_size * config.data.sequence_length
-    memory = MemoryOfRank.of_run(
-        RankParameters.of(state.student.chunks, online.model if online else None),
-        dtype=execution.dtype,
-        logits=chunk_logits(
-            config.objective.chunk_tokens,
-            tokens // config.parallel.context,
-            state.architecture,
-            tensor=config.parallel.tensor,
-            device=execution.device,
-        ),
-        layout=groups.layout,
-        world_size=groups.world.size(),
-        is_distributed=config.optimizer.distributed,
-    )
-    return run_banner(
-        output=config.output,
-        student=(config.student, state.architecture),
-        teacher=(config.teacher, online.architecture if online else None)
-        if config.teacher
-        else None,
-        objective=config.objective,
-        data=config.data,
-        train=config.train,
-        parallel=config.parallel,
-        memory=memory,
-        stored_samples=opened.samples.stored.samples if opened.samples.stored else 0,
-        source_names=opened.samples.names(held_out=False),
-        held_out=opened.samples.held_out,
-        feature_pairs=len(features.losses.pairs) if features else 0,
-        world_size=groups.world.size(),
-        start_step=state.step,
-    )
 
 
 def _open_source(
@@ -436,6 +299,13 @@ def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunStat
     return said[0]
 
 
+def _resume(state: RunState, balancing: Balancing, loader: StepSource, newest: Path | None) -> None:
+    if newest is not None:
+        state.restore(newest, loader)
+        state.balance = balancing.resumed(state.balance)
+        _LOGGER.info("resumed from %s at step %d", newest, state.step)
+
+
 def _plan(
     train: TrainConfig,
     validation: ValidationConfig,
@@ -449,53 +319,4 @@ def _plan(
         save=checkpoint.save,
         clip_grad_norm=clip_grad_norm,
         max_bad_steps=train.max_bad_steps,
-    )
-
-
-def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
-    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks.
-
-    Weights & Biases records the whole configuration.
-    """
-    output, logging = Path(config.output), config.logging
-    sinks: list[MetricsSink] = []
-    with together():
-        if dist.get_rank() == 0:
-            sinks.append(JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step))
-            if logging.tensorboard:
-                sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
-            if logging.wandb is not None:
-                sinks.append(
-                    WandbSink(
-                        output,
-                        **logging.wandb.model_dump(),
-                        settings=config.model_dump(),
-                        resume_step=resume_step,
-                    )
-                )
-            if logging.progress:
-                progress = TrainingProgress(
-                    sys.stderr,
-                    total_steps=config.train.steps,
-                    start_step=resume_step,
-                    interval=logging.interval,
-                    ce_weight=config.objective.ce_weight,
-                )
-                sinks.append(progress)
-                # Log lines go above the bar, not through it.
-                log.configure(dist.get_rank(), stream=progress.stream)
-    return MetricsLog(sinks)
-
-
-def _throughput(opened: OpenRun, train: TrainConfig, groups: Groups, device: Device) -> Throughput:
-    online, length = opened.distillation.online, opened.samples.data.sequence_length
-    teacher = online.architecture if online else None
-    flops = step_flops_per_token(opened.origin.architecture, teacher, sequence_length=length)
-    on_cuda = device.kind == "cuda"
-    return Throughput(
-        tokens_per_step=train.global_batch_size * length,
-        flops_per_token=flops.total,
-        num_devices=groups.world.size(),
-        device_name=torch.cuda.get_device_name(device.torch_device) if on_cuda else "cpu",
-        precision=train.precision,
     )

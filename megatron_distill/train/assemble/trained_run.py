@@ -17,7 +17,7 @@ from megatron_distill.train.assemble.models import (
     find_origin,
     job_groups,
 )
-from megatron_distill.train.assemble.run import open_run
+from megatron_distill.train.assemble.open_run import open_run
 from megatron_distill.train.assemble.sources import data_options
 from megatron_distill.train.assemble.tokenizer import open_tokenizer
 from megatron_distill.train.metrics import public_names

@@ -35,7 +35,7 @@ from tests.support.sample_configs import MINIMAL, complaints, load_tree
         (
             "runtime.zzzz=1",
             "runtime.zzzz: unknown key; the keys here are device, backend, "
-            "timeout_seconds, threads",
+            "timeout_seconds, threads, transformer_engine",
         ),
         (
             "student.norm_epsilon=2",

@@ -45,7 +45,7 @@ def memory_of(config: RunConfig, mine: RankParameters, world_size: int) -> Memor
         logits=chunk_logits(
             config.objective.chunk_tokens, tokens, student, tensor=parallel.tensor, device=CPU
         ),
-        layout=Layout(**parallel.model_dump()),
+        layout=Layout(**parallel.model_dump(exclude={"layers_per_stage"})),
         world_size=world_size,
         is_distributed=config.optimizer.distributed,
     )
