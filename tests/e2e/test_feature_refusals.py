@@ -64,9 +64,7 @@ def poisoned_step(
         try:
             train(
                 parts,
-                _plan(
-                    found.train, found.validation, found.checkpoint, found.optimizer.clip_grad_norm
-                ),
+                _plan(found.train, found.validation, found.checkpoint, found.optimizer),
                 TerminationRequest(),
             )
         except TrainingError as error:

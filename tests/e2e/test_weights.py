@@ -141,9 +141,7 @@ def train_and_look_at_the_teacher(
         }
         train(
             parts,
-            _plan(
-                config.train, config.validation, config.checkpoint, config.optimizer.clip_grad_norm
-            ),
+            _plan(config.train, config.validation, config.checkpoint, config.optimizer),
             TerminationRequest(),
         )
         own = {id(parameter) for parameter in model.parameters()}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
+    ModelConfig,
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
@@ -21,6 +22,7 @@ from megatron_distill.config import (
     with_steps,
 )
 from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Execution, Recompute
@@ -106,9 +108,7 @@ def _assemble(
     found = _checked_folder(config, resources)
     opened = open_run(config, _execution(config.train, device), groups, resources)
     distillation, samples = opened.distillation, opened.samples
-    with together():
-        if samples.tokenizer is not None:
-            keep_assets(config.output, export_source(config.student), samples.tokenizer)
+    _keep_assets(config.output, config.student, samples.tokenizer)
     if config.train.epochs is not None:
         config = _with_computed_steps(config, samples, device.torch_device)
     if distillation.stored is not None and config.data.sources:
@@ -161,8 +161,7 @@ def _assemble(
         timers=PhaseTimers(device.torch_device),
         device=device.torch_device,
     )
-    clip_grad_norm = config.optimizer.clip_grad_norm
-    return parts, _plan(config.train, config.validation, config.checkpoint, clip_grad_norm)
+    return parts, _plan(config.train, config.validation, config.checkpoint, config.optimizer)
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
@@ -179,6 +178,13 @@ def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
     resources.enter_context(run_folder(config.output))
     resources.enter_context(found.put_back_on_failure())
     return found
+
+
+def _keep_assets(output: str, student: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Save the tokenizer and the files for an export, on the rank that has the tokenizer."""
+    with together():
+        if tokenizer is not None:
+            keep_assets(output, export_source(student), tokenizer)
 
 
 def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.device) -> RunConfig:
@@ -310,13 +316,13 @@ def _plan(
     train: TrainConfig,
     validation: ValidationConfig,
     checkpoint: CheckpointConfig,
-    clip_grad_norm: float,
+    optimizer: OptimizerConfig,
 ) -> LoopPlan:
     return LoopPlan(
         steps=train.steps,
         validation_interval=validation.interval,
         checkpoint_interval=checkpoint.interval,
         save=checkpoint.save,
-        clip_grad_norm=clip_grad_norm,
+        clip_grad_norm=optimizer.clip_grad_norm,
         max_bad_steps=train.max_bad_steps,
     )
