@@ -42,12 +42,13 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
     from benchmarks.own_step import build_teacher
     from benchmarks.subject import random_batches
     from megatron_distill.models.gpt import vocab_shard
-    from megatron_distill.runtime.groups import Layout, create_groups
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
     from megatron_distill.signals import HiddenState
     from megatron_distill.store import CaptureSettings
     from megatron_distill.train.capture.positions import PositionCapture
 
     groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)
+    seed_everything(1, groups)
     teacher = build_teacher(case, groups=groups, device=device)
     work = case.workload
     settings = CaptureSettings(
@@ -64,8 +65,10 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
 
     def capture() -> None:
         for batch, signal in zip(batches, teacher.signals(batches), strict=True):
-            assert isinstance(signal, HiddenState)
-            positions(signal, batch).whole(batch, groups.context).on_host()
+            assert signal is not None, "one stage"
+            state = signal.logit_source()
+            assert isinstance(state, HiddenState)
+            positions(state, batch).whole(batch, groups.context).on_host()
 
     return {
         "tokens": float(case.tokens_per_step),

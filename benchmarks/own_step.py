@@ -18,10 +18,11 @@ from benchmarks.subject import (
     TrainingState,
     architecture,
     execution,
+    random_gpt,
     training_state,
 )
 from megatron_distill.losses import Term
-from megatron_distill.models.gpt import build_gpt, vocab_shard
+from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
@@ -88,7 +89,7 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
     shape = architecture(case.workload.student, case)
     run = execution(case, device)
     length = case.workload.sequence_length
-    chunks = build_gpt(shape, groups=groups, execution=run, seed=STUDENT_SEED)
+    chunks = random_gpt(shape, run, groups=groups, seed=STUDENT_SEED)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
     connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
     return OwnStep(
@@ -111,13 +112,8 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
 def build_teacher(case: Case, *, groups: Groups, device: torch.device) -> OnlineTeacher:
     """Build the frozen teacher of a case."""
     shape = architecture(case.workload.teacher, case)
-    (model,) = build_gpt(
-        shape,
-        groups=groups,
-        execution=execution(case, device),
-        seed=TEACHER_SEED,
-        interleaved=False,
-    )
+    run = execution(case, device)
+    (model,) = random_gpt(shape, run, groups=groups, seed=TEACHER_SEED, interleaved=False)
     model.requires_grad_(False)
     model.eval()
     return OnlineTeacher(

@@ -43,6 +43,7 @@ from benchmarks.subject import (
     StepFigures,
     TrainingState,
     architecture,
+    draw_on_device,
     execution,
     training_state,
 )
@@ -266,5 +267,8 @@ def _gpt(
     )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device=device, dtype=config.params_dtype)
-    initialise([model], shape, seed=seed, groups=groups)
+    if device.type == "cuda":
+        draw_on_device([model], std=shape.init_std, seed=seed)
+    else:
+        initialise([model], shape, seed=seed, groups=groups)
     return model

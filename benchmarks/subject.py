@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from benchmarks.cases import Body, Case
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
 from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
+from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS
@@ -86,6 +88,39 @@ def architecture(body: Body, case: Case) -> Architecture:
 def execution(case: Case, device: torch.device) -> Execution:
     """Return the case's execution settings: no recomputation."""
     return Execution(dtype=PRECISIONS[case.precision], device=device)
+
+
+def random_gpt(
+    shape: Architecture, run: Execution, *, groups: Groups, seed: int, interleaved: bool = True
+) -> list[HiddenStateGPT]:
+    """Build a model's chunks with random weights, the same for both subjects of a case.
+
+    On a GPU they are drawn there: on the host an 8B model takes a minute.
+    """
+    on_cuda = run.device.type == "cuda"
+    chunks = build_gpt(
+        shape,
+        groups=groups,
+        execution=run,
+        seed=None if on_cuda else seed,
+        interleaved=interleaved,
+    )
+    if on_cuda:
+        draw_on_device(chunks, std=shape.init_std, seed=seed)
+    return chunks
+
+
+@torch.no_grad()
+def draw_on_device(chunks: Sequence[torch.nn.Module], *, std: float, seed: int) -> None:
+    """Fill matrices with normal numbers and vectors, all gains of norms here, with ones."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            own_seed = seed + zlib.crc32(name.encode())
+            generator = torch.Generator(parameter.device).manual_seed(own_seed)
+            parameter.normal_(0.0, std, generator=generator)
 
 
 def random_batches(case: Case, step: int, *, groups: Groups, device: torch.device) -> StepBatches:
