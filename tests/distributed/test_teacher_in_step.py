@@ -114,7 +114,9 @@ def peak_of_step(
 
 
 @pytest.mark.parametrize("with_features", [False, True])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), pytest.param(2, SEQUENCE, marks=pytest.mark.slow)]
+)
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
     pool: Pool, world: int, layout: dict[str, Any], with_features: bool
 ) -> None:

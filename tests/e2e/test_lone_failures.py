@@ -161,9 +161,8 @@ def test_a_peer_outside_of_collectives_ends_too(inputs: Inputs, tmp_path: Path) 
     assert "rank 0 ends, because rank 1 has failed" in run.output()
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("processes", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "processes"])
 def test_a_rank_that_stops_answering_is_named(
     inputs: Inputs, tmp_path: Path, launcher: str
 ) -> None:
