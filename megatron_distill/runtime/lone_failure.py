@@ -24,6 +24,7 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.termination import was_interrupted
 from megatron_distill.runtime.torchrun_report import tell_torchrun
 
 __all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch"]
@@ -43,7 +44,8 @@ class LoneFailure:
     """A block that ends the process if this rank fails alone.
 
     Errors that all ranks raise together, and interruptions, leave the block. So does every error
-    if there is no store: in a world of one, or in a process group of the caller.
+    if there is no store: in a world of one, or in a process group of the caller. After an
+    interruption a collective may fail because a peer has left already: that is no failure either.
     """
 
     rank: int = 0
@@ -60,7 +62,7 @@ class LoneFailure:
         frames: TracebackType | None,
     ) -> None:
         together = (MegatronDistillError, KeyboardInterrupt, SystemExit, GeneratorExit)
-        if self.store is None or error is None or isinstance(error, together):
+        if self.store is None or error is None or isinstance(error, together) or was_interrupted():
             return
         status = LOST_PEER_STATUS if _is_lost_peer(error) else FAILED_STATUS
         try:  # memory may be exhausted: nothing here may keep the process from its end

@@ -84,3 +84,10 @@ class Interruption(TerminationRequest):
         """The exit status of a process ended by the signal, as in shells: 128 + its number."""
         assert self.signal_number is not None
         return 128 + self.signal_number
+
+
+def was_interrupted() -> bool:
+    """Return whether an `Interruption` is in force here and has had its signal."""
+    handler = signal.getsignal(signal.SIGTERM)
+    request = getattr(handler, "__self__", None)
+    return isinstance(request, Interruption) and request.received

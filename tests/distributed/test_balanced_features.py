@@ -43,7 +43,10 @@ CASES: dict[str, tuple[int, Setting]] = {
     "DP2": (2, MAGNITUDE),
     "CP2": (2, replace(MAGNITUDE, layout={"context": 2}, micro_batch_size=2)),
     "TP2+sequence x PP2": (4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2})),
-    "maps, TP2+sequence x PP2": (4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2}, pairs=MAPS)),
+    "maps, TP2+sequence x PP2": (
+        4,
+        replace(MAGNITUDE, alpha=0.3, layout={**SEQUENCE, **PP2}, pairs=MAPS),
+    ),
     "norms": (1, NORMS),
     "norms, TP2": (2, replace(NORMS, layout=TP2, micro_batch_size=2)),
     "norms, TP2+sequence x PP2": (4, replace(NORMS, layout={**SEQUENCE, **PP2})),

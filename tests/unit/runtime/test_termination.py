@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_distill.runtime.termination import Interruption, TerminationRequest
+from megatron_distill.runtime.termination import Interruption, TerminationRequest, was_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,14 @@ def test_a_request_is_remembered_and_the_work_goes_on() -> None:
         interrupt(signal.SIGTERM)
         assert termination.received
     assert termination.signal_number == signal.SIGTERM
+
+
+def test_an_interruption_is_known_from_its_signal_on() -> None:
+    before = was_interrupted()
+    with suppress(KeyboardInterrupt), Interruption():
+        interrupt()
+    assert (before, was_interrupted()) == (False, True)
+    with TerminationRequest() as request:
+        interrupt()
+        assert request.received
+        assert not was_interrupted()  # a request to finish the step interrupts nothing
