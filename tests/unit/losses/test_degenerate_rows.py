@@ -55,6 +55,17 @@ def assert_finite(found: tuple[Tensor, Tensor], support: str) -> None:
 
 
 @OF_EACH
+def test_defect_15_no_gradient_without_a_counted_token(name: str) -> None:
+    for support in SUPPORTS:
+        for garbage in (1.0, torch.nan):
+            student, teacher = logit_pair(4, 30)
+            student[:2], teacher[2:] = student[:2] * garbage, teacher[2:] * garbage
+            given = {"divergence": name, "support": support}
+            _, gradient = solved(student, signal_of(support, teacher), torch.zeros(4), **given)
+            assert torch.equal(gradient, torch.zeros(4, 30))
+
+
+@OF_EACH
 def test_defect_15_ids_on_no_shard(name: str) -> None:
     # Gathered with a clamped index, such an id would get the logit of a stranger.
     for support in KEPT_SUPPORTS:
