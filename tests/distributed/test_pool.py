@@ -95,6 +95,7 @@ def test_result_that_does_not_pickle_is_reported(pair: Pool) -> None:
         pair.run(1, unpicklable)
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "leave.py"
     program.write_text(

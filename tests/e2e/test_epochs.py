@@ -57,7 +57,7 @@ def samples(corpus: Path, tokenizer: Tokenizer) -> int:
     return math.ceil((tokens - 1) / LENGTH)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_epochs_are_the_steps_of_that_many_passes(
     pool: Pool, inputs: Inputs, tmp_path: Path, corpus: Path, samples: int, world: int
 ) -> None:

@@ -4,6 +4,7 @@ parent process in a child."""
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from megatron_distill.train import throughput as memory
@@ -12,6 +13,7 @@ CPU = torch.device("cpu")
 SIZE = 200_000_000
 
 
+@pytest.mark.slow
 def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed() -> None:
     program = (
         "import torch, sys; from megatron_distill.train.throughput import peak_memory_bytes\n"
