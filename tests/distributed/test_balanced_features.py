@@ -33,6 +33,8 @@ ALPHA = 0.6
 MAGNITUDE = Setting(mode="magnitude", alpha=ALPHA)
 NORMS = replace(MAGNITUDE, mode="gradient_norm")
 
+# A scale of one would show nothing.
+HEAVY_MAPS = tuple((*pair[:3], 2 * pair[3]) for pair in MAPS)
 CASES: dict[str, tuple[int, Setting]] = {
     "one rank": (1, MAGNITUDE),
     "micro-batch 4": (1, replace(MAGNITUDE, micro_batch_size=4)),
@@ -45,7 +47,7 @@ CASES: dict[str, tuple[int, Setting]] = {
     "TP2+sequence x PP2": (4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2})),
     "maps, TP2+sequence x PP2": (
         4,
-        replace(MAGNITUDE, alpha=0.3, layout={**SEQUENCE, **PP2}, pairs=MAPS),
+        replace(MAGNITUDE, layout={**SEQUENCE, **PP2}, pairs=HEAVY_MAPS),
     ),
     "norms": (1, NORMS),
     "norms, TP2": (2, replace(NORMS, layout=TP2, micro_batch_size=2)),

@@ -117,9 +117,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         (STUDENT_HF % "sound", "student.keep_layers=[0,3]"),
         r"student\.keep_layers = \[0, 3\].*3 layers, 0 to 2,",
     ),
-    "heads of four ranks": (
-        (STUDENT_HF % "sound", "parallel.tensor=4"),
-        r"parallel\.tensor = 4.*student.*num_kv_heads = 2.*use 1 or 2",
+    "layers of two stages": (
+        (STUDENT_HF % "sound", "student.num_layers=1", "parallel.pipeline=2"),
+        r"parallel\.pipeline = 2: more stages than student.*num_layers = 1",
     ),
     "top k": (
         ("objective.terms=[{{divergence: forward_kl, top_k: 500}}]",),
@@ -163,8 +163,7 @@ def test_problems_that_need_no_data_are_reported_before_any_is_read(
     overrides, expected = WRONG[case]
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     given = [word.format(models=models) for word in overrides]
-    world = 4 if "parallel.tensor=4" in given else 2
-    said = failure(pool, world, config, tmp_path / "new" / "run", *SHORT, chat, *given)
+    said = failure(pool, 2, config, tmp_path / "new" / "run", *SHORT, chat, *given)
     assert re.search(expected.format(models=re.escape(str(models))), said), said
     assert BROKEN_ROW not in said
     assert list(tmp_path.iterdir()) == []
