@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,14 +78,14 @@ class Faulty:
         assert time.time() - failed < SECONDS_TO_THE_END, self.output()
         return status
 
-    def failed_rank(self) -> psutil.Process:
-        """Return the process with the fault, once it has come."""
+    def wait_for_the_fault(self) -> int:
+        """Return the number of the process with the fault, once it has come; it may be gone."""
         deadline = time.monotonic() + 240
         while not (self.fault.exists() and self.fault.read_text()):
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
-        return psutil.Process(int(self.fault.read_text().split()[0]))
+        return int(self.fault.read_text().split()[0])
 
 
 def command(launcher: str, config: Path, output: Path, *overrides: str) -> list[str]:
@@ -122,9 +122,11 @@ def started(folder: Path, words: Sequence[str], fault: str, **variables: str) ->
             process.wait()
 
 
-def descendants_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """The processes below a launcher."""
-    return launcher.children(recursive=True)
+def descendants_of(launcher: int) -> list[psutil.Process]:
+    """The processes below a launcher; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(launcher).children(recursive=True)
+    return []
 
 
 CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", "processes")]
@@ -135,8 +137,8 @@ def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, ca
     fault, launcher = case.split()
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run")
     with started(tmp_path, words, FAULTS[fault]) as run:
-        run.failed_rank()
-        ranks = descendants_of(psutil.Process(run.process.pid))
+        run.wait_for_the_fault()
+        ranks = descendants_of(run.process.pid)
         status = run.wait()
         _, alive = psutil.wait_procs(ranks, timeout=5)
         assert alive == []
@@ -169,10 +171,10 @@ def test_a_rank_that_stops_answering_is_named(
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run", short)
     with started(tmp_path, words, STOPPED) as run:
-        stopped = run.failed_rank()
+        stopped = psutil.Process(run.wait_for_the_fault())
         (other,) = [
             process
-            for process in descendants_of(psutil.Process(run.process.pid))
+            for process in descendants_of(run.process.pid)
             if process.environ().get("RANK") == str(1 - RANK)
         ]
         gone, _ = psutil.wait_procs([other], timeout=SECONDS_TO_THE_END)
