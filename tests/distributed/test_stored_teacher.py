@@ -117,14 +117,14 @@ def test_every_rank_gets_the_store_s_signals_of_its_positions(
     pool: Pool, folder: Path, layout: str, announce: bool
 ) -> None:
     world, arguments = LAYOUTS[layout]
-    heard = pool.run(world, _sent_signals, arguments, folder, announce)
+    by_rank = pool.run(world, _sent_signals, arguments, folder, announce)
     with StoreSet.open([str(folder)]).stores[0] as reader:
         records = reader.read(range(SAMPLES))
     whole = top_k_signal(records)
     entropy = np.concatenate([record.scalars.entropy_S for record in records if record.scalars])
     seen: dict[int, int] = {}
-    for said in heard:
-        for cells, ids, log_probs, log_tail, own_entropy in said:
+    for signals in by_rank:
+        for cells, ids, log_probs, log_tail, own_entropy in signals:
             torch.testing.assert_close(ids, whole.ids[cells], rtol=0, atol=0)
             torch.testing.assert_close(log_probs, whole.log_probs[cells], rtol=0, atol=0)
             torch.testing.assert_close(log_tail, whole.log_tail[cells], rtol=0, atol=0)

@@ -17,17 +17,17 @@ from megatron_distill.runtime.torchrun import run_child, threads_per_process, to
 PATIENCE = 240.0  # nothing takes that long but a hang
 
 # A launcher with two ranks in sessions of their own, as torchrun's are. A rank writes its process
-# id, then waits; on SIGTERM it says `saved` and leaves with 0, or does not listen.
+# id, then waits; on SIGTERM it says `saved` and leaves with 0, or ignores it.
 RANK = textwrap.dedent(
     """
     import os, pathlib, signal, sys, time
-    folder, rank, deaf = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf"
+    folder, rank, ignores = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "ignoring"
     def save(*_):
         (folder / f"saved{rank}").touch()
         sys.exit(0)
-    def hear(*_):
-        (folder / f"heard{rank}").touch()
-    signal.signal(signal.SIGTERM, hear if deaf else save)
+    def note(*_):
+        (folder / f"signalled{rank}").touch()
+    signal.signal(signal.SIGTERM, note if ignores else save)
     part = folder / f"part{rank}"
     part.write_text(str(os.getpid()))
     part.rename(folder / f"rank{rank}")
@@ -100,8 +100,8 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) ->
     ranks = rank_processes(tmp_path)
     # As a terminal does: to the whole group of the foreground.
     os.killpg(parent.pid, number)
-    said, _ = parent.communicate(timeout=PATIENCE)
-    assert said.split() == ["0", str(int(number))]
+    printed, _ = parent.communicate(timeout=PATIENCE)
+    assert printed.split() == ["0", str(int(number))]
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
     assert not (tmp_path / "launcher_hit").exists()
@@ -109,10 +109,10 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) ->
 
 
 def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
-    parent = start(tmp_path, "deaf")
+    parent = start(tmp_path, "ignoring")
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGINT)
-    wait_for(tmp_path, "heard*")
+    wait_for(tmp_path, "signalled*")
     assert parent.poll() is None, "the first signal waits"
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=PATIENCE)
@@ -120,19 +120,19 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
-    parent = start(tmp_path, "deaf", grace_seconds=0.5)
+    parent = start(tmp_path, "ignoring", grace_seconds=0.5)
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGTERM)
-    said, _ = parent.communicate(timeout=PATIENCE)
-    assert said.split()[1] == str(int(signal.SIGTERM))
+    printed, _ = parent.communicate(timeout=PATIENCE)
+    assert printed.split()[1] == str(int(signal.SIGTERM))
     assert_gone(ranks)
 
 
 def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
     parent = start(tmp_path, "abandon")
     ranks = rank_processes(tmp_path)
-    said, _ = parent.communicate(timeout=PATIENCE)
-    assert said.split() == ["7", "None"]
+    printed, _ = parent.communicate(timeout=PATIENCE)
+    assert printed.split() == ["7", "None"]
     assert_gone(ranks)
 
 
