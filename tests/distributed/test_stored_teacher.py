@@ -34,7 +34,7 @@ LAYOUTS = {
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tp2-cp2": (4, {"tensor": 2, "context": 2}),
 }
-Said = list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+Sent = list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def batches_of(step: int, groups: Any) -> tuple[Batch, ...]:
@@ -70,9 +70,9 @@ def _teacher(groups: Any, folder: Path) -> Any:
 
 def _sent_signals(
     rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool
-) -> Said:
+) -> Sent:
     """The signals of this rank in three steps, with their positions."""
-    said: Said = []
+    sent: Sent = []
     with megatron_groups(**layout) as groups:
         teacher = _teacher(groups, folder)
         steps = [batches_of(step, groups) for step in range(STEPS)]
@@ -91,7 +91,7 @@ def _sent_signals(
                 assert second is first  # of a renormalised term
                 cells = batch.sample_ids_b[:, None] * 16 + batch.sequence_index_s
                 assert signal.entropy is not None
-                said.append(
+                sent.append(
                     (
                         cells.reshape(-1).tolist(),
                         first.ids,
@@ -101,7 +101,7 @@ def _sent_signals(
                     )
                 )
         teacher.close()
-    return said
+    return sent
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +163,15 @@ def test_a_record_that_one_rank_cannot_read_stops_all_with_its_name(
     content[len(content) // 100] ^= 4
     path.write_bytes(content)
     world, arguments = LAYOUTS[layout]
-    said = pool.run(world, _failure, arguments, tmp_path / "s", announce)
-    assert len(set(said)) == 1, said
-    assert "logits-000001.array_record" in said[0]
-    assert "sample 5" in said[0]
+    messages = pool.run(world, _failure, arguments, tmp_path / "s", announce)
+    assert len(set(messages)) == 1, messages
+    assert "logits-000001.array_record" in messages[0]
+    assert "sample 5" in messages[0]
 
 
 def test_another_samples_record_stops_all(pool: Pool, tmp_path: Path) -> None:
     """The store of another corpus: its tokens are not those of the batch."""
     write_store(tmp_path / "s", settings(vocab_size=131_072), samples=SAMPLES)
-    said = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)
-    assert len(set(said)) == 1, said
-    assert "sample 0: the tokens in the store and in this run differ" in said[0]
+    messages = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)
+    assert len(set(messages)) == 1, messages
+    assert "sample 0: the tokens in the store and in this run differ" in messages[0]
