@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -238,16 +239,19 @@ def _step(settings: Settings, seconds: float) -> tuple[list[str], Any]:
 def _child_step(
     case: Case, subject: str, settings: Settings, *, seconds: float, profile: Path | None
 ) -> Any:
-    path = ROOT / "benchmarks" / f".{subject}_case.json"
-    path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
-    words = ["--case", str(path), "--subject", subject, "--warmup", "2"]
-    words += ["--steps", str(settings.steps)]
+    words = ["--subject", subject, "--warmup", "2", "--steps", str(settings.steps)]
     if profile is not None and settings is LARGE:
         words += ["--profile", str(profile)]
-    try:
-        return run_child("worker.py", words, processes=1, name=f"step {subject}", seconds=seconds)
-    finally:
-        path.unlink()
+    return _run_case("worker.py", case, words, name=f"step {subject}", seconds=seconds)
+
+
+def _run_case(worker: str, case: Case, words: Sequence[str], *, name: str, seconds: float) -> Any:
+    """Run a worker on a case, which it reads from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.json"
+        path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
+        told = ["--case", str(path), *words]
+        return run_child(worker, told, processes=1, name=name, seconds=seconds)
 
 
 def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
@@ -274,18 +278,8 @@ def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
 def _capture(settings: Settings, seconds: float) -> tuple[list[str], Any]:
     """A top-64 capture beside the teacher's forward pass alone."""
     case = Case(settings.workload, _ONE, settings.precision, chunk_tokens=_CHUNK)
-    path = ROOT / "benchmarks" / ".capture_case.json"
-    path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
-    try:
-        found = run_child(
-            "capture_worker.py",
-            ["--case", str(path), "--repeats", str(settings.repeats)],
-            processes=1,
-            name="capture",
-            seconds=seconds,
-        )
-    finally:
-        path.unlink()
+    words = ["--repeats", str(settings.repeats)]
+    found = _run_case("capture_worker.py", case, words, name="capture", seconds=seconds)
     rate = {name: found["tokens"] / found[name] for name in ("forward", "capture")}
     return [
         "| work | tokens/s |",
