@@ -1,7 +1,7 @@
 """Stores: a teacher's outputs on disk, written by any number of processes, read by sample id."""
 
 from megatron_distill.store.binary import pack, unpack
-from megatron_distill.store.drawn_entries import DrawnEntries, sampled_signal
+from megatron_distill.store.drawn_entries import DrawnEntries, draw_ids, sampled_signal
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals
 from megatron_distill.store.maxtext import convert_maxtext
 from megatron_distill.store.plan import (
@@ -22,7 +22,6 @@ from megatron_distill.store.records import (
     SelectionPlace,
     cut_to_k,
 )
-from megatron_distill.store.sampling import draw_ids
 from megatron_distill.store.topk_entries import TopKEntries, cut_to_mass, top_k_signal
 from megatron_distill.store.verify import (
     CodecError,

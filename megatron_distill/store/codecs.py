@@ -12,8 +12,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.store.records import Floats, Integers
-from megatron_distill.store.sections import Array
+from megatron_distill.store.records import Array, Floats, Integers
 
 __all__ = [
     "CODECS",

@@ -16,12 +16,15 @@ from megatron_distill.store.plan import (
     MANIFEST,
     VERSION,
     Plan,
+    read_bytes,
+    repair_advice,
     require_version,
+    sealed,
     shard_folder,
     sidecar_name,
+    unsealed,
 )
 from megatron_distill.store.records import SampleRecord, trained_positions
-from megatron_distill.store.sealed import read_bytes, repair_advice, sealed, unsealed
 
 __all__ = ["Manifest", "ShardProof", "Totals", "file_sha256"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.errors import StoreError, counted
-from megatron_distill.store.container import RecordFile
+from megatron_distill.store.binary import RecordFile
 from megatron_distill.store.manifest import Manifest
 from megatron_distill.store.plan import CaptureSettings, Identity
 from megatron_distill.store.records import Integers, SampleRecord

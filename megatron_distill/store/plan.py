@@ -1,8 +1,12 @@
-"""The plan of a store: capture settings, identity, and the samples of each shard."""
+"""The plan of a store: capture settings, identity, and the samples of each shard.
+
+It is a JSON file sealed with the SHA-256 of its content, as a store's other JSON files are.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +20,6 @@ from megatron_distill.signals import Support
 from megatron_distill.store.codecs import CODECS
 from megatron_distill.store.drawn_entries import DrawnEntries
 from megatron_distill.store.records import Entries
-from megatron_distill.store.sealed import sealed, unsealed
 from megatron_distill.store.topk_entries import TopKEntries
 
 __all__ = [
@@ -28,13 +31,63 @@ __all__ = [
     "Support",
     "UNKNOWN",
     "VERSION",
+    "canonical",
     "data_name",
     "plan_differences",
+    "read_bytes",
+    "repair_advice",
     "require_version",
+    "sealed",
     "shard_folder",
     "sidecar_name",
     "tokenizer_folder",
+    "unsealed",
 ]
+
+
+def canonical(value: dict[str, Any]) -> bytes:
+    """JSON with one form per value: sorted keys, two spaces, ASCII."""
+    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
+
+
+def sealed(value: dict[str, Any]) -> bytes:
+    """Canonical JSON, with the SHA-256 of the remaining content under `seal`."""
+    return canonical(value | {"seal": hashlib.sha256(canonical(value)).hexdigest()})
+
+
+def repair_advice(store: Path, *, file: bool = False) -> str:
+    """The advice at the end of a message about a damaged store; `file`: also to restore a copy."""
+    first = "restore the file from a copy, or " if file else ""
+    return f"{first}run `python tools/teacher_store.py repair {store}`, then the capture again"
+
+
+def unsealed(path: Path, *, advice: str) -> dict[str, Any]:
+    """The content of a sealed file. Raises StoreError: unreadable, or changed."""
+    text = read_bytes(path, advice=advice)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StoreError(f"{path}: damaged, not valid JSON; {advice}") from error
+    if not isinstance(value, dict) or not _is_sealed(value, text):
+        raise StoreError(f"{path}: damaged, its content does not match its seal; {advice}")
+    return value
+
+
+def _is_sealed(value: dict[str, Any], text: bytes) -> bool:
+    try:
+        return sealed({name: part for name, part in value.items() if name != "seal"}) == text
+    except ValueError:
+        return False  # NaN: json.loads accepts it, the canonical writer does not
+
+
+def read_bytes(path: Path, *, advice: str = "") -> bytes:
+    """The content of a file. Raises StoreError with its path and the advice."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        end = f"; {advice}" if advice else ""
+        raise StoreError(f"{path}: cannot be read ({error.strerror}){end}") from error
+
 
 FORMAT: Final = "megatron-distill teacher store"
 VERSION: Final = 1

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from megatron_distill.errors import StoreError, counted
-from megatron_distill.store.binary import decode, decode_tokens, require_record
-from megatron_distill.store.container import RecordFile
+from megatron_distill.store.binary import RecordFile, decode, decode_tokens, require_record
 from megatron_distill.store.manifest import Manifest
 from megatron_distill.store.plan import (
     PLAN,
@@ -24,11 +23,10 @@ from megatron_distill.store.plan import (
     Plan,
     Support,
     data_name,
+    repair_advice,
     shard_folder,
 )
-from megatron_distill.store.records import SampleRecord, SampleTokens
-from megatron_distill.store.sealed import repair_advice
-from megatron_distill.store.sections import Header
+from megatron_distill.store.records import Header, SampleRecord, SampleTokens
 
 __all__ = ["StoreReader", "StoreSet", "find_stores"]
 

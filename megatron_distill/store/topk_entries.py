@@ -27,25 +27,23 @@ from megatron_distill.store.codecs import (
     spread,
 )
 from megatron_distill.store.records import (
+    HAS_TAIL,
+    IS_RAGGED,
+    Array,
     ArraySpec,
     EncodedEntries,
     EntrySettings,
     Floats,
+    Header,
     Integers,
     PositionScalars,
     SampleRecord,
+    Sections,
     Selection,
     SelectionPlace,
-    used_mask,
-)
-from megatron_distill.store.sections import (
-    HAS_TAIL,
-    IS_RAGGED,
-    Array,
-    Header,
-    Sections,
     clamped,
     count_dtype,
+    used_mask,
 )
 
 __all__ = ["TopKEntries", "cut_to_mass", "top_k_signal"]

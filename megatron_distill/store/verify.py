@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import flush_folder, write_errors
-from megatron_distill.store.binary import decode, pack, require_record, unpack
-from megatron_distill.store.checks import repeated_ids, value_problems
+from megatron_distill.store.binary import RecordFile, decode, pack, require_record, unpack
 from megatron_distill.store.codecs import CODECS
-from megatron_distill.store.container import RecordFile
 from megatron_distill.store.manifest import Manifest, ShardProof, file_sha256
 from megatron_distill.store.plan import (
     MANIFEST,
     CaptureSettings,
     Plan,
     data_name,
+    repair_advice,
     shard_folder,
     sidecar_name,
 )
@@ -32,8 +31,8 @@ from megatron_distill.store.records import (
     PositionScalars,
     SampleRecord,
 )
-from megatron_distill.store.sealed import repair_advice
 from megatron_distill.store.topk_entries import TopKEntries
+from megatron_distill.store.writer import repeated_ids, value_problems
 
 __all__ = ["CodecError", "Problem", "VerificationReport", "measure_codec", "repair", "verify"]
 

@@ -1,12 +1,14 @@
-"""Writers of a store, shard by shard, from any number of processes."""
+"""Writers of a store, shard by shard, from any number of processes; the checks of a record."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+
+import numpy as np
 
 from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import (
@@ -17,9 +19,7 @@ from megatron_distill.runtime.atomic_files import (
     remove_stale,
     write_errors,
 )
-from megatron_distill.store.binary import pack, token_digest
-from megatron_distill.store.checks import shape_problems, value_problems
-from megatron_distill.store.container import RecordFile, RecordFileWriter
+from megatron_distill.store.binary import RecordFile, RecordFileWriter, pack, token_digest
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals, file_sha256
 from megatron_distill.store.plan import (
     MANIFEST,
@@ -28,13 +28,76 @@ from megatron_distill.store.plan import (
     Identity,
     Plan,
     data_name,
+    repair_advice,
     shard_folder,
     sidecar_name,
 )
-from megatron_distill.store.records import SampleRecord
-from megatron_distill.store.sealed import repair_advice
+from megatron_distill.store.records import ArraySpec, SampleRecord
 
-__all__ = ["ShardWriter", "StoreWriter"]
+__all__ = ["ShardWriter", "StoreWriter", "repeated_ids", "shape_problems", "value_problems"]
+
+
+_FLAGS = 3
+
+
+def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[str]:
+    """Arrays whose shape or dtype does not fit the settings."""
+    positions = settings.sequence_length
+    expected = {
+        "tokens_S1": ArraySpec(record.tokens_S1, (positions + 1,), "int32"),
+        "document_ids_S1": ArraySpec(record.document_ids_S1, (positions + 1,), "int32"),
+        "flags_S1": ArraySpec(record.flags_S1, (positions + 1,), "uint8"),
+    }
+    entries = record.entries
+    if type(entries) is not settings.kind:
+        yield f"contains {type(entries).__name__}; the mode of the plan is {settings.mode}"
+        return
+    yield from entries.settings_problems(settings)
+    expected |= entries.arrays(settings)
+    knows = settings.is_complete
+    if (record.scalars is not None) != knows:
+        has = "has no" if knows else "has"
+        yield f"{has} scalars; the plan is normalised over {settings.normalised_over}"
+    if record.scalars is not None:
+        for name, values in vars(record.scalars).items():
+            expected[name] = ArraySpec(values, (positions,), "float32")
+    for name, (values, shape, dtype) in expected.items():
+        found = (getattr(values, "shape", None), str(getattr(values, "dtype", None)))
+        if found != (shape, dtype):
+            yield f"{name} is {found[1]} of shape {found[0]}; the plan asks for {dtype} {shape}"
+
+
+def value_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[str]:
+    """Values that no teacher can produce; the shapes must be right."""
+    tokens, entries = record.tokens_S1, record.entries
+    if tokens.min() < 0 or tokens.max() >= settings.vocab_size:
+        yield f"a token is outside of the vocabulary of {settings.vocab_size}"
+    if record.document_ids_S1.min() < -1:
+        yield "a document id is below -1"
+    if record.flags_S1.max() > _FLAGS:
+        yield f"a flag is above {_FLAGS}"
+    ids, _ = entries.ids()
+    if ids.min() < 0 or ids.max() >= settings.vocab_size:
+        yield f"an id is outside of the vocabulary of {settings.vocab_size}"
+    yield from entries.value_problems(settings)
+    if record.scalars is not None:
+        for name, values in vars(record.scalars).items():
+            if not np.isfinite(values).all():
+                yield f"{name} is not finite at position {_first(~np.isfinite(values))}"
+
+
+def repeated_ids(record: SampleRecord) -> Iterator[str]:
+    """Ids that occur twice at a position."""
+    ids, used = record.entries.ids()
+    # Unused entries get distinct numbers below every id.
+    ordered = np.sort(np.where(used, ids, -1 - np.arange(ids.shape[1], dtype=np.int32)), axis=1)
+    wrong = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    if wrong.any():
+        yield f"an id is named twice at position {_first(wrong)}"
+
+
+def _first(wrong: object) -> int:
+    return int(np.flatnonzero(np.asarray(wrong))[0])
 
 
 class StoreWriter:

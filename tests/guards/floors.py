@@ -36,7 +36,7 @@ FENCES = {
         "megatron_distill/train/*",
     ),
     "triton": ("megatron_distill/ops/kernels/*",),
-    "array_record": ("megatron_distill/store/container.py",),
+    "array_record": ("megatron_distill/store/binary.py",),
     "megatron_distill.config": (
         "megatron_distill/config/*",
         "megatron_distill/train/assemble/*",

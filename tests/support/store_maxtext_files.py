@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_distill.store.container import RecordFileWriter
+from megatron_distill.store.binary import RecordFileWriter
 
 Values = Sequence[int] | Sequence[float] | bytes
 

@@ -18,7 +18,7 @@ from typing import Final
 from megatron_distill.data.samples import Sample, SampleSource, State, untrained_sample
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import publish_first, remove_stale
-from megatron_distill.store.sealed import sealed, unsealed
+from megatron_distill.store.plan import sealed, unsealed
 
 
 @dataclass(frozen=True)

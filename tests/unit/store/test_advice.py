@@ -13,7 +13,7 @@ import pytest
 
 from megatron_distill.errors import StoreError
 from megatron_distill.store import StoreReader
-from megatron_distill.store.sealed import sealed
+from megatron_distill.store.plan import sealed
 from tests.support.store_samples import settings, write_store
 from tests.unit.store.test_damage import SHARD, read_all, refusal, repair
 

@@ -17,8 +17,8 @@ import pytest
 
 from megatron_distill.errors import StoreError
 from megatron_distill.store import StoreReader, StoreSet, pack, unpack, verify
-from megatron_distill.store.container import RecordFileWriter
-from megatron_distill.store.sealed import sealed
+from megatron_distill.store.binary import RecordFileWriter
+from megatron_distill.store.plan import sealed
 from tests.support.store_samples import begin, fill, made_up, settings, write_store
 
 SHARD = "shards/logits-000001.array_record"

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import partial_files
-from megatron_distill.store import CaptureSettings, container, verify
+from megatron_distill.store import CaptureSettings, binary, verify
 from tests.support.store_samples import begin, contents, fill, settings, write_store
 
 # What the commits consist of: everything that changes the disk.
@@ -31,8 +31,8 @@ STEPS = (
     "os.open",
     "os.write",
     "os.ftruncate",
-    "megatron_distill.store.container.RecordFileWriter.write",
-    "megatron_distill.store.container.RecordFileWriter.close",
+    "megatron_distill.store.binary.RecordFileWriter.write",
+    "megatron_distill.store.binary.RecordFileWriter.close",
 )
 SAMPLES = {"samples": 3, "per_shard": 2}
 
@@ -65,7 +65,7 @@ def write_and_die(folder: Path, step: int, counted: object) -> None:
         target = {
             "os": os,
             "pathlib.Path": Path,
-            "megatron_distill.store.container.RecordFileWriter": (container.RecordFileWriter),
+            "megatron_distill.store.binary.RecordFileWriter": binary.RecordFileWriter,
         }[owner]
         setattr(target, attribute, killing(getattr(target, attribute)))
     write_store(folder, settings(), **SAMPLES)

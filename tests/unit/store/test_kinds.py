@@ -13,9 +13,9 @@ import pytest
 from megatron_distill.config.schema.capture import StoreConfig
 from megatron_distill.store import KINDS, PositionScalars, SampleRecord, pack, unpack
 from megatron_distill.store.binary import largest_record_bytes
-from megatron_distill.store.checks import repeated_ids, shape_problems
 from megatron_distill.store.manifest import Totals
 from megatron_distill.store.plan import CaptureSettings
+from megatron_distill.store.writer import repeated_ids, shape_problems
 from tests.support.store_samples import settings, tokens_of
 
 

@@ -25,7 +25,7 @@ from megatron_distill.store import (
     top_k_signal,
     unpack,
 )
-from megatron_distill.store.sampling import uniforms
+from megatron_distill.store.drawn_entries import uniforms
 from tests.support.store_samples import made_up, settings, tokens_of, top_k_of
 
 UID = b"12345678"
