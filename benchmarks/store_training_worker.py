@@ -111,9 +111,9 @@ def main() -> None:
 def _measure(
     case: Case, given: argparse.Namespace, place: Path, device: torch.device
 ) -> dict[str, Any]:
+    from megatron_distill.data.prefetch import Lookahead
     from megatron_distill.losses import Term
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
-    from megatron_distill.train.teachers.lookahead import Lookahead
     from megatron_distill.train.teachers.stored import StoredTeacher
 
     groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)

@@ -18,7 +18,7 @@ from megatron_distill.train.assemble.trained_config import (
 )
 
 if TYPE_CHECKING:
-    from megatron_distill.data.chat.prompt import Prompt
+    from megatron_distill.data.chat.encode import Prompt
     from megatron_distill.data.tokenizers.open import Tokenizer
     from megatron_distill.evaluation.generate import Sampling
     from megatron_distill.runtime.launch import Launch
@@ -121,7 +121,7 @@ def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -
     """
     import torch.distributed as dist
 
-    from megatron_distill.data.chat.prompt import chat_prompt, plain_prompt
+    from megatron_distill.data.chat.encode import chat_prompt, plain_prompt
     from megatron_distill.runtime.collectives import together
 
     shared: list[Prompt | None] = [None]

@@ -1,16 +1,20 @@
-"""Each step's batches, read, exchanged and copied to the device while the step before runs."""
+"""Batches taken before their step: exchanged and copied while the step before runs, or announced.
+
+A stored teacher is told of the batches ahead, so that it reads ahead of the student.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +22,10 @@ from torch import Tensor
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
-from megatron_distill.errors import MegatronDistillError
+from megatron_distill.errors import MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import Batch, StepBatches
 
-__all__ = ["PrefetchedSteps", "exchange_group"]
+__all__ = ["Lookahead", "PrefetchedSteps", "StepSource", "exchange_group"]
 
 
 def exchange_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
@@ -176,3 +180,85 @@ def _pinned(batch: Batch) -> Batch:
         if isinstance(value := getattr(batch, field.name), Tensor)
     }
     return replace(batch, **tensors)
+
+
+# While a step runs, the next step's records are decoded and those of the step after it are read.
+_STEPS_AHEAD: Final = 2
+
+
+class StepSource(Protocol):
+    """Source of the micro-batches of successive steps."""
+
+    def take(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step. Raises DataError or StoreError."""
+        ...
+
+    def state_dict(self) -> State:
+        """The position after the last step taken; plain values, the same on all ranks."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue after the steps that `state` has taken. Raises DataError."""
+        ...
+
+
+class Lookahead:
+    """Takes steps from a loader ahead of time and announces them; a `StepSource`.
+
+    `expect` is called with the micro-batches of each step when they are taken. No step after
+    `last_step` is taken. `stores` are the identities of the teacher's stores, the same on all
+    ranks.
+    """
+
+    def __init__(
+        self,
+        loader: StepSource,
+        *,
+        last_step: int,
+        expect: Callable[[Sequence[Batch]], None],
+        stores: Sequence[str],
+    ) -> None:
+        self._loader = loader
+        self._last_step = last_step
+        self._expect = expect
+        self._stores = list(stores)
+        self._ahead: deque[tuple[int, StepBatches, State]] = deque()
+        self._state = loader.state_dict()
+
+    def take(self, step: int) -> StepBatches:
+        """The micro-batches of this rank for the next step.
+
+        Raises DataError or StoreError on all ranks alike, up to two steps early.
+
+        Collective: those of the loader's `take`, for steps ahead.
+        """
+        first = self._ahead[-1][0] + 1 if self._ahead else step
+        for number in range(first, min(step + _STEPS_AHEAD, self._last_step) + 1):
+            batches = self._loader.take(number)
+            self._expect(batches.micro_batches)
+            self._ahead.append((number, batches, self._loader.state_dict()))
+        taken, batches, self._state = self._ahead.popleft()
+        assert taken == step, f"step {taken} has its turn, not {step}"
+        return batches
+
+    def state_dict(self) -> State:
+        """The position after the last step returned, and the identities of the teacher's stores."""
+        return {**self._state, "teacher_stores": self._stores}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue after the steps that `state` has taken; call before the first `take`.
+
+        Raises on all ranks alike: DataError if the source does not read the same data, StoreError
+        if the steps before were trained on different stores.
+
+        Collective: that of the loader.
+        """
+        assert not self._ahead, "a state is loaded before steps are taken"
+        # The state has no stores if the teacher was live until now.
+        if state.get("teacher_stores", self._stores) != self._stores:
+            raise StoreError(
+                "teacher.store: differs from the stores in the checkpoint; name the same stores "
+                "in the same order, or start a new run with another output"
+            )
+        self._loader.load_state_dict(state)
+        self._state = self._loader.state_dict()

@@ -21,8 +21,7 @@ from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
 from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.files import fingerprint
-from megatron_distill.data.text.megatron_indexed import IndexedSource
-from megatron_distill.data.text.stream import Order, PackedStream, TextEncoder
+from megatron_distill.data.text.stream import IndexedSource, Order, PackedStream, TextEncoder
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError, counted
 

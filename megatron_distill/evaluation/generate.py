@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distill.data.chat.prompt import chat_prompt, plain_prompt
+from megatron_distill.data.chat.encode import chat_prompt, plain_prompt
 from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
 from megatron_distill.errors import CheckpointError, ConfigError
 

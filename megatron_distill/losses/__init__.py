@@ -1,6 +1,5 @@
 """Objective terms on top of the vocabulary-parallel mathematics: masks, counts and weights."""
 
-from megatron_distill.losses.attention_maps import AttentionInputs, AttentionLoss, ScoreRule
 from megatron_distill.losses.balance import (
     BalanceMode,
     BalanceState,
@@ -15,9 +14,12 @@ from megatron_distill.losses.balance import (
 )
 from megatron_distill.losses.features import (
     ATTENTION,
+    AttentionInputs,
+    AttentionLoss,
     FeatureLoss,
     FeaturePair,
     Projector,
+    ScoreRule,
     add_gradients,
     feature_loss,
 )

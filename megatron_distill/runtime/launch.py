@@ -6,6 +6,7 @@ rendezvous store then lets all ranks fail together.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -14,16 +15,61 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
-from megatron_distill.runtime.cuda_environment import limit_queues, prepare_collectives
-from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch
+from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch, tell_torchrun
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-from megatron_distill.runtime.torchrun_report import tell_torchrun
+
+_COLLECTIVES: Final = {
+    # A collective that fails or exceeds its timeout ends the process: torch's default.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    # It leaves a trace of the last collectives of this rank, of which torch has a reader.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # gloo, beside NCCL, connects the threads that exchange batches: when they use a connection, as
+    # those of all ranks with all would be a million at 1,000 ranks.
+    "TORCH_GLOO_LAZY_INIT": "1",
+}
+_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_SINGLE_QUEUE_BELOW: Final = 10  # the compute capability of Blackwell
+
+
+def prepare_collectives() -> None:
+    """Set the variables of NCCL and gloo for a run on GPUs; call before there is a group."""
+    for name, value in _COLLECTIVES.items():
+        os.environ.setdefault(name, value)
+
+
+def limit_queues() -> None:
+    """Let kernels start in the order of their launches; call before anything starts CUDA.
+
+    For tensor and context parallelism, whose collectives are launched before the computation that
+    hides them. Before Blackwell that order takes a single hardware queue.
+    """
+    capability = None if _QUEUES in os.environ else _compute_capability()
+    if capability is not None and capability < _SINGLE_QUEUE_BELOW:
+        os.environ[_QUEUES] = "1"
+
+
+def _compute_capability() -> int | None:
+    """Return the major compute capability of the first GPU without starting CUDA, if known."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device))
+        or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if failed else major.value
+
 
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk

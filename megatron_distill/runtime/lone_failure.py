@@ -8,6 +8,7 @@ first exchanges with the others where each of them waited.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -25,9 +26,29 @@ import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.termination import was_interrupted
-from megatron_distill.runtime.torchrun_report import tell_torchrun
 
-__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch"]
+__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch", "tell_torchrun"]
+
+
+def tell_torchrun(text: str) -> bool:
+    """Give torchrun the message that its report ends with; return whether it will show it.
+
+    It will not without torchrun, or if it is going to restart the ranks.
+    """
+    restarts, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None or restarts != most:
+        return False
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    except OSError:
+        return False
+    return True
+
 
 FAILED_STATUS: Final = 1
 LOST_PEER_STATUS: Final = 75  # of a rank that failed because of another one

@@ -34,9 +34,8 @@ from megatron_distill.train.loss_sizes import (
     raw_losses,
     raw_names,
 )
-from megatron_distill.train.metrics import PUBLIC_NAMES
+from megatron_distill.train.metrics import PUBLIC_NAMES, SourceFigures
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.source_metrics import SourceFigures
 from megatron_distill.train.step import StepReport, Student
 
 __all__ = ["BalancedStep", "Balancing", "CLAMPED_STEPS", "ClampWatch", "Schedules"]

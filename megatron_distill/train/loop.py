@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import TracebackType
 
 import torch
 
+from megatron_distill.data.prefetch import StepSource
 from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, highest
-from megatron_distill.runtime.garbage import StepGarbage
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Signals, Teacher
@@ -23,9 +25,39 @@ from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.phase_timers import TEACHER, PhaseTimers
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
-from megatron_distill.train.teachers.lookahead import StepSource
 from megatron_distill.train.throughput import Throughput, peak_memory_bytes
 from megatron_distill.train.validation import HeldOut, validate
+
+
+@dataclass
+class StepGarbage:
+    """A block without automatic collections; `after_step` collects every `interval` steps.
+
+    An automatic collection stops one rank at a time, and with it all ranks that wait for it.
+    """
+
+    interval: int = 50
+    _was_enabled: bool = False
+
+    def __enter__(self) -> StepGarbage:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+    def after_step(self, step: int) -> None:
+        """Collect, if the step is one of those on which all ranks do."""
+        if step % self.interval == 0:
+            gc.collect()
+
 
 _LOGGER = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.segments import Segments
-from megatron_distill.train.pipeline_schedule import run_schedule
+from megatron_distill.train.step import run_schedule
 
 
 @dataclass(frozen=True)

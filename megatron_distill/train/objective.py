@@ -17,7 +17,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal
 from megatron_distill.train.features import FeatureLosses
-from megatron_distill.train.source_metrics import BY_SOURCE, source_keys, split_report
+from megatron_distill.train.metrics import BY_SOURCE, source_keys, split_report
 
 
 class Head(Protocol):

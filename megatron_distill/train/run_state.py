@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_distill.data.prefetch import StepSource
 from megatron_distill.errors import CheckpointError
 from megatron_distill.losses import BalanceState
 from megatron_distill.models.architecture import Architecture, architecture_differences
@@ -32,7 +33,6 @@ from megatron_distill.train.checkpoint.state import (
 )
 from megatron_distill.train.features import FeatureLosses, Projectors
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.lookahead import StepSource
 from megatron_distill.train.validation import evaluating
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -20,6 +21,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal, Signals, WithFeatures
 from megatron_distill.train.features import FEATURES_LOSS
+from megatron_distill.train.metrics import SourceFigures, step_figures
 from megatron_distill.train.objective import (
     Head,
     MicroBatchObjective,
@@ -27,8 +29,46 @@ from megatron_distill.train.objective import (
     reduce_report,
 )
 from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
-from megatron_distill.train.pipeline_schedule import run_schedule
-from megatron_distill.train.source_metrics import SourceFigures, step_figures
+
+ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
+
+
+def run_schedule(
+    forward_step: ForwardStep,
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Any],
+    *,
+    groups: Groups,
+    micro_batch_size: int,
+    sequence_length: int,
+    forward_only: bool = False,
+    collect_outputs: bool = False,
+) -> list[Any]:
+    """Run the stock schedule that fits the chunks: no pipeline, 1F1B, or interleaved.
+
+    `forward_step(iterator, chunk)` takes its item from the iterator over `micro_batches`; each
+    model chunk has a separate iterator. Returns the loss function's report per micro-batch
+    on the last stage, an empty list elsewhere. With `collect_outputs` the loss function is called
+    as `loss_function(output, non_loss_data=True)`.
+
+    Collective: pipeline group, one send and one receive of [s, b, h] per micro-batch, stage
+    boundary and direction; plus those of the models and of the loss function.
+    """
+    schedule = get_forward_backward_func(
+        pp_size=groups.pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
+    )
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=sequence_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_outputs,
+    )
+
 
 PROJECTOR_NORM = "projector_grad_norm"
 _Item = tuple[int, Batch, MicroBatchObjective]

@@ -10,9 +10,9 @@ import torch
 
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
+from megatron_distill.train.metrics import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import finish_gathers
-from megatron_distill.train.source_metrics import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.step import Student, run_student
 
 

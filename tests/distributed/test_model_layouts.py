@@ -95,7 +95,7 @@ def _trained(
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.architecture import Execution, Recompute
         from megatron_distill.models.gpt import build_gpt, run_model
-        from megatron_distill.train.pipeline_schedule import run_schedule
+        from megatron_distill.train.step import run_schedule
 
         execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(*recompute))
         architecture = small_architecture(init_std=0.2, vocab_size=224, **changes)

@@ -153,7 +153,7 @@ def means_of_step(rank: int, world: int, through_host: bool) -> dict[str, float]
     """The report of a step with two pipeline stages, its schedule run twice."""
     with megatron_groups(pipeline=2, virtual_pipeline=2) as groups:
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teachers.host_states import HostStates
+        from megatron_distill.train.teachers.live import HostStates
 
         step, objective = step_of(4), objective_of(groups, None)
         student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)

@@ -64,7 +64,7 @@ def figures_of_sources(
 ) -> tuple[list[dict[str, float]], list[dict[str, float]], dict[str, Any]]:
     """Each source's figures as reported, and those of a batch of its labels alone."""
     with assembled(rank, world, config, overrides) as (_, parts):
-        from megatron_distill.train.source_metrics import LabelTotals
+        from megatron_distill.train.metrics import LabelTotals
         from megatron_distill.train.step import run_student
         from megatron_distill.train.validation import validate
 
@@ -313,7 +313,7 @@ def test_own_held_out_corpora_are_distinguished_by_their_own_names(
 
 
 def test_counts_of_no_source_are_no_figures() -> None:
-    from megatron_distill.train.source_metrics import step_figures
+    from megatron_distill.train.metrics import step_figures
 
     counts = (LabelCounts(6, 0), LabelCounts(0, 0))
     step = StepBatches((), 6, 0, 8, by_source=counts)
@@ -326,7 +326,7 @@ def test_counts_of_no_source_are_no_figures() -> None:
 
 
 def test_a_step_reports_only_losses_and_terms_for_a_source() -> None:
-    from megatron_distill.train.source_metrics import step_figures
+    from megatron_distill.train.metrics import step_figures
 
     step = StepBatches((), 6, 4, 8, by_source=(LabelCounts(6, 1), LabelCounts(0, 3)))
     shares = {"kd@a": 0.5, "kd@b": 1.5, "forward_kl@a": 0.25, "forward_kl@b": 0.75}

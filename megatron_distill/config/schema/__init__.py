@@ -1,6 +1,5 @@
 """The configuration file as types: one class per section, every key described and bounded."""
 
-from megatron_distill.config.schema.capture import CaptureConfig, CapturePassConfig, StoreConfig
 from megatron_distill.config.schema.data import (
     ConversationConfig,
     DataConfig,
@@ -23,7 +22,13 @@ from megatron_distill.config.schema.objective import (
     TermConfig,
     ValueScheduleConfig,
 )
-from megatron_distill.config.schema.run import JobConfig, RunConfig
+from megatron_distill.config.schema.run import (
+    CaptureConfig,
+    CapturePassConfig,
+    JobConfig,
+    RunConfig,
+    StoreConfig,
+)
 from megatron_distill.config.schema.section import Section
 from megatron_distill.config.schema.training import (
     CheckpointConfig,

@@ -1,15 +1,19 @@
-"""Rows of instruction data to token ids, each with the loss-mask flag of its label."""
+"""Rows of instruction data to token ids, each with the loss-mask flag of its label.
+
+A prompt is one user message in the tokenizer's chat template, without an answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.data.chat.conversations import (
+    ASSISTANT,
     BadConversationError,
     Conversation,
     ConversationSpec,
@@ -18,9 +22,10 @@ from megatron_distill.data.chat.conversations import (
     rows_of,
 )
 from megatron_distill.data.chat.spans import Rendered, ResponseFinder
-from megatron_distill.data.chat.template import ChatTemplate, encode_rendered
+from megatron_distill.data.chat.template import ChatTemplate, chat_template, encode_rendered
 from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, weight_flag
 from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
+from megatron_distill.errors import ConfigError
 
 INDEX_TYPE: Final = np.dtype(
     [
@@ -175,3 +180,56 @@ def _covered(encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     before_n = np.concatenate([np.zeros(1, np.int32), stops_n[:-1]])[: len(stops_n)]
     is_trimmed_n = (starts_n == stops_n) & (before_n < starts_n)
     return np.where(is_trimmed_n, before_n, starts_n), stops_n
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, and the ids that end the continuation."""
+
+    ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+
+
+def plain_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """Return a text as it is; the end-of-document token stops. Raises ConfigError if empty."""
+    ids = tokenizer.encode_batch([text])[0].tolist()
+    if not ids:
+        raise ConfigError("--prompt is empty: give at least one character")
+    return Prompt(tuple(ids), (tokenizer.eos_id,))
+
+
+def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -> Prompt:
+    """Return a user message up to the response; the template's end of a turn stops.
+
+    Raises ConfigError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"--chat: the tokenizer {tokenizer.name} has no chat template; add a "
+            "chat_template.jinja to its folder, or leave --chat out"
+        )
+    template = chat_template(ConversationSpec(), tokenizer)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": text})
+    try:
+        rendered = template.render(messages, None, add_generation_prompt=True)
+    except BadConversationError as error:
+        raise ConfigError(f"--chat: {tokenizer.name}: {error}") from error
+    ids = encode_rendered(tokenizer, [rendered])[0].ids_n.tolist()
+    ends = {tokenizer.eos_id, *_ends_of_turn(template, tokenizer, messages)}
+    return Prompt(tuple(ids), tuple(sorted(ends)))
+
+
+def _ends_of_turn(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]]
+) -> set[int]:
+    """Return the special token that follows a response in a longer conversation, if one does."""
+    answer = {"role": ASSISTANT, "content": "yes"}
+    following = {"role": "user", "content": "why"}
+    try:
+        found = ResponseFinder(template).find([*messages, answer, following])
+    except BadConversationError:
+        return set()
+    response = found.text[slice(*found.spans[len(messages)])].rstrip()
+    ending = next((marker for marker in template.markers if response.endswith(marker)), None)
+    return set() if ending is None else {tokenizer.special_ids[ending]}

@@ -13,9 +13,11 @@ from functools import cached_property
 from typing import Any, Final
 
 from megatron_distill.data.chat.conversations import ASSISTANT, BadConversationError
-from megatron_distill.data.chat.message_forms import (
+from megatron_distill.data.chat.template import (
     OPEN,
+    ChatTemplate,
     Messages,
+    Span,
     Tools,
     UnwrittenError,
     check_written,
@@ -25,7 +27,6 @@ from megatron_distill.data.chat.message_forms import (
     responses,
     writes_null,
 )
-from megatron_distill.data.chat.template import ChatTemplate, Span
 
 # Placeholder contents of learned shapes; the search for responses replaces them by its marks.
 _PLACE: Final = re.compile("\ue002([0-9]+)\ue003")

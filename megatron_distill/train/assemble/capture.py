@@ -65,7 +65,7 @@ from megatron_distill.train.capture.folder import (
     open_store,
     remove_working_folder,
 )
-from megatron_distill.train.capture.loop import CaptureParts, fill_holes
+from megatron_distill.train.capture.loop import CaptureParts, ShardFiller, fill_holes
 from megatron_distill.train.capture.order import (
     CaptureOrder,
     HoleSource,
@@ -73,8 +73,7 @@ from megatron_distill.train.capture.order import (
     working_folder,
 )
 from megatron_distill.train.capture.positions import PositionCapture
-from megatron_distill.train.capture.progress import CaptureProgress, Work, summary
-from megatron_distill.train.capture.writer import ShardFiller
+from megatron_distill.train.progress import CaptureProgress, Work, summary
 from megatron_distill.train.run_folder import FolderAsFound
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 

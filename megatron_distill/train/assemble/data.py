@@ -26,7 +26,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import StoreSet
 from megatron_distill.train.assemble.sources import source_names, source_specs
 from megatron_distill.train.assemble.stored import Stored
-from megatron_distill.train.source_metrics import LabelTotals
+from megatron_distill.train.metrics import LabelTotals
 
 _LOGGER = get_logger(__name__)
 

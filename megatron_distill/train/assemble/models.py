@@ -49,8 +49,7 @@ from megatron_distill.train.checkpoint.folder import Description, assets_of, res
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.run_state import check_same_model, saved_architecture
-from megatron_distill.train.teachers.host_states import HostStates
-from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.live import HostStates, OnlineTeacher
 
 _LOGGER = get_logger(__name__)
 _TEACHER_SEED_OFFSET = 1

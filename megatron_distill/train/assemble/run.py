@@ -21,7 +21,7 @@ from megatron_distill.config import (
     ValidationConfig,
     with_steps,
 )
-from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
+from megatron_distill.data.prefetch import Lookahead, PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
@@ -60,11 +60,9 @@ from megatron_distill.train.optimizer import (
     wrap_data_parallel,
 )
 from megatron_distill.train.phase_timers import PhaseTimers
-from megatron_distill.train.run_folder import FolderAsFound, run_folder
+from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.lookahead import Lookahead, StepSource
-from megatron_distill.train.tokenizer_files import keep_assets
 
 _LOGGER = get_logger(__name__)
 

@@ -21,8 +21,7 @@ from megatron_distill.runtime.collectives import together
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.store.plan import MANIFEST, PLAN
 from megatron_distill.train.capture.order import working_folder
-from megatron_distill.train.run_folder import take_lock
-from megatron_distill.train.tokenizer_files import write_tokenizer
+from megatron_distill.train.run_folder import take_lock, write_tokenizer
 
 # Files of other nodes may take a while to appear on a network file system.
 _PATIENCE_SECONDS = 60.0

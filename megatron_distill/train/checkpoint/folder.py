@@ -26,8 +26,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
 from megatron_distill.runtime.atomic_files import flush_folder, write_flushed
 from megatron_distill.runtime.collectives import any_rank, together
-from megatron_distill.train.checkpoint.shards import Shard
-from megatron_distill.train.checkpoint.staging import Staging
+from megatron_distill.train.checkpoint.shards import Shard, Staging
 from megatron_distill.train.checkpoint.writer import (
     Snapshot,
     Stored,

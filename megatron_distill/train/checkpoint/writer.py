@@ -41,8 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_distill.runtime.atomic_files import FlushedFile, write_flushed
-from megatron_distill.train.checkpoint.shards import Shard, Window, own_parts
-from megatron_distill.train.checkpoint.staging import Staging
+from megatron_distill.train.checkpoint.shards import Shard, Staging, Window, own_parts
 
 METADATA_FILE = ".metadata"
 _FORMAT = CheckpointingConfig("torch_dist", 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import AttentionInputs, AttentionLoss, ScoreRule, attention_maps
+from megatron_distill.losses import AttentionInputs, AttentionLoss, ScoreRule, features
 from megatron_distill.runtime.segments import KeyRanges, Segments
 
 LENGTH, BATCH = 11, 2
@@ -86,7 +86,7 @@ def made(teacher: list[Tensor], weights: Tensor, visible: KeyRanges) -> Attentio
 def test_value_and_gradients_are_those_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, visible: KeyRanges, block: int
 ) -> None:
-    monkeypatch.setattr(attention_maps, "_BLOCK_BYTES", block)  # the second: three queries
+    monkeypatch.setattr(features, "_BLOCK_BYTES", block)  # the second: three queries
     query, key = some_inputs(4, 2, 8, 1)
     teacher, weights = some_inputs(6, 3, 5, 2), some_weights()
     loss = made(teacher, weights, visible)

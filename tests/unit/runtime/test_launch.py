@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime import cuda_environment, launch
-from megatron_distill.runtime.cuda_environment import limit_queues
-from megatron_distill.runtime.launch import Launch, claim_device, joined_world, select_device
+from megatron_distill.runtime import launch
+from megatron_distill.runtime.launch import (
+    Launch,
+    claim_device,
+    joined_world,
+    limit_queues,
+    select_device,
+)
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TIMEOUT = 30
@@ -30,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     done: list[Any] = []
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name in (QUEUES, *cuda_environment._COLLECTIVES):
+    for name in (QUEUES, *launch._COLLECTIVES):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(done.append("torch")) or True)
@@ -48,7 +53,7 @@ def test_the_device_is_set_before_anything_that_starts_cuda(
     gpus: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
-    monkeypatch.setattr(cuda_environment, "_compute_capability", lambda: 9)
+    monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
     with joined_world(
         device="cuda", backend="auto", threads=None, timeout_seconds=TIMEOUT, splits_layers=True
     ) as device:
@@ -71,7 +76,7 @@ def test_gloo_on_gpus_is_not_bound_to_one(gpus: list[Any]) -> None:
 def test_kernels_share_a_queue_before_blackwell(
     gpus: list[Any], monkeypatch: pytest.MonkeyPatch, capability: int | None, queues: str | None
 ) -> None:
-    monkeypatch.setattr(cuda_environment, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(launch, "_compute_capability", lambda: capability)
     limit_queues()
     assert os.environ.get(QUEUES) == queues
     monkeypatch.setenv(QUEUES, "32")
@@ -81,7 +86,7 @@ def test_kernels_share_a_queue_before_blackwell(
 
 def test_without_the_drivers_library_no_capability_is_known() -> None:
     if torch.version.cuda is None:
-        assert cuda_environment._compute_capability() is None
+        assert launch._compute_capability() is None
 
 
 def test_a_rank_may_see_its_own_gpu_alone(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

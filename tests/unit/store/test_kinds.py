@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from megatron_distill.config.schema.capture import StoreConfig
+from megatron_distill.config.schema.run import StoreConfig
 from megatron_distill.store import KINDS, PositionScalars, SampleRecord, pack, unpack
 from megatron_distill.store.binary import largest_record_bytes
 from megatron_distill.store.manifest import Totals

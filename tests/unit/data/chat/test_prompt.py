@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_distill.data.chat.prompt import chat_prompt, plain_prompt
+from megatron_distill.data.chat.encode import chat_prompt, plain_prompt
 from megatron_distill.errors import ConfigError
 from tests.support.chat_fixtures import chat_tokenizer
 

@@ -20,12 +20,12 @@ from megatron_distill.data.chat.conversations import (
     conversation_of,
 )
 from megatron_distill.data.chat.encode import MaskRule, label_flags
-from megatron_distill.data.chat.message_forms import message_forms
 from megatron_distill.data.chat.spans import ResponseFinder
 from megatron_distill.data.chat.template import (
     ChatTemplate,
     chat_template,
     encode_rendered,
+    message_forms,
     special_texts,
 )
 from megatron_distill.data.samples import FULLY_TRAINED

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_distill import log
 from megatron_distill.runtime.progress import duration, short_count
-from megatron_distill.train.capture.progress import CaptureProgress, Done, Work
+from megatron_distill.train.progress import CaptureProgress, Done, Work
 from tests.support.terminals import Clock, Terminal
 
 WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)

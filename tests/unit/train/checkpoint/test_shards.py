@@ -22,10 +22,10 @@ from megatron_distill.train.checkpoint import shards as module  # noqa: E402
 from megatron_distill.train.checkpoint.shards import (  # noqa: E402
     Part,
     Shard,
+    Staging,
     rectangles,
     shares,
 )
-from megatron_distill.train.checkpoint.staging import Staging  # noqa: E402
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 

@@ -20,8 +20,7 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
 prepare_megatron_core(on_cuda=False)
 
-from megatron_distill.train.checkpoint.shards import Window  # noqa: E402
-from megatron_distill.train.checkpoint.staging import Staging  # noqa: E402
+from megatron_distill.train.checkpoint.shards import Staging, Window  # noqa: E402
 
 
 class OnDevice(torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from megatron_distill.runtime.garbage import StepGarbage
+from megatron_distill.train.loop import StepGarbage
 
 
 class Cycle:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_distill.data.prefetch import Lookahead
 from megatron_distill.errors import DataError, StoreError
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.train.teachers.lookahead import Lookahead
 from tests.unit.data.test_loader import Numbers, loader_of, sample_ids
 
 LAST = 6
