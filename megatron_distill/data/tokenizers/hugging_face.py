@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from megatron_distill.data.tokenizers.hugging_face_bytes import token_bytes_of
 from megatron_distill.data.tokenizers.protocol import (
     END_OF_TEXT,
     NO_TOKEN,
@@ -113,6 +114,19 @@ class HuggingFaceTokenizer:
         """Spelling and id of every token."""
         found: dict[str, int] = self.hugging_face.get_vocab()
         return found
+
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each id stands for inside a running text; None for special tokens.
+
+        Raises DataError if the tokenizer has no `tokenizer.json`.
+        """
+        if self._fast is None:
+            raise DataError(
+                f"{self.name}: has no tokenizer.json, so the bytes of a token are unknown; save it "
+                "as a fast tokenizer with save_pretrained of transformers"
+            )
+        special = frozenset(self.special_ids.values())
+        return token_bytes_of(json.loads(self._fast.to_str()), self.vocabulary(), special)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder, under its name only when complete."""

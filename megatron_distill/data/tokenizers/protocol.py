@@ -78,6 +78,16 @@ class Tokenizer(Protocol):
         """Spelling and id of every token, spelled as a Hugging Face tokenizer of this kind does."""
         ...
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each id stands for inside a running text; `vocab_size` entries.
+
+        A token may be a part of a character, or begin with the space before its word. None for
+        special tokens and for ids without a token. The bytes of a text's tokens are the text's
+        UTF-8, but for spaces that the tokenizer adds at an end and characters that it rewrites.
+        Raises DataError if the tokenizer does not tell.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a folder that `load_tokenizer` reads as an equal tokenizer; raises OSError.
 

@@ -132,6 +132,22 @@ class SentencePieceTokenizer:
         """Piece and id of every token."""
         return {piece: number for number, piece in enumerate(self._pieces)}
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each id stands for inside a running text; None for special tokens.
+
+        U+2581 in a piece is a space. An unused piece is in no text.
+        """
+        special = frozenset(self.special_ids.values())
+        found: list[bytes | None] = []
+        for number, piece in enumerate(self._pieces):
+            if number in special or self._processor.is_unused(number):
+                found.append(None)
+            elif self._is_byte_V[number]:
+                found.append(bytes([int(piece[3:5], 16)]))  # <0x0A>
+            else:
+                found.append(piece.replace(_SPACES[0], _SPACES[1]).encode())
+        return found
+
     def save(self, folder: Path) -> None:
         """Write the unchanged model; the folder appears under its name only when complete."""
         with whole_folder(folder, replaces=True) as partial:

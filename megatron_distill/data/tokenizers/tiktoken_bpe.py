@@ -164,6 +164,13 @@ class TiktokenTokenizer:
         }
         return ordinary | self.special_ids
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each id stands for inside a running text; None for special tokens."""
+        found: list[bytes | None] = [None] * self.vocab_size
+        for token, rank in self._ranks.items():
+            found[rank] = token
+        return found
+
     def save(self, folder: Path) -> None:
         """Write ranks and rules; the folder appears under its name only when complete."""
         rules = {

@@ -1,0 +1,95 @@
+"""Small tokenizers of the `tokenizers` library that add to a text or rewrite it.
+
+Trained on the texts of `tokenizer_kinds`, like the kinds there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.support.tokenizer_kinds import training_texts
+
+
+def _wrapped(backend: tokenizers.Tokenizer, name: str, **tokens: Any) -> HuggingFaceTokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    return HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **tokens), name=name
+    )
+
+
+def fallback_bpe() -> HuggingFaceTokenizer:
+    """A BPE with byte fallback and a space put first, as Llama 2 has."""
+    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        limit_alphabet=90,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    backend.train_from_iterator(training_texts(), trainer)
+    # Byte tokens are ordinary ones in Llama's files; the trainer has added them as special ones.
+    written = json.loads(backend.to_str())
+    written["added_tokens"] = written["added_tokens"][:3]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(written))
+    return _wrapped(backend, "BPE with byte fallback", bos_token="<s>", unk_token="<unk>")
+
+
+def lowercase_wordpiece() -> HuggingFaceTokenizer:
+    """A WordPiece that removes accents and case, as BERT's."""
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=500, special_tokens=["[UNK]", "</s>", "[PAD]"], show_progress=False
+    )
+    backend.train_from_iterator(training_texts(), trainer)
+    return _wrapped(backend, "WordPiece", unk_token="[UNK]", pad_token="[PAD]")
+
+
+def _byte_level(normalizer: Any, *, space_first: bool, name: str) -> HuggingFaceTokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space_first)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=["</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(training_texts(), trainer)
+    backend.add_tokens(["<tool>"])
+    return _wrapped(backend, name)
+
+
+REWRITING: dict[str, Callable[[], HuggingFaceTokenizer]] = {
+    "hf_fallback": fallback_bpe,
+    "hf_wordpiece": lowercase_wordpiece,
+    "hf_nfc": lambda: _byte_level(
+        normalizers.NFC(), space_first=False, name="byte-level BPE after NFC"
+    ),
+    "hf_lower": lambda: _byte_level(
+        normalizers.Lowercase(), space_first=True, name="byte-level BPE of lower case"
+    ),
+}
+
+
+@cache
+def rewriting_tokenizer(kind: str) -> HuggingFaceTokenizer:
+    return REWRITING[kind]()
