@@ -1,0 +1,1 @@
+"""Losses between models with different tokenizers, on tiles of aligned rows."""

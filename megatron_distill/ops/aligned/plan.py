@@ -1,0 +1,207 @@
+"""The rows of two models in order of their chunks, cut into tiles between chunks.
+
+A chunk is a range of text that ends at a token boundary of both tokenizers. A row predicts one
+label, and belongs to the chunk of that label. The plan is made on the CPU, before the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import counted
+from megatron_distill.ops.workspace import Rows, equal_chunks
+
+__all__ = ["TilePlan", "TileRange"]
+
+
+class TileRange(NamedTuple):
+    """One tile's part of the ordered chunks, rows and pairs of a plan."""
+
+    chunks: slice
+    student: slice
+    teacher: slice
+    pairs: slice
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The counted rows of both models, ordered by chunk.
+
+    Rows of no chunk, and of chunks without rows on one side, are in no tile. An exception are
+    student rows with a label loss, which are last, in tiles without chunks.
+
+    Attributes:
+        count: number C of chunks in the numbering of the input.
+        chunks: ``[K]`` int64, numbers of the chunks with rows on both sides, ascending.
+        student: the N student rows, with the order of the counted ones.
+        teacher: the M teacher rows likewise.
+        student_lengths: ``[K]`` int64, student rows of each chunk.
+        teacher_lengths: ``[K]`` int64, teacher rows of each chunk.
+        pairs: ``[3, P]`` int64 of the chunks with one row on each side: places in ``chunks`` and in
+            the ordered student and teacher rows.
+        tiles: the tiles, in order.
+    """
+
+    count: int
+    chunks: Tensor
+    student: Rows
+    teacher: Rows
+    student_lengths: Tensor
+    teacher_lengths: Tensor
+    pairs: Tensor
+    tiles: tuple[TileRange, ...]
+
+    @classmethod
+    def of_chunks(
+        cls,
+        student_chunks: Tensor,
+        teacher_chunks: Tensor,
+        count: int,
+        *,
+        tile_tokens: int,
+        has_label: Tensor | None = None,
+    ) -> TilePlan:
+        """The plan of rows with chunk numbers ``[N]`` and ``[M]`` int64, -1 for none.
+
+        A tile has at most ``tile_tokens`` rows of each model, unless one chunk has more.
+        ``has_label`` is bool ``[N]``: student rows that are needed without a chunk too.
+
+        Raises:
+            ValueError: a number is not one of ``count`` chunks, or no tile fits a row.
+        """
+        if tile_tokens < 1:
+            raise ValueError(f"tile_tokens is {tile_tokens}; it must be at least 1")
+        _check_numbers("student_chunks", student_chunks, count)
+        _check_numbers("teacher_chunks", teacher_chunks, count)
+        student_chunks, teacher_chunks = student_chunks.cpu(), teacher_chunks.cpu()
+        sizes = [_sizes(student_chunks, count), _sizes(teacher_chunks, count)]
+        is_used = (sizes[0] > 0) & (sizes[1] > 0)
+        chunks = is_used.nonzero().squeeze(1)
+        student_lengths, teacher_lengths = sizes[0][chunks], sizes[1][chunks]
+        student_rows = _ordered(student_chunks, is_used)
+        teacher_rows = _ordered(teacher_chunks, is_used)
+        ends = [student_lengths.cumsum(0), teacher_lengths.cumsum(0)]
+        is_pair = (student_lengths == 1) & (teacher_lengths == 1)
+        places = is_pair.nonzero().squeeze(1)
+        pairs = torch.stack([places, ends[0][places] - 1, ends[1][places] - 1])
+        tiles = list(_tiles(ends[0].tolist(), ends[1].tolist(), places.tolist(), tile_tokens))
+        if has_label is not None:
+            rest = has_label.cpu() & ~_is_counted(student_chunks, is_used)
+            further = rest.nonzero().squeeze(1)
+            first, end, pair = len(student_rows), len(teacher_rows), len(places)
+            for part in equal_chunks(len(further), tile_tokens):
+                rows = slice(first + part.start, first + part.stop)
+                none = slice(len(chunks), len(chunks))
+                tiles.append(TileRange(none, rows, slice(end, end), slice(pair, pair)))
+            student_rows = torch.cat([student_rows, further])
+        return cls(
+            count,
+            chunks,
+            Rows(len(student_chunks), student_rows),
+            Rows(len(teacher_chunks), teacher_rows),
+            student_lengths,
+            teacher_lengths,
+            pairs,
+            tuple(tiles),
+        )
+
+    @property
+    def most_student_rows(self) -> int:
+        """Student rows of the largest tile, at least one."""
+        return max((tile.student.stop - tile.student.start for tile in self.tiles), default=1)
+
+    @property
+    def most_teacher_rows(self) -> int:
+        """Teacher rows of the largest tile, at least one."""
+        return max((tile.teacher.stop - tile.teacher.start for tile in self.tiles), default=1)
+
+    def to(self, device: torch.device) -> TilePlan:
+        """The plan with its tensors on a device."""
+
+        def moved(rows: Rows) -> Rows:
+            assert rows.indices is not None
+            return Rows(rows.total, rows.indices.to(device, non_blocking=True))
+
+        def sent(values: Tensor) -> Tensor:
+            return values.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            chunks=sent(self.chunks),
+            student=moved(self.student),
+            teacher=moved(self.teacher),
+            student_lengths=sent(self.student_lengths),
+            teacher_lengths=sent(self.teacher_lengths),
+            pairs=sent(self.pairs),
+        )
+
+    def per_chunk(self, values: Tensor) -> Tensor:
+        """``[C]`` from the values ``[K]`` of the chunks in the plan, zero for the rest."""
+        return values.new_zeros(self.count).index_copy_(0, self.chunks, values)
+
+    def pair_chunks(self) -> Tensor:
+        """bool ``[C]``: the chunks with one row on each side."""
+        is_pair = torch.zeros(self.count, dtype=torch.bool, device=self.chunks.device)
+        is_pair[self.chunks[self.pairs[0]]] = True
+        return is_pair
+
+    def used_chunks(self) -> Tensor:
+        """bool ``[C]``: the chunks with rows on both sides."""
+        is_used = torch.zeros(self.count, dtype=torch.bool, device=self.chunks.device)
+        is_used[self.chunks] = True
+        return is_used
+
+
+def _check_numbers(name: str, chunks: Tensor, count: int) -> None:
+    if chunks.dim() != 1 or chunks.dtype != torch.int64:
+        raise ValueError(
+            f"{name} is {chunks.dtype} of shape {tuple(chunks.shape)}; "
+            "it must be int64, one number for each row"
+        )
+    if chunks.numel() and not (int(chunks.min()) >= -1 and int(chunks.max()) < count):
+        raise ValueError(
+            f"{name} has numbers from {int(chunks.min())} to {int(chunks.max())} for "
+            f"{counted(count, 'chunk')}; they must be from -1 (no chunk) to {count - 1}"
+        )
+
+
+def _sizes(chunks: Tensor, count: int) -> Tensor:
+    return torch.bincount(chunks[chunks >= 0], minlength=count)
+
+
+def _is_counted(chunks: Tensor, is_used: Tensor) -> Tensor:
+    if not is_used.numel():
+        return torch.zeros_like(chunks, dtype=torch.bool)
+    return (chunks >= 0) & is_used[chunks.clamp(min=0)]
+
+
+def _ordered(chunks: Tensor, is_used: Tensor) -> Tensor:
+    """The rows of used chunks, ordered by chunk."""
+    rows = _is_counted(chunks, is_used).nonzero().squeeze(1)
+    return rows[chunks[rows].argsort(stable=True)]
+
+
+def _tiles(
+    student_ends: list[int], teacher_ends: list[int], pairs: list[int], most: int
+) -> Iterator[TileRange]:
+    """The fewest tiles in order, each as long as both models' rows allow."""
+    first, student, teacher, pair = 0, 0, 0, 0
+    while first < len(student_ends):
+        # The chunks that end within `most` rows of the tile's first one.
+        fitting = bisect_right(student_ends, student + most)
+        stop = max(first + 1, min(fitting, bisect_right(teacher_ends, teacher + most)))
+        student_stop, teacher_stop = student_ends[stop - 1], teacher_ends[stop - 1]
+        pair_stop = bisect_right(pairs, stop - 1)
+        yield TileRange(
+            slice(first, stop),
+            slice(student, student_stop),
+            slice(teacher, teacher_stop),
+            slice(pair, pair_stop),
+        )
+        first, student, teacher, pair = stop, student_stop, teacher_stop, pair_stop
