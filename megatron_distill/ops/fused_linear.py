@@ -33,7 +33,15 @@ from megatron_distill.ops.workspace import (
 )
 from megatron_distill.signals import HiddenState, LogitSource
 
-__all__ = ["FusedLinear", "Partition", "fused_linear", "sum_tokens", "weighted_rows"]
+__all__ = [
+    "FusedLinear",
+    "Partition",
+    "expect_one",
+    "fused_linear",
+    "scaled_gradient",
+    "sum_tokens",
+    "weighted_rows",
+]
 
 
 # Largest distance from one of a factor times its inverse, both rounded to fp32.
@@ -103,15 +111,20 @@ class _FusedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.weight_is_summed:
-            _expect_one(upstream)
+            expect_one(upstream)
         scaled = (
-            None if gradient is None else _scaled(gradient, upstream, ctx.dtype)
+            None if gradient is None else scaled_gradient(gradient, upstream, ctx.dtype)
             for gradient in ctx.saved_tensors
         )
         return (*scaled, None, None)
 
 
-def _expect_one(upstream: Tensor) -> None:
+def expect_one(upstream: Tensor) -> None:
+    """Refuse an upstream gradient of a total whose gradient on the weight was added to a sum.
+
+    Raises:
+        RuntimeError: it is not one (on a GPU a device-side assertion).
+    """
     is_one = (upstream - 1).abs() <= _UPSTREAM_TOLERANCE
     message = (
         "the gradient on the weight is in weight_gradient_sum already, as that of the total "
@@ -124,8 +137,8 @@ def _expect_one(upstream: Tensor) -> None:
         raise RuntimeError(f"{message} (the total's own gradient is {float(upstream):g}, not 1)")
 
 
-def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in ``dtype``, without a copy in the wider one."""
+def scaled_gradient(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * upstream`` in ``dtype``, without a copy in the wider one."""
     # CPU only: on a GPU the test would synchronise the host.
     if gradient.dtype == dtype and upstream.device.type == "cpu" and bool(upstream == 1):
         return gradient

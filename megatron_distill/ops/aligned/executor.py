@@ -1,0 +1,439 @@
+"""The executor of losses between tokenizers: logits, losses and gradients, tile by tile.
+
+Logits of both models exist for one tile at a time. `aligned_linear` trains: the weights of chunks
+are known, and the gradient goes into the hidden states and the head's weight at once.
+`aligned_divergence` takes logits and returns a value per chunk, with any upstream gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_distill.ops.aligned.plan import TilePlan, TileRange
+from megatron_distill.ops.aligned.tile import (
+    AlignedTerm,
+    Pairs,
+    Tile,
+    TileGradient,
+    TileSide,
+)
+from megatron_distill.ops.fused_linear import (
+    Partition,
+    expect_one,
+    scaled_gradient,
+    sum_tokens,
+    weighted_rows,
+)
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
+from megatron_distill.ops.workspace import Rows, Scratch, accumulation_dtype, allocate
+from megatron_distill.signals import DenseLogits, HiddenState, LogitSource
+
+__all__ = [
+    "AlignedLinear",
+    "AlignedRows",
+    "LabelLoss",
+    "WeightedTerm",
+    "aligned_divergence",
+    "aligned_linear",
+]
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """Rows of both models, without the student's logits.
+
+    Attributes:
+        plan: order and tiles of the rows, on the device of the logits.
+        teacher: logits of the M teacher rows; None if no term needs them.
+        student_labels: ``[N]`` global ids that the student's rows predict.
+        teacher_labels: ``[M]`` global ids of the teacher's tokenizer.
+        student_shard: this rank's columns of the student's vocabulary.
+        teacher_shard: this rank's columns of the teacher's vocabulary.
+        group: the ranks that share both vocabularies; None if this rank holds all of them.
+    """
+
+    plan: TilePlan
+    teacher: LogitSource | None
+    student_labels: Tensor
+    teacher_labels: Tensor
+    student_shard: VocabShard
+    teacher_shard: VocabShard
+    group: dist.ProcessGroup | None
+
+    def tiles(self, student: LogitSource) -> Iterator[tuple[TileRange, Tile]]:
+        """The tiles in order; logits are valid until the next one, and may be overwritten."""
+        plan = self.plan
+        of_student = _Side(student, self.student_shard, self.group, plan.most_student_rows)
+        of_teacher = None
+        if self.teacher is not None:
+            most = plan.most_teacher_rows
+            of_teacher = _Side(self.teacher, self.teacher_shard, self.group, most)
+        for part in plan.tiles:
+            lengths = plan.student_lengths[part.chunks]
+            side = of_student.take(plan.student, part.student, self.student_labels, lengths)
+            lengths = plan.teacher_lengths[part.chunks]
+            other = None
+            if of_teacher is not None and part.chunks.stop > part.chunks.start:
+                other = of_teacher.take(plan.teacher, part.teacher, self.teacher_labels, lengths)
+            assert plan.teacher.indices is not None
+            rows = plan.teacher.indices[part.teacher]
+            chunk, row, teacher_row = plan.pairs[:, part.pairs].unbind()
+            pairs = Pairs(
+                chunk - part.chunks.start,
+                row - part.student.start,
+                teacher_row - part.teacher.start,
+            )
+            yield part, Tile(side, other, rows, lengths, pairs)
+
+
+class _Side:
+    """One model's rows, with the buffers that its tiles share."""
+
+    def __init__(
+        self, source: LogitSource, shard: VocabShard, group: dist.ProcessGroup | None, most: int
+    ) -> None:
+        self._source, self._shard, self._group = source, shard, group
+        self._most = most
+        self._buffer: Tensor | None = None
+        self._scratch: Scratch | None = None
+
+    def take(self, rows: Rows, part: slice, labels: Tensor, lengths: Tensor) -> TileSide:
+        """Logits of the ordered rows of one tile."""
+        assert rows.indices is not None
+        indices = rows.indices[part]
+        source, columns = self._source, self._shard.real_width
+        if source.formed is None and self._buffer is None:
+            self._buffer = allocate(self._most, columns, source.dtype, indices.device)
+        if self._scratch is None:
+            dtype = accumulation_dtype(source.dtype)
+            self._scratch = Scratch(self._most, columns, dtype, indices.device)
+        memory = None if self._buffer is None else self._buffer[: len(indices)]
+        chunks = torch.arange(len(lengths), device=indices.device)
+        return TileSide(
+            raw=source.outputs(partial(rows.take, chunk=part), columns, memory),
+            rule=source.rule,
+            shard=self._shard,
+            group=self._group,
+            labels=labels.index_select(0, indices),
+            rows=indices,
+            chunks=chunks.repeat_interleave(lengths, output_size=_output(len(indices), lengths)),
+            lengths=lengths,
+            scratch=self._scratch,
+        )
+
+
+def _output(rows: int, lengths: Tensor) -> int:
+    """Rows that belong to chunks: all or none."""
+    return rows if len(lengths) else 0
+
+
+@dataclass(frozen=True)
+class WeightedTerm:
+    """A term of the objective.
+
+    Attributes:
+        term: the loss.
+        coefficient: its constant factor in the total.
+        weights: ``[C]``, mask and normalisation of its chunks.
+    """
+
+    term: AlignedTerm
+    coefficient: float
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class LabelLoss:
+    """The student's cross-entropy on its own labels, from the same logits.
+
+    Attributes:
+        weights: ``[N]``, mask and normalisation of the rows.
+        coefficient: constant factor in the total.
+    """
+
+    weights: Tensor
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class AlignedLinear:
+    """Arguments of `aligned_linear`, except the student's tensors.
+
+    Attributes:
+        rows: rows of both models.
+        terms: the losses between both models.
+        label_loss: None without one; else the plan has all rows with a weight.
+        chunk_parts: a split of the chunks ``[C]``, for separate sums per part.
+        row_parts: the same split of the student's rows ``[N]``, for the label loss.
+        weight_gradient_sum: ``[V, H]`` fp32 (fp64), to which the gradient on the weight is added.
+    """
+
+    rows: AlignedRows
+    terms: tuple[WeightedTerm, ...]
+    label_loss: LabelLoss | None = None
+    chunk_parts: Partition | None = None
+    row_parts: Partition | None = None
+    weight_gradient_sum: Tensor | None = None
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the weighted sums that `aligned_linear` returns, in order."""
+        label = () if self.label_loss is None else ("ce",)
+        return (*label, *(one.term.key for one in self.terms))
+
+
+def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, Tensor]:
+    """Total objective and weighted sums over all chunks and rows.
+
+    Shapes: total is a scalar, differentiable in the student's hidden ``[N, H]``, weight ``[V, H]``
+    and bias ``[V]``. Sums ``[K]`` follow ``work.sum_names``, detached and without coefficients;
+    with parts they are ``[K, 1 + parts]``. Both are fp32 (fp64 for fp64 inputs). The hidden
+    gradient is this shard's PARTIAL sum, and ``weight_gradient_sum`` is added to in the forward
+    pass, as in `fused_linear`. Rows in no tile of the plan have no gradient.
+
+    Memory above the inputs, in elements: for the rows of one tile ``V`` logits of each model with a
+    head, ``V`` fp32 of the student for losses other than on labels, and the row blocks of
+    `TileSide`. Gradients as in `fused_linear`.
+
+    Collective: over ``group`` those of the terms and of `TileSide` for each tile; the label loss
+    needs 24 bytes per row, shared with likelihood. None in backward.
+
+    Raises:
+        RuntimeError: in backward, if a sum was given and the upstream gradient is not one.
+    """
+    leaves = (student.hidden, student.weight, student.bias)
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+        return cast(
+            tuple[Tensor, Tensor],
+            _AlignedLinearFunction.apply(*leaves, student, work),  # type: ignore[no-untyped-call]
+        )
+    with torch.no_grad():
+        return _Executor(student, work, wanted=(False, False, False)).run()
+
+
+class _AlignedLinearFunction(torch.autograd.Function):
+    """Stores the gradients of the forward pass and scales them in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _hidden: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        student: HiddenState,
+        work: AlignedLinear,
+    ) -> tuple[Tensor, Tensor]:
+        executor = _Executor(student, work, wanted=ctx.needs_input_grad[:3])
+        total, sums = executor.run()
+        ctx.save_for_backward(*executor.gradients)
+        ctx.dtype = student.dtype
+        ctx.weight_is_summed = work.weight_gradient_sum is not None and ctx.needs_input_grad[1]
+        ctx.mark_non_differentiable(sums)
+        return total, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.weight_is_summed:
+            expect_one(upstream)
+        scaled = (
+            None if gradient is None else scaled_gradient(gradient, upstream, ctx.dtype)
+            for gradient in ctx.saved_tensors
+        )
+        return (*scaled, None, None)
+
+
+class _Executor:
+    """One pass over all tiles, with the gradients that it fills."""
+
+    def __init__(
+        self, student: HiddenState, work: AlignedLinear, *, wanted: tuple[bool, bool, bool]
+    ) -> None:
+        """``wanted``: the gradients on hidden states, weight and bias."""
+        needs_hidden, needs_weight, needs_bias = wanted
+        self._student, self._work = student, work
+        self._dtype = accumulation_dtype(student.dtype)
+        plan, shard = work.rows.plan, work.rows.student_shard
+        self._columns, device = shard.real_width, student.weight.device
+        hidden_size = student.hidden.shape[1]
+        parts = work.row_parts or work.chunk_parts
+        self._sums = torch.zeros(
+            len(work.sum_names),
+            1 + (0 if parts is None else parts.parts),
+            dtype=torch.float64,
+            device=device,
+        )
+        self._hidden_rows: Tensor | None = None
+        self._weight: WeightGradient | None = None
+        self._bias: BiasGradient | None = None
+        if needs_hidden:
+            self._hidden_rows = student.hidden.new_zeros(plan.student.count, hidden_size)
+        if needs_weight:
+            self._weight = WeightGradient(
+                student.width,
+                self._columns,
+                hidden_size,
+                student.dtype,
+                device,
+                chunks=len(plan.tiles),
+                into=work.weight_gradient_sum,
+            )
+        if needs_bias:
+            self._bias = BiasGradient(student.width, self._columns, student.dtype, device)
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``.
+
+        None if not wanted or added to a given sum.
+        """
+        rows = self._work.rows.plan.student
+        return (
+            None if self._hidden_rows is None else rows.scatter(self._hidden_rows),
+            None if self._weight is None else self._weight.finished(),
+            None if self._bias is None else self._bias.total,
+        )
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Total and sums; afterwards `gradients` holds the wanted gradients."""
+        work = self._work
+        wanted = any(one is not None for one in (self._hidden_rows, self._weight, self._bias))
+        memory = _gradient_memory(self._student, work.rows)
+        for part, tile in work.rows.tiles(self._student):
+            gradient = TileGradient(tile.student, partial(memory, tile)) if wanted else None
+            self._sums += self._run_tile(part, tile, gradient)
+            if gradient is not None:
+                gradient.write(tile.student.raw)
+                self._accumulate(part.student, tile.student.raw)
+        coefficients = [one.coefficient for one in work.terms]
+        if work.label_loss is not None:
+            coefficients.insert(0, work.label_loss.coefficient)
+        total = self._sums.new_zeros(())
+        for coefficient, value in zip(coefficients, self._sums[:, 0], strict=True):
+            total = total + coefficient * value
+        sums = self._sums.to(self._dtype)
+        return total.to(self._dtype), sums if sums.shape[1] > 1 else sums.squeeze(1)
+
+    def _run_tile(self, part: TileRange, tile: Tile, gradient: TileGradient | None) -> Tensor:
+        """The tile's share of the sums; adds to the gradient."""
+        work, sums = self._work, []
+        if work.label_loss is not None:
+            rows = tile.student.rows
+            weights = work.label_loss.weights.index_select(0, rows).double()
+            values = -tile.student.label_statistics().log_prob
+            sums.append(_summed(weights, values, work.row_parts, rows))
+            if gradient is not None and work.label_loss.coefficient:
+                gradient.add_label_slopes(weights * -work.label_loss.coefficient)
+        chunks = work.rows.plan.chunks[part.chunks]
+        for one in work.terms:
+            if not tile.count:
+                sums.append(torch.zeros_like(self._sums[0]))
+                continue
+            solved = one.term.solve(tile, with_gradient=gradient is not None)
+            weights = one.weights.index_select(0, chunks).double()
+            sums.append(_summed(weights, solved.values, work.chunk_parts, chunks))
+            if gradient is not None and one.coefficient:
+                solved.add_gradient(weights * one.coefficient, gradient)
+        return torch.stack(sums) if sums else self._sums
+
+    def _accumulate(self, rows: slice, gradient: Tensor) -> None:
+        """Add a tile's gradient on the raw outputs to the gradients on the student's tensors."""
+        if self._columns == 0:
+            return
+        if self._hidden_rows is not None:
+            weight = self._student.weight[: self._columns]
+            torch.mm(gradient, weight, out=self._hidden_rows[rows])
+        if self._weight is not None:
+            hidden = self._work.rows.plan.student.take(self._student.hidden, rows)
+            self._weight.add(gradient, hidden)
+        if self._bias is not None:
+            self._bias.add(gradient)
+
+
+def _summed(weights: Tensor, values: Tensor, parts: Partition | None, places: Tensor) -> Tensor:
+    """Weighted sum of all values, then of each part, ``[1 + parts]``."""
+    if parts is not None:
+        parts = Partition(parts.ids.index_select(0, places), parts.parts)
+    return sum_tokens([weighted_rows(weights, values)], parts).squeeze(0)
+
+
+def _gradient_memory(student: LogitSource, rows: AlignedRows) -> Callable[[Tile], Tensor]:
+    """A buffer for the gradient on one tile's logits, allocated at its first use."""
+    dtype, buffers = accumulation_dtype(student.dtype), list[Tensor]()
+
+    def take(tile: Tile) -> Tensor:
+        raw = tile.student.raw
+        if not buffers:
+            most = rows.plan.most_student_rows
+            buffers.append(allocate(most, raw.shape[1], dtype, raw.device))
+        return buffers[0][: raw.shape[0]]
+
+    return take
+
+
+def aligned_divergence(student: DenseLogits, rows: AlignedRows, term: AlignedTerm) -> Tensor:
+    """Value of the term per chunk, ``[C]`` fp32, differentiable in the student's logits ``[N, V]``.
+
+    Inputs are not modified. The gradient is formed in forward, if one is wanted: one more matrix
+    like the logits, and in backward the product. Chunks whose upstream gradient is zero have a zero
+    gradient, even if their logits are not finite.
+
+    Collective: over ``group`` those of the term; none in backward.
+    """
+    return cast(
+        Tensor,
+        _AlignedDivergenceFunction.apply(student.logits, student, rows, term),  # type: ignore[no-untyped-call]
+    )
+
+
+class _AlignedDivergenceFunction(torch.autograd.Function):
+    """Forms the gradient of the sum of all values in forward, and scales its rows in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, student: DenseLogits, rows: AlignedRows, term: AlignedTerm
+    ) -> Tensor:
+        plan, wanted = rows.plan, bool(ctx.needs_input_grad[0])
+        found = torch.zeros(len(plan.chunks), dtype=torch.float64, device=logits.device)
+        gradients = torch.zeros_like(logits) if wanted else None
+        memory = _gradient_memory(student, rows)
+        owners = []
+        for part, tile in rows.tiles(DenseLogits(logits.detach())):
+            solved = term.solve(tile, with_gradient=wanted)
+            found[part.chunks] = solved.values
+            if gradients is None:
+                continue
+            gradient = TileGradient(tile.student, partial(memory, tile))
+            solved.add_gradient(torch.ones_like(solved.values), gradient)
+            gradient.write(tile.student.raw)
+            inside = gradients[:, : rows.student_shard.real_width]
+            inside.index_copy_(0, tile.student.rows, tile.student.raw)
+            owners.append(tile.student.chunks + part.chunks.start)
+        ctx.gradients, ctx.plan, ctx.owners = gradients, plan, owners
+        return plan.per_chunk(found).to(accumulation_dtype(logits.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows = _upstream_of_rows(upstream, ctx.plan, ctx.owners)
+        gradient = ctx.gradients * of_rows
+        return gradient.masked_fill_(of_rows == 0, 0.0).to(ctx.gradients.dtype), None, None, None
+
+
+def _upstream_of_rows(upstream: Tensor, plan: TilePlan, owners: Sequence[Tensor]) -> Tensor:
+    """``[N, 1]``: the upstream gradient of each row's chunk, zero for rows in none."""
+    of_rows = upstream.new_zeros(plan.student.total)
+    if owners:
+        assert plan.student.indices is not None
+        places = torch.cat(list(owners))
+        of_rows[plan.student.indices] = upstream[plan.chunks[places]]
+    return of_rows.unsqueeze(1)
