@@ -1,0 +1,305 @@
+"""A divergence over the tokens that both vocabularies have, and one class of all further tokens.
+
+It is defined on chunks of one token on each side: both models then predict the next token of the
+same text. The further tokens of each vocabulary are one class. Its logit is split evenly over the
+ranks: an f-divergence, whose summands are homogeneous in (p, q), has the same value and slope on
+equal parts of a class. So each rank has one more column, and nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.aligned.tile import SolvedTerm, Tile, TileGradient, TileSide
+from megatron_distill.ops.chunk import Chunk
+from megatron_distill.ops.divergences import WeightedDivergence
+from megatron_distill.ops.normalizers import Normalizers
+from megatron_distill.ops.row_math import row_sums
+from megatron_distill.ops.softmax_gradient import softmax_weights
+from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
+from megatron_distill.ops.topk import gather_ranks, select
+from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
+from megatron_distill.ops.workspace import Scratch
+from megatron_distill.signals import LogitRule, TopK
+
+__all__ = ["CommonTerm"]
+
+
+@dataclass(frozen=True)
+class CommonTerm:
+    """Divergence over common tokens at chunks of one token on each side.
+
+    Attributes:
+        key: name in reports.
+        columns: the columns of common tokens on this rank. Without ``top_k`` those of the teacher
+            lie on the rank of the student's, see `TeacherLayout`.
+        weighted: an f-divergence with its temperature; the coefficient must be one.
+        top_k: number of common tokens, the teacher's most probable ones; None for all of them.
+    """
+
+    key: str
+    columns: CommonColumns
+    weighted: WeightedDivergence
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.weighted.divergence.head_mass is not None:
+            raise ValueError(
+                f"{self.weighted.divergence.name} sorts the classes by the teacher's probability "
+                "and has no value on a class of many tokens; use forward_kl, reverse_kl or "
+                "js_divergence between tokenizers"
+            )
+        if self.top_k is None and not self.columns.is_aligned:
+            raise ValueError(
+                "the teacher's common columns are not on the ranks of the student's: arrange them "
+                "with TeacherLayout, or set top_k"
+            )
+
+    def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedTerm:
+        """See `AlignedTerm`.
+
+        Collective: that of `_Rests.measure` if both vocabularies have further tokens; then those of
+        `Chunk.solve`, or with ``top_k`` those of `select` and `solve_id_term`; per pair.
+        """
+        whole = torch.zeros(tile.count, dtype=torch.float64, device=tile.student.raw.device)
+        if not len(tile.pairs.chunks):
+            return _NoPairs(whole)
+        student = _Compact.of(tile.student, tile.pairs.student, self.columns.student)
+        teacher = _Compact.of(tile.with_teacher, tile.pairs.teacher, self.columns.teacher)
+        group, temperature = tile.student.group, self.weighted.temperature
+        rests = None
+        if self.columns.has_rest:
+            all_of_teacher = self.top_k is not None
+            rests = _Rests.measure(student, teacher, temperature, group, all_of_teacher)
+        if self.top_k is None:
+            values, write = self._between(student, teacher, rests, group)
+        else:
+            values, write = self._on_top_k(student, teacher, rests, group)
+        whole[tile.pairs.chunks] = values.clamp(min=0.0)
+        return SolvedCommon(whole, self, tile, student, rests, write if with_gradient else None)
+
+    def _between(
+        self, student: _Compact, teacher: _Compact, rests: _Rests | None, group: _Group
+    ) -> tuple[Tensor, _Write]:
+        """Values ``[P]`` and the gradient between the logits of all common tokens."""
+        of_student, of_teacher = student.logits, teacher.logits
+        if rests is not None:
+            of_student = torch.cat([of_student, rests.column(rests.student)], 1)
+            of_teacher = torch.cat([of_teacher, rests.column(rests.teacher)], 1)
+        spec = StatisticsSpec(("student", "teacher"), (self.weighted,), full=False, infinite=True)
+        raw = {"student": of_student, "teacher": of_teacher}
+        rules = {"student": LogitRule(), "teacher": LogitRule()}
+        rows, width = of_student.shape
+        scratch = Scratch(max(rows, 1), width, of_student.dtype, of_student.device)
+        shard = self.columns.student_shard
+        chunk = Chunk(spec, raw, rules, shard, scratch)  # type: ignore[arg-type]
+        local = LocalStatistics.empty(spec, rows, of_student.dtype, of_student.device)
+        _, normalizers = chunk.solve(local, group)
+
+        def write(weights: Tensor) -> Tensor:
+            softmax = softmax_weights(spec, weights, None, None, shard)
+            chunk.write_gradient(local, normalizers, softmax, of_student)
+            return of_student
+
+        return normalizers.values[self.weighted.key], write
+
+    def _on_top_k(
+        self, student: _Compact, teacher: _Compact, rests: _Rests | None, group: _Group
+    ) -> tuple[Tensor, _Write]:
+        """Values ``[P]`` and the gradient on the teacher's most probable common tokens."""
+        assert self.top_k is not None
+        temperature, columns = self.weighted.temperature, self.columns
+        (chosen,) = select(
+            teacher.logits,
+            LogitRule(),
+            columns.teacher_shard,
+            group,
+            k=min(self.top_k, columns.count),
+            temperatures=[temperature],
+        )
+        of_student = student.logits
+        if rests is not None:
+            of_student = torch.cat([of_student, rests.column(rests.student)], 1)
+            chosen = rests.within(chosen)
+        target = TopK(columns.student_places[chosen.ids], chosen.log_probs, chosen.log_tail)
+        term = IdTerm(self.weighted, self.key, "tail", target)
+        shard, rule = columns.student_shard, LogitRule()
+        found = solve_id_term(term, of_student, rule, shard, group)
+
+        def write(weights: Tensor) -> Tensor:
+            rows, width = of_student.shape
+            dtype, device = of_student.dtype, of_student.device
+            spec = StatisticsSpec(("student",), (), False, student_temperatures=(temperature,))
+            chunk = Chunk(
+                spec,
+                {"student": of_student},
+                {"student": rule},
+                shard,
+                Scratch(max(rows, 1), width, dtype, device),
+            )
+            local = LocalStatistics.empty(spec, rows, dtype, device)
+            local.rows["student_peak"].copy_(found.peak)
+            assert found.log_normalizer is not None
+            factor = (found.peak.double() / temperature - found.log_normalizer).exp()
+            softmax = softmax_weights(spec, weights, None, None, shard, [SolvedIdTerm(term, found)])
+            chunk.write_gradient(local, Normalizers(factor.unsqueeze(0)), softmax, of_student)
+            return of_student
+
+        return found.value, write
+
+
+_Group = dist.ProcessGroup | None
+# Takes weights [P], returns the gradient [P, columns] on the common tokens and the rest.
+_Write = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Compact:
+    """Logits of the pairs' rows, in the dtype of statistics: at common tokens, and at the rest."""
+
+    logits: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, side: TileSide, rows: Tensor, columns: Tensor) -> _Compact:
+        dtype = side.scratch.dtype
+        raw = side.raw if len(rows) == len(side.raw) else side.raw.index_select(0, rows)
+        is_rest = torch.ones(raw.shape[1], dtype=torch.bool, device=raw.device)
+        is_rest[columns] = False
+
+        def at(places: Tensor) -> Tensor:
+            return side.rule.apply_(raw.index_select(1, places).to(dtype))
+
+        return cls(at(columns), at(is_rest.nonzero().squeeze(1)))
+
+
+@dataclass(frozen=True)
+class _Rests:
+    """The further tokens of both models at one temperature.
+
+    Attributes:
+        student: ``[P]`` fp64, log of the sum of ``e^(z/T)`` over the student's further tokens.
+        teacher: likewise.
+        teacher_common: likewise over the teacher's common tokens; None if not measured.
+        shares: ``[P, U]`` of this rank's columns in the student's further tokens; sum to one over
+            the ranks.
+        temperature: T.
+        ranks: number of ranks.
+    """
+
+    student: Tensor
+    teacher: Tensor
+    teacher_common: Tensor | None
+    shares: Tensor
+    temperature: float
+    ranks: int
+
+    @classmethod
+    def measure(
+        cls,
+        student: _Compact,
+        teacher: _Compact,
+        temperature: float,
+        group: _Group,
+        all_of_teacher: bool,
+    ) -> _Rests:
+        """From the logits of all ranks.
+
+        Collective: one all-gather over ``group`` of 32 bytes per pair, 48 with the teacher's common
+        tokens.
+        """
+        parts = [student.rest, teacher.rest]
+        if all_of_teacher:
+            parts.append(teacher.logits)
+        sums = [_exponentials(logits, temperature) for logits in parts]
+        local = torch.stack([torch.stack([peak, mass]) for peak, mass, _ in sums])
+        gathered = gather_ranks(local, group)
+        log_sums = (gathered[:, :, 0] + gathered[:, :, 1].log()).logsumexp(0)
+        peak, _, shares = sums[0]
+        factor = (peak - log_sums[0]).exp().to(shares.dtype)
+        return cls(
+            student=log_sums[0],
+            teacher=log_sums[1],
+            teacher_common=log_sums[2] if all_of_teacher else None,
+            shares=shares.mul_(factor.unsqueeze(1)),
+            temperature=temperature,
+            ranks=gathered.shape[0],
+        )
+
+    def column(self, log_sum: Tensor) -> Tensor:
+        """``[P, 1]``, the logit of this rank's part of the class."""
+        logit = (log_sum - math.log(self.ranks)) * self.temperature
+        return logit.to(self.shares.dtype).unsqueeze(1)
+
+    def within(self, chosen: TopK) -> TopK:
+        """The top-k of common tokens, normalised over the whole vocabulary instead."""
+        assert self.teacher_common is not None
+        total = torch.logaddexp(self.teacher_common, self.teacher)
+        log_common, log_rest = self.teacher_common - total, self.teacher - total
+        log_probs = chosen.log_probs.double() + log_common.unsqueeze(1)
+        log_tail = torch.logaddexp(chosen.log_tail.double() + log_common, log_rest)
+        dtype = chosen.log_probs.dtype
+        return TopK(chosen.ids, log_probs.to(dtype), log_tail.to(dtype))
+
+
+def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Peak over temperature and sum ``[P]`` fp64 of ``e^((z - peak)/T)``, and these ``[P, U]``."""
+    lowest = torch.finfo(logits.dtype).min / 4
+    if logits.shape[1] == 0:
+        peak = torch.full((len(logits),), lowest, dtype=torch.float64, device=logits.device)
+        return peak / temperature, torch.zeros_like(peak), torch.empty_like(logits)
+    peak = logits.amax(1).clamp_(min=lowest)
+    values = logits.sub(peak.unsqueeze(1)).div_(temperature).exp_()
+    return peak.double() / temperature, row_sums(values), values
+
+
+@dataclass(frozen=True)
+class _NoPairs:
+    """A tile without a chunk of one token on each side: zeros ``[c]``, without a gradient."""
+
+    values: Tensor
+
+    def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class SolvedCommon:
+    """See `SolvedTerm`; ``write`` returns the gradient on the student's classes."""
+
+    values: Tensor
+    term: CommonTerm
+    tile: Tile
+    student: _Compact
+    rests: _Rests | None
+    write: _Write | None
+
+    def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
+        """See `SolvedTerm`."""
+        assert self.write is not None, "solved without a gradient"
+        pairs, columns = self.tile.pairs, self.term.columns
+        dtype = self.student.logits.dtype
+        weight = weights.index_select(0, pairs.chunks).to(dtype)
+        found = self.write(weight)
+        out = gradient.logits
+        for block in self.tile.student.blocks():
+            rows = pairs.student[block]
+            if not len(rows):
+                break
+            part = found[block]
+            on_logits = part.index_select(1, columns.classes)
+            if self.rests is not None:
+                # The class is split over the ranks; its tokens share it by their probabilities.
+                of_rest = self.rests.shares[block] * (part[:, -1:] * self.rests.ranks)
+                of_rest.masked_fill_((weight[block] == 0).unsqueeze(1), 0.0)
+                on_logits[:, columns.student_rest] = of_rest
+            elif len(columns.student_rest):
+                on_logits[:, columns.student_rest] = 0.0
+            out.index_add_(0, rows, on_logits)
