@@ -12,6 +12,12 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
+from megatron_distill.losses.cross_tokenizer import (
+    AlignedSide,
+    CommonLoss,
+    LikelihoodLoss,
+    cross_tokenizer_divergence,
+)
 from megatron_distill.losses.features import (
     ATTENTION,
     AttentionInputs,
@@ -29,12 +35,15 @@ from megatron_distill.losses.token_divergence import token_divergence
 
 __all__ = [
     "ATTENTION",
+    "AlignedSide",
     "AttentionInputs",
     "AttentionLoss",
     "BalanceMode",
     "BalanceState",
+    "CommonLoss",
     "FeatureLoss",
     "FeaturePair",
+    "LikelihoodLoss",
     "LossWeights",
     "Projector",
     "RatioBalance",
@@ -45,6 +54,7 @@ __all__ = [
     "Term",
     "ValueSchedule",
     "add_gradients",
+    "cross_tokenizer_divergence",
     "feature_loss",
     "fused_linear_objective",
     "scaled_weights",

@@ -292,3 +292,61 @@ def uld(
         p = chunk_mean(teacher, teacher_rows, temperature)
         values.append(sorted_distance(q, p, uncommon_top_k))
     return _stacked(values, student)
+
+
+@dataclass(frozen=True)
+class AlignedProblem:
+    """Hidden states and heads of two models, and the alignment of their rows."""
+
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    at: Alignment
+    ids: tuple[Tensor, Tensor]
+
+    @classmethod
+    def random(
+        cls,
+        chunks: int = 11,
+        *,
+        sizes: tuple[int, int] = (83, 61),
+        common_tokens: int = 40,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> AlignedProblem:
+        """Chunks of one to three rows; some have one on each side, and some rows have no chunk.
+
+        Labels are among the more probable tokens, so that texts are not improbable beyond fp64.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        def side(lengths: Tensor, size: int, features: int) -> tuple[Tensor, ...]:
+            numbers = torch.arange(chunks).repeat_interleave(lengths)
+            # A row before, one between, and the row after the last label have none.
+            middle = len(numbers) // 2
+            while middle < len(numbers) and numbers[middle] == numbers[middle - 1]:
+                middle += 1
+            none = torch.tensor([-1])
+            numbers = torch.cat([none, numbers[:middle], none, numbers[middle:], none])
+            hidden = normal(len(numbers), features).to(dtype)
+            weight = (normal(size, features) * 2 / features**0.5).to(dtype)
+            labels = (hidden @ weight.t()).topk(6, 1).indices
+            chosen = torch.randint(6, (len(numbers), 1), generator=generator)
+            return numbers, hidden, weight, labels.gather(1, chosen).squeeze(1)
+
+        lengths = torch.randint(1, 4, (2, chunks), generator=generator)
+        lengths[:, ::3] = 1
+        numbers, hidden, weight, labels = side(lengths[0], sizes[0], 12)
+        others, teacher_hidden, teacher_weight, teacher_labels = side(lengths[1], sizes[1], 16)
+        ids = tuple(torch.randperm(size, generator=generator)[:common_tokens] for size in sizes)
+        at = Alignment(numbers, others, labels, teacher_labels, chunks)
+        return cls(hidden, weight, teacher_hidden, teacher_weight, at, (ids[0], ids[1]))
+
+    @property
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """The student's and the teacher's logits in the dtype of the models."""
+        return self.hidden @ self.weight.t(), self.teacher_hidden @ self.teacher_weight.t()

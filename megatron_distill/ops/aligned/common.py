@@ -51,11 +51,7 @@ class CommonTerm:
 
     def __post_init__(self) -> None:
         if self.weighted.divergence.head_mass is not None:
-            raise ValueError(
-                f"{self.weighted.divergence.name} sorts the classes by the teacher's probability "
-                "and has no value on a class of many tokens; use forward_kl, reverse_kl or "
-                "js_divergence between tokenizers"
-            )
+            raise ValueError(f"{self.weighted.divergence.name} is no f-divergence")
         if self.top_k is None and not self.columns.is_aligned:
             raise ValueError(
                 "the teacher's common columns are not on the ranks of the student's: arrange them "
