@@ -1,0 +1,144 @@
+"""How much of two tokenizations is in chunks, and how many chunks fit in two sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.align.chunks import Chunks, chunk_numbers
+
+__all__ = ["Coverage", "SideCoverage", "chunks_that_fit", "coverage"]
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def chunks_that_fit(chunks: Chunks, *, student_length: int, teacher_length: int) -> int:
+    """How many of the first chunks end within the first tokens of both sides.
+
+    student_length, teacher_length: numbers of tokens. Cut both sides behind the last of these
+    chunks, and no side has a tail that the other one lacks.
+    """
+    return min(
+        int(np.searchsorted(ranges_C2[:, 1], length, side="right"))
+        for ranges_C2, length in (
+            (chunks.student, student_length),
+            (chunks.teacher, teacher_length),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class SideCoverage:
+    """Tokens, bytes and labels of one side, and those of them that are in chunks.
+
+    Bytes are those that tokens cover. Labels are the tokens that a loss is asked of.
+    """
+
+    tokens: int = 0
+    aligned_tokens: int = 0
+    bytes: int = 0
+    aligned_bytes: int = 0
+    labels: int = 0
+    aligned_labels: int = 0
+
+    def merge(self, other: SideCoverage) -> SideCoverage:
+        """The sums of both."""
+        names = [field.name for field in fields(SideCoverage)]
+        return SideCoverage(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Sums over texts of both sides, and of their chunks by the numbers of tokens.
+
+    one_to_many: one token of the student, several of the teacher. trained_chunks: all of whose
+    tokens are labels on both sides. largest_student, largest_teacher: tokens of the largest chunk.
+    """
+
+    student: SideCoverage = SideCoverage()
+    teacher: SideCoverage = SideCoverage()
+    texts: int = 0
+    texts_without_chunks: int = 0
+    chunks: int = 0
+    trained_chunks: int = 0
+    one_to_one: int = 0
+    one_to_many: int = 0
+    many_to_one: int = 0
+    many_to_many: int = 0
+    largest_student: int = 0
+    largest_teacher: int = 0
+
+    def merge(self, other: Coverage) -> Coverage:
+        """The figures of both together."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        return replace(
+            self,
+            student=self.student.merge(other.student),
+            teacher=self.teacher.merge(other.teacher),
+            largest_student=max(self.largest_student, other.largest_student),
+            largest_teacher=max(self.largest_teacher, other.largest_teacher),
+            **sums,
+        )
+
+
+_SUMMED: Final = (
+    "texts", "texts_without_chunks", "chunks", "trained_chunks",
+    "one_to_one", "one_to_many", "many_to_one", "many_to_many",
+)  # fmt: skip
+
+
+def coverage(
+    chunks: Chunks,
+    student_spans_N2: Ints,
+    teacher_spans_M2: Ints,
+    *,
+    student_labels_N: Flags | None = None,
+    teacher_labels_M: Flags | None = None,
+) -> Coverage:
+    """The figures of one text.
+
+    spans: int64, byte ranges. labels: whether each token is the label of a loss; None for all but
+    the first token, which has no position before it.
+    """
+    sides: list[SideCoverage] = []
+    counts: list[Ints] = []
+    trained_C = np.ones(len(chunks), np.bool_)
+    for ranges_C2, spans_N2, labels_N in (
+        (chunks.student, student_spans_N2, student_labels_N),
+        (chunks.teacher, teacher_spans_M2, teacher_labels_M),
+    ):
+        labels_N = np.arange(len(spans_N2)) > 0 if labels_N is None else labels_N
+        chunk_N = chunk_numbers(ranges_C2, spans_N2)
+        inside_N = chunk_N >= 0
+        bytes_N = spans_N2[:, 1] - spans_N2[:, 0]
+        sides.append(
+            SideCoverage(
+                tokens=len(spans_N2),
+                aligned_tokens=int(np.count_nonzero(inside_N)),
+                bytes=int(bytes_N.sum()),
+                aligned_bytes=int(bytes_N[inside_N].sum()),
+                labels=int(np.count_nonzero(labels_N)),
+                aligned_labels=int(np.count_nonzero(labels_N & inside_N)),
+            )
+        )
+        counts.append(np.bincount(chunk_N[inside_N], minlength=len(chunks)))
+        trained_C[chunk_N[inside_N & ~labels_N]] = False
+    one_student, one_teacher = (count_C == 1 for count_C in counts)
+    return Coverage(
+        student=sides[0],
+        teacher=sides[1],
+        texts=1,
+        texts_without_chunks=int(len(chunks) == 0),
+        chunks=len(chunks),
+        trained_chunks=int(np.count_nonzero(trained_C)),
+        one_to_one=int(np.count_nonzero(one_student & one_teacher)),
+        one_to_many=int(np.count_nonzero(one_student & ~one_teacher)),
+        many_to_one=int(np.count_nonzero(~one_student & one_teacher)),
+        many_to_many=int(np.count_nonzero(~one_student & ~one_teacher)),
+        largest_student=int(counts[0].max(initial=0)),
+        largest_teacher=int(counts[1].max(initial=0)),
+    )
