@@ -42,10 +42,13 @@ class Group:
 
 
 DATA: Final = Group(
-    "preview the samples of a run, tokenise a corpus",
+    "preview samples, tokenise a corpus, map vocabularies",
     {
         "preview": Entry("show the samples of a run, coloured by mask", "preview"),
         "tokenize": Entry("write a corpus as token ids, once", "tokenize"),
+        "vocabulary-map": Entry(
+            "build, inspect or verify a map of two tokenizers", "vocabulary_map"
+        ),
     },
 )
 COMMANDS: Final[Mapping[str, Entry | Group]] = {
@@ -94,7 +97,8 @@ def _choose(
 
 def _table_text(table: Mapping[str, Entry | Group] | Mapping[str, Entry], name: str) -> str:
     lines = [f"usage: {name} COMMAND ...", ""]
-    lines += [f"  {command:<9} {entry.summary}" for command, entry in table.items()]
+    width = max(9, *map(len, table))
+    lines += [f"  {command:<{width}} {entry.summary}" for command, entry in table.items()]
     return "\n".join([*lines, "", f"{name} COMMAND --help lists the arguments of a command.", ""])
 
 
