@@ -173,8 +173,8 @@ def _spelled(
         if token in encoded:
             found[token] = (Evidence.ENCODED, encoded[token])
             continue
-        pieces = _greedy(token, first_ids, longest)
-        found[token] = (Evidence.GREEDY if pieces else Evidence.HOLE, pieces)
+        pieces = _fewest(token, first_ids, longest)
+        found[token] = (Evidence.SPELLED if pieces else Evidence.HOLE, pieces)
     return found
 
 
@@ -228,19 +228,25 @@ def _joined(ids: Spelled, bytes_of: Sequence[bytes | None]) -> bytes | None:
     return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
 
 
-def _greedy(token: bytes, first_ids: Mapping[bytes, int], longest: int) -> Spelled:
-    """Ids of the longest tokens from the first byte on; none where that leads to no end."""
+def _fewest(token: bytes, first_ids: Mapping[bytes, int], longest: int) -> Spelled:
+    """Ids of the fewest tokens with these bytes, of several spellings that with long tokens first.
+
+    None if no tokens have these bytes. Found from the last byte on.
+    """
+    unknown = len(token) + 1
+    counts = [unknown] * len(token) + [0]
+    stops = [0] * len(token)
+    for start in reversed(range(len(token))):
+        for stop in range(min(len(token), start + longest), start, -1):
+            if counts[stop] + 1 < counts[start] and token[start:stop] in first_ids:
+                counts[start], stops[start] = counts[stop] + 1, stop
+    if counts[0] == unknown:
+        return ()
     ids: list[int] = []
     start = 0
     while start < len(token):
-        for stop in range(min(len(token), start + longest), start, -1):
-            number = first_ids.get(token[start:stop])
-            if number is not None:
-                ids.append(number)
-                start = stop
-                break
-        else:
-            return ()
+        ids.append(first_ids[token[start : stops[start]]])
+        start = stops[start]
     return tuple(ids)
 
 

@@ -44,7 +44,7 @@ class Evidence(IntEnum):
     SPECIAL = 1
     """A special token without a partner; no row."""
     HOLE = 2
-    """Its bytes cannot be spelled with tokens of the teacher; no row."""
+    """No tokens of the teacher have its bytes; no row."""
     ROLE = 3
     """A special token, paired with the teacher's special token of its role."""
     EXACT = 4
@@ -53,8 +53,8 @@ class Evidence(IntEnum):
     """A teacher token has its bytes, but is the pair of another student token."""
     ENCODED = 6
     """The teacher's tokenizer encodes its text as tokens of exactly these bytes."""
-    GREEDY = 7
-    """Spelled by the longest teacher tokens from its first byte on."""
+    SPELLED = 7
+    """Spelled with the fewest teacher tokens of these bytes, which no encoding gives."""
 
 
 WITHOUT_ROW: Final = (Evidence.NO_TOKEN, Evidence.SPECIAL, Evidence.HOLE)
@@ -116,7 +116,7 @@ class VocabularyMap:
 
     @property
     def holes(self) -> NDArray[np.int64]:
-        """Student ids whose bytes cannot be spelled with tokens of the teacher, int64 [N]."""
+        """Student ids whose bytes no tokens of the teacher have, int64 [N]."""
         return np.flatnonzero(self.evidence_V == Evidence.HOLE)
 
     @property

@@ -214,7 +214,7 @@ def _print_coverage(found: VocabularyMap, path: Path) -> None:
              _share(reached, found.teacher.size)),
             ("  by the pair's bytes", f"{counts[Evidence.SHARED]:,}", ""),
             ("  by encoding", f"{counts[Evidence.ENCODED]:,}", ""),
-            ("  by longest tokens", f"{counts[Evidence.GREEDY]:,}", ""),
+            ("  by fewest tokens", f"{counts[Evidence.SPELLED]:,}", ""),
             ("holes", f"{counts[Evidence.HOLE]:,}", ""),
             ("special tokens alone", f"{counts[Evidence.SPECIAL]:,}", ""),
             ("ids without a token", f"{counts[Evidence.NO_TOKEN]:,}", ""),
@@ -244,9 +244,14 @@ def _print_text_coverage(
 
 
 def _print_largest(found: VocabularyMap, student: Bytes | None, teacher: Bytes | None) -> None:
-    largest = (-found.pieces_V).argsort(kind="stable")[:SHOWN_ROWS]
-    sys.stdout.write("largest rows\n")
-    _print_table([_row_of(found, int(number), student, teacher) for number in largest])
+    largest = [
+        int(number)
+        for number in (-found.pieces_V).argsort(kind="stable")[:SHOWN_ROWS]
+        if found.pieces_V[number] > 1
+    ]
+    if largest:
+        sys.stdout.write("largest rows\n")
+        _print_table([_row_of(found, number, student, teacher) for number in largest])
 
 
 def _row_of(found: VocabularyMap, number: int, student: Bytes | None, teacher: Bytes | None) -> Row:

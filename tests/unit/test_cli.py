@@ -24,6 +24,7 @@ PATHS = [
     *((name, below) for name, one in COMMANDS.items() if isinstance(one, Group)
       for below in one.entries),
     *(("convert", action) for action in ("import", "export", "verify")),
+    *(("data", "vocabulary-map", action) for action in ("build", "inspect", "verify")),
     *(("store", action) for action in ("inspect", "verify", "stats", "repair", "convert")),
 ]  # fmt: skip
 CONFIG = str(ROOT / "configs" / "tiny.yaml")
