@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -52,13 +53,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tokenizers(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    for side in SIDES:
-        parser.add_argument(
-            f"--{side}",
-            required=required,
-            metavar="PATH",
-            help="Hugging Face folder, .model or .tiktoken file, or a tiktoken encoding",
-        )
+    kinds = "Hugging Face folder, .model or .tiktoken file, or a tiktoken encoding"
+    parser.add_argument("--student", required=required, metavar="PATH", help=kinds)
+    parser.add_argument("--teacher", required=required, metavar="PATH", help=kinds)
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +95,10 @@ def _build(arguments: argparse.Namespace) -> int:
     pairs = [(mine, its) for mine, its in arguments.pair]
     found = build_vocabulary_map(student, teacher, special_pairs=pairs)
     save_map(found, output)
-    _print_coverage(found, output)
-    _print_text_coverage(found, student, teacher, texts)
-    _print_largest(found, student.token_bytes(), teacher.token_bytes())
+    with suppress(BrokenPipeError):  # the pager was closed
+        _print_coverage(found, output)
+        _print_text_coverage(found, student, teacher, texts)
+        _print_largest(found, student.token_bytes(), teacher.token_bytes())
     return 0
 
 
@@ -123,10 +121,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         ids = [*arguments.ids, *_ids_of(arguments.tokens, student, found)]
         _print_table([_row_of(found, number, student, teacher) for number in ids])
         return 0
-    _print_coverage(found, arguments.map)
-    if len(opened) == 2:
-        _print_text_coverage(found, opened["student"], opened["teacher"], texts)
-    _print_largest(found, student, teacher)
+    with suppress(BrokenPipeError):  # the pager was closed
+        _print_coverage(found, arguments.map)
+        if len(opened) == 2:
+            _print_text_coverage(found, opened["student"], opened["teacher"], texts)
+        _print_largest(found, student, teacher)
     return 0
 
 

@@ -141,7 +141,7 @@ def test_a_path_a_module_and_an_anchor_that_are_not_there_are_found(tmp_path: Pa
     ]
     assert module_exists("megatron_distill.config.reference")
     assert module_exists("megatron_distill.losses.objective.token_weights")
-    assert not module_exists("megatron_distill.align.spans")
+    assert not module_exists("megatron_distill.attic.box")
     page = tmp_path / "page.md"
     page.write_text("# One thing, two\n")
     assert anchors(page) == {"one-thing-two"}
