@@ -19,42 +19,39 @@ def distributions(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
+        from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import vocab_shard
-        from megatron_distill.train.assemble.data import RunSamples, read_validation
-        from megatron_distill.train.assemble.models import (
-            build_online_teacher,
-            execution_on,
-            find_origin,
-            job_groups,
-        )
-        from megatron_distill.train.assemble.sources import data_options
-        from megatron_distill.train.assemble.tokenizer import open_tokenizer
+        from megatron_distill.train.assemble.data import RunSamples, open_samples
+        from megatron_distill.train.assemble.models import job_groups, resolve_model
+        from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+        from megatron_distill.train.teachers.live import OnlineTeacher
+        from megatron_distill.train.validation import read_held_out
 
-        data, parallel = config.data, config.parallel
-        length = data.sequence_length
-        options = data_options(data, Path(config.output))
-        with job_groups(parallel, config.runtime, seed=config.seed, trains=False) as groups:
-            tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
-            origin = find_origin(
-                config.student, "student", vocabulary, parallel=parallel, sequence_length=length
-            )
-            teacher = build_online_teacher(
-                origin,
+        options = data_options(config.data, Path(config.output))
+        with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
+            tokenizer, vocabulary = open_tokenizer(config, options)
+            source = resolve_model(config, "student", vocabulary)
+            teacher = OnlineTeacher.of_source(
+                source,
+                Execution(torch.float32, device.torch_device),
                 seed=config.seed,
-                sequence_length=length,
+                sequence_length=config.data.sequence_length,
+                shard=vocab_shard(source.architecture, groups, tokens=vocabulary.size),
                 groups=groups,
-                execution=execution_on(device, precision="fp32"),
-                shard=vocab_shard(origin.architecture, groups, tokens=vocabulary.size),
             )
             samples = RunSamples(
-                data=data,
+                data=config.data,
                 options=options,
                 tokenizer=tokenizer,
                 seed=config.seed,
                 held_out=config.validation.samples,
             )
-            held_out = read_validation(
-                samples, config.train, groups=groups, device=torch.device("cpu")
+            host = torch.device("cpu")
+            held_out = read_held_out(
+                open_samples(samples, config.train, held_out=True, groups=groups, device=host),
+                samples=config.validation.samples,
+                global_batch_size=config.train.global_batch_size,
+                names=samples.names(held_out=True),
             )
             batches = [batch for step in held_out for batch in step.micro_batches]
             parts, sums, labels = [], [], []

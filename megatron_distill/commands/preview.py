@@ -50,22 +50,22 @@ def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None
     # Imported here: they load Megatron-Core, which must be patched first.
     from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
     from megatron_distill.data.sources import open_training
-    from megatron_distill.train.assemble.checks import check_models, check_start
-    from megatron_distill.train.assemble.sources import data_options, source_specs
-    from megatron_distill.train.assemble.tokenizer import Vocabulary, read_tokenizer
+    from megatron_distill.data.tokenizers.open import Vocabulary
+    from megatron_distill.train.assemble.models import build_terms
+    from megatron_distill.train.assemble.sources import (
+        data_options,
+        read_tokenizer,
+        source_specs,
+    )
+    from megatron_distill.train.assemble.start import check_models, check_start
     from megatron_distill.train.run_folder import without_empty_folders
 
     check_start(config)
     data, folder = config.data, Path(config.output)
     options = data_options(data, folder, shows_progress=config.logging.progress)
-    tokenizer = read_tokenizer(data, config.models, config.output, options)
-    check_models(
-        config.models,
-        Vocabulary(tokenizer.vocab_size, tokenizer.identity),
-        parallel=config.parallel,
-        sequence_length=data.sequence_length,
-        terms=config.objective.terms,
-    )
+    tokenizer = read_tokenizer(config, options)
+    check_models(config, Vocabulary.of(tokenizer))
+    build_terms(config.objective.terms, tokenizer.vocab_size)
     with without_empty_folders(folder / "cache"):
         source = open_training(
             source_specs(data.sources), tokenizer=tokenizer, options=options, seed=config.seed

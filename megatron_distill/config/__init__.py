@@ -43,6 +43,14 @@ from megatron_distill.config.schema import (
     ValueScheduleConfig,
     WandbConfig,
 )
+from megatron_distill.config.summary import (
+    Row,
+    data_row,
+    layout_row,
+    run_rows,
+    source_in_words,
+    stored_row,
+)
 
 __all__ = [
     "PARAMETERS",
@@ -61,6 +69,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ProjectorConfig",
+    "Row",
     "RunConfig",
     "RuntimeConfig",
     "ScheduleConfig",
@@ -76,10 +85,15 @@ __all__ = [
     "check_architecture",
     "check_features",
     "check_layout",
+    "data_row",
+    "layout_row",
     "load_capture_config",
     "load_config",
     "load_warnings",
     "matched_layers",
+    "run_rows",
+    "source_in_words",
+    "stored_row",
     "to_yaml",
     "with_steps",
 ]

@@ -25,6 +25,7 @@ from megatron_distill.data.samples import WEIGHT_UNITS, Sample, SampleSource, St
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
+from megatron_distill.runtime.groups import Groups
 
 
 class StepLoader:
@@ -195,6 +196,40 @@ class StepLoader:
         )
         state_text = json.dumps(self._source.state_dict()).encode("utf-8")
         return StepData(batch, by_source, state_text)
+
+
+def open_loader(
+    source: SampleSource | None,
+    *,
+    sequence_length: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    isolate_documents: bool,
+    groups: Groups,
+    device: torch.device,
+    prefetch: int,
+    sources: int = 1,
+    exchange: dist.ProcessGroup | None = None,
+) -> StepLoader:
+    """Return each rank's loader for a source that exists on the first rank.
+
+    The batches are exchanged in the group `exchange`, None: the world.
+    """
+    return StepLoader(
+        source,
+        sequence_length=sequence_length,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=groups.data.rank(),
+        data_parallel_size=groups.data.size(),
+        context_parallel_rank=groups.context.rank(),
+        context_parallel_size=groups.context.size(),
+        isolate_documents=isolate_documents,
+        device=device,
+        group=exchange or groups.world,
+        prefetch=prefetch,
+        sources=sources,
+    )
 
 
 _DATA: Final = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -116,6 +116,21 @@ def on_first_rank(
                 failure = error
     agree(failure, group=group)
     return found
+
+
+def from_first_rank(work: Callable[[], Result]) -> Result:
+    """Run short work on the first rank and return its result on every rank.
+
+    Its error is raised on every rank.
+
+    Collective: world, one all-gather of a short object per rank, then one broadcast of the result.
+    """
+    found: list[Result | None] = [None]
+    with together():
+        if dist.get_rank() == 0:
+            found = [work()]
+    dist.broadcast_object_list(found, src=0)
+    return cast(Result, found[0])
 
 
 def sum_over(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:

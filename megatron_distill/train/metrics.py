@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ __all__ = [
     "WandbSink",
     "flat_scalars",
     "name_of",
+    "open_sinks",
     "part_of",
     "public_names",
     "require_installed",
@@ -106,6 +107,26 @@ class MetricsLog:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def open_sinks(
+    output: Path,
+    *,
+    resume_step: int,
+    tensorboard: bool,
+    wandb: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> list[MetricsSink]:
+    """Open the metrics file of a run folder and the experiment trackers; raises ConfigError.
+
+    `wandb`: arguments of `WandbSink`, None: not used; it records the `settings`.
+    """
+    sinks: list[MetricsSink] = [JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step)]
+    if tensorboard:
+        sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
+    if wandb is not None:
+        sinks.append(WandbSink(output, **wandb, settings=settings, resume_step=resume_step))
+    return sinks
 
 
 class JsonLinesSink:

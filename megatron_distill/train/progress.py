@@ -6,11 +6,13 @@ samples, rate, bytes per token, and its result.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO, cast
 
+from megatron_distill import log
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import (
     Clock,
@@ -66,6 +68,21 @@ class TrainingProgress:
     def stream(self) -> TextIO:
         """The stream for other log lines, so that they appear above a bar."""
         return self._reporter.stream
+
+    @classmethod
+    def on_screen(
+        cls, *, total_steps: int, start_step: int, interval: int, ce_weight: float
+    ) -> TrainingProgress:
+        """Show progress on standard error, with the first rank's log lines above the bar."""
+        progress = cls(
+            sys.stderr,
+            total_steps=total_steps,
+            start_step=start_step,
+            interval=interval,
+            ce_weight=ce_weight,
+        )
+        log.configure(0, stream=progress.stream)
+        return progress
 
     def write(self, record: Record) -> None:
         """Show a step's record, or a line of a validation's record."""
@@ -269,6 +286,13 @@ class CaptureProgress:
     def stream(self) -> TextIO:
         """The stream for other log lines, so that they appear above a bar."""
         return self._reporter.stream
+
+    @classmethod
+    def on_screen(cls, work: Work, *, samples_per_shard: int) -> CaptureProgress:
+        """Show progress on standard error, with the first rank's log lines above the bar."""
+        progress = cls(sys.stderr, work, samples_per_shard=samples_per_shard)
+        log.configure(0, stream=progress.stream)
+        return progress
 
     def update(self, done: Done) -> None:
         """Show the progress of the capture."""

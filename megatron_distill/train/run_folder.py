@@ -1,19 +1,26 @@
 """The folder of a run or a store: locked by one run at a time, restored after a failed start.
 
-It also has the files of the tokenizer and of a later export.
+It also has the files of the tokenizer and of a later export, and the settings of the starts:
+
+<output>/config.yaml                of the newest start
+<output>/config.step_0000020.yaml   of the start before, if a start resumed at step 20 with changes
+<output>/config.step_0000020.2.yaml of the start before, if a second one did so at that step
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -34,10 +41,11 @@ from megatron_distill.models.hugging_face.assets import (
     copy_assets,
     copy_tokenizer,
 )
-from megatron_distill.runtime.atomic_files import whole_folder
+from megatron_distill.runtime.atomic_files import replace_file, whole_folder
 from megatron_distill.runtime.collectives import together
 
 _LOGGER = get_logger(__name__)
+SETTINGS_FILE: Final = "config.yaml"  # of the newest start of a run
 _LOCK_FILE = ".lock"
 # Ranks whose torchrun was killed finish their step and save; a restart waits for them.
 _PATIENCE_SECONDS = 120.0
@@ -129,6 +137,12 @@ class FolderAsFound:
         if dist.get_rank() == 0:
             with suppress(OSError):  # the later write to this folder reports the error
                 self._look()
+
+    @classmethod
+    def of_run(cls, output: str) -> FolderAsFound:
+        """The folder of a run."""
+        work = ("checkpoints", "metrics.jsonl")
+        return cls(Path(output), kept_file=SETTINGS_FILE, prepared="cache", work=work)
 
     def _look(self) -> None:
         folder = self._folder
@@ -287,3 +301,84 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
+
+
+class _Nothing:
+    """Placeholder for a key that only one of two trees has."""
+
+
+_NOTHING: Final = _Nothing()
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A key with a different value; one side may lack a whole section or entry."""
+
+    key: str
+    before: str  # JSON, or "nothing"
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}"
+
+
+def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[SettingChange, ...]:
+    """Return the differences between two plain configurations, in the order of the second.
+
+    Entries of a list of sections are compared by their places (`data.sources.0.weight`).
+    """
+    return tuple(_changes("", before, now))
+
+
+def _changes(key: str, before: Any, now: Any) -> Iterator[SettingChange]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys((*now, *before)):
+            yield from _changes(
+                f"{key}.{name}" if key else name,
+                before.get(name, _NOTHING),
+                now.get(name, _NOTHING),
+            )
+    elif _has_sections(before) and _has_sections(now):
+        pairs = itertools.zip_longest(before, now, fillvalue=_NOTHING)
+        for index, (old, new) in enumerate(pairs):
+            yield from _changes(f"{key}.{index}", old, new)
+    elif before != now:
+        yield SettingChange(key, _shown(before), _shown(now))
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if isinstance(value, _Nothing) else json.dumps(value)
+
+
+def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path | None:
+    """Write this start's `config.yaml`; return the path of the one before, if it was saved.
+
+    It is saved if this start resumes with a different configuration. A start from the beginning
+    replaces it, and an equal one writes nothing. Each file appears whole. If a start is killed
+    between the two writes, the next one finds the first file. Raises OSError.
+    """
+    current, new = folder / SETTINGS_FILE, text.encode()
+    old = current.read_bytes() if current.exists() else None
+    if old == new:
+        return None
+    previous = None
+    if old is not None and resumed_step is not None:
+        previous = _place(folder, resumed_step, old)
+        if not previous.exists():
+            replace_file(previous, old)
+    replace_file(current, new)
+    return previous
+
+
+def _place(folder: Path, step: int, content: bytes) -> Path:
+    """Return the first name for that step that is free or has the same content."""
+    for number in itertools.count(1):
+        suffix = "" if number == 1 else f".{number}"
+        path = folder / f"config.step_{step:07d}{suffix}.yaml"
+        if not path.exists() or path.read_bytes() == content:
+            return path
+    raise AssertionError("a count has no end")

@@ -1,4 +1,4 @@
-"""Tokens per second, model FLOPs utilisation, and the memory of a rank.
+"""The work of a step and of a pipeline stage, its rate, and the memory of a rank.
 
 Model FLOPs of a GPT per token, and their share of a device's peak.
 
@@ -19,6 +19,7 @@ from typing import Final, Literal
 import torch
 
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.pipeline_stages import balanced_layers
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.groups import Layout
 
@@ -27,9 +28,11 @@ __all__ = [
     "RankParameters",
     "StepFlops",
     "Throughput",
+    "balanced_stages",
     "chunk_logits",
     "forward_flops_per_token",
     "head_flops_per_token",
+    "heads_in_layers",
     "mfu",
     "peak_flops_per_second",
     "peak_memory_bytes",
@@ -48,6 +51,29 @@ class Throughput:
     num_devices: int
     device_name: str
     precision: Literal["bf16", "fp32"]
+
+    @classmethod
+    def of_run(
+        cls,
+        student: Architecture,
+        teacher: Architecture | None,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        precision: Literal["bf16", "fp32"],
+        num_devices: int,
+        device: torch.device,
+    ) -> Throughput:
+        """The figures of a run of these models on this device."""
+        flops = step_flops_per_token(student, teacher, sequence_length=sequence_length)
+        on_cuda = device.type == "cuda"
+        return cls(
+            tokens_per_step=global_batch_size * sequence_length,
+            flops_per_token=flops.total,
+            num_devices=num_devices,
+            device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
+            precision=precision,
+        )
 
     def figures(self, seconds: float) -> dict[str, float]:
         """Return tokens/s, model TFLOP/s per device and, where the device's peak is known, MFU."""
@@ -120,6 +146,44 @@ def _attended_positions(model: Architecture, length: int) -> float:
     windowed = window * (2 * length - window + 1) / (2 * length)
     sliding = model.num_sliding_layers / model.num_layers
     return (1 - sliding) * whole + sliding * windowed
+
+
+def balanced_stages(
+    student: Architecture,
+    teacher: Architecture | None,
+    *,
+    sequence_length: int,
+    stages: int,
+    is_recomputed: bool,
+) -> tuple[int, ...]:
+    """Return the layers of each stage of the student that balance the work of the stages.
+
+    The last stage has the student's output head and that of a live teacher, which runs in the
+    student's loss without a backward pass. `is_recomputed`: all layers are.
+    """
+    heads = heads_in_layers(
+        student, teacher, sequence_length=sequence_length, is_recomputed=is_recomputed
+    )
+    return balanced_layers(student.num_layers, stages, heads=heads)
+
+
+def heads_in_layers(
+    student: Architecture,
+    teacher: Architecture | None,
+    *,
+    sequence_length: int,
+    is_recomputed: bool = False,
+) -> float:
+    """Return the work of both output heads of a step over that of one layer of the student.
+
+    Forward and backward take three times the products of a forward pass, and a recomputed layer a
+    fourth time.
+    """
+    head = head_flops_per_token(student)
+    layers = forward_flops_per_token(student, sequence_length=sequence_length) - head
+    frozen = 0.0 if teacher is None else head_flops_per_token(teacher)
+    passes = 4 if is_recomputed else 3
+    return (3 * head + frozen) / (passes * layers / student.num_layers)
 
 
 def step_flops_per_token(

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
 from megatron_distill.train.metrics import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import finish_gathers
 from megatron_distill.train.step import Student, run_student
+
+_LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,31 @@ class HeldOut:
     ) -> HeldOut:
         """Held-out batches; the objective has a teacher's terms only if there is a teacher."""
         return cls(steps, teacher, objective if teacher else objective.of_labels())
+
+
+def read_held_out(
+    loader: StepLoader, *, samples: int, global_batch_size: int, names: Sequence[str]
+) -> list[StepBatches]:
+    """Read the held-out samples once; they stay in memory as batches of the training's size.
+
+    `names` are those of their sources; one whose samples have no labels is warned of. Closes the
+    loader. Raises DataError or StoreError on all ranks.
+    """
+    try:
+        steps = -(-samples // global_batch_size)
+        found = [loader.take(step) for step in range(1, steps + 1)]
+    finally:
+        loader.close()
+    by_source = LabelTotals.of(found, tuple(names)).by_source if len(names) > 1 else {}
+    empty = [name for name, counts in by_source.items() if not counts.ce and not counts.kd]
+    if empty:
+        _LOGGER.warning(
+            "validation.samples=%d gives no held-out sample of %s; raise it, or the weight of "
+            "the source",
+            samples,
+            ", ".join(empty),
+        )
+    return found
 
 
 @torch.no_grad()

@@ -32,21 +32,20 @@ def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
     """The digest of the model in a folder of either kind."""
     small_architecture()
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-    from megatron_distill.train.assemble.identity import teacher_digest
-    from megatron_distill.train.assemble.models import Origin
     from megatron_distill.train.checkpoint.folder import Description
     from megatron_distill.train.checkpoint.reader import CheckpointWeights
+    from megatron_distill.train.model_source import ModelSource, teacher_digest
     from megatron_distill.train.run_state import saved_architecture
 
     if (folder / "config.json").is_file():
         described = describe(folder)
         architecture = replace(described.architecture, **changes)
-        origin = Origin(architecture, lambda: HuggingFaceWeights(folder, described))
+        found = ModelSource(architecture, lambda: HuggingFaceWeights(folder, described))
     else:
         saved = saved_architecture(Description.read(folder), folder)
-        origin = Origin(replace(saved, **changes), lambda: CheckpointWeights(folder, saved))
+        found = ModelSource(replace(saved, **changes), lambda: CheckpointWeights(folder, saved))
     assert dist.group.WORLD is not None
-    return teacher_digest(origin, seed=1, group=dist.group.WORLD)
+    return teacher_digest(found, seed=1, group=dist.group.WORLD)
 
 
 def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
@@ -123,11 +122,10 @@ def test_weights_count_and_their_padding_does_not(pool: Pool, tmp_path: Path) ->
 
 def random_digest(rank: int, world: int, seed: int, changes: dict[str, Any]) -> str:
     architecture = small_architecture(**changes)
-    from megatron_distill.train.assemble.identity import teacher_digest
-    from megatron_distill.train.assemble.models import Origin
+    from megatron_distill.train.model_source import ModelSource, teacher_digest
 
     assert dist.group.WORLD is not None
-    return teacher_digest(Origin(architecture), seed=seed, group=dist.group.WORLD)
+    return teacher_digest(ModelSource(architecture), seed=seed, group=dist.group.WORLD)
 
 
 def test_random_weights_are_their_seed_and_their_shape(pool: Pool) -> None:

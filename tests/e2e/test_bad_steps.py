@@ -39,7 +39,7 @@ def poisoned_step(
 
     with assembled(rank, world, config, overrides) as (found, parts):
         from megatron_distill.runtime.termination import TerminationRequest
-        from megatron_distill.train.assemble.run import _plan
+        from megatron_distill.train.assemble.run import loop_plan
         from megatron_distill.train.loop import train
 
         state = parts.state
@@ -52,7 +52,7 @@ def poisoned_step(
         try:
             train(
                 parts,
-                _plan(found.train, found.validation, found.checkpoint, found.optimizer),
+                loop_plan(found),
                 TerminationRequest(),
             )
         except TrainingError as error:

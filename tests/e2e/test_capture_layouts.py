@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.store import SampleRecord, StoreReader, verify
@@ -55,36 +56,23 @@ def whole_logits(
     config = configure(rank, world, path, overrides)
     from megatron_distill.data.collation import micro_batch, pack_samples
     from megatron_distill.data.samples import FULLY_TRAINED, Sample
+    from megatron_distill.models.architecture import Execution
     from megatron_distill.models.gpt import vocab_shard
-    from megatron_distill.train.assemble.models import (
-        build_online_teacher,
-        execution_on,
-        find_origin,
-        job_groups,
-    )
-    from megatron_distill.train.assemble.sources import data_options
-    from megatron_distill.train.assemble.tokenizer import open_tokenizer
+    from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
+    from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+    from megatron_distill.train.teachers.live import OnlineTeacher
 
-    length = config.data.sequence_length
     options = data_options(config.data, Path(config.folder))
     with job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups:
-        _, vocabulary = open_tokenizer(config.data, config.models, config.folder, options)
-        assert config.teacher is not None
-        origin = find_origin(
-            config.teacher,
-            "teacher",
-            vocabulary,
-            parallel=config.parallel,
-            sequence_length=length,
-        )
-        execution = execution_on(CPU, precision="fp32")
-        teacher = build_online_teacher(
-            origin,
-            seed=config.seed,
-            sequence_length=length,
+        _, vocabulary = open_tokenizer(config, options)
+        source = resolve_model(config, "teacher", vocabulary)
+        teacher = OnlineTeacher.of_source(
+            source,
+            Execution(torch.float32, CPU.torch_device),
+            seed=teacher_seed(config.seed),
+            sequence_length=config.data.sequence_length,
+            shard=vocab_shard(source.architecture, groups, tokens=vocabulary.size),
             groups=groups,
-            execution=execution,
-            shard=vocab_shard(origin.architecture, groups, tokens=vocabulary.size),
         )
         flags = np.full(tokens.shape, FULLY_TRAINED, np.uint8)
         samples = [

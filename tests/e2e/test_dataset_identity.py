@@ -26,7 +26,7 @@ def settings_of(
     rank: int, world: int, path: Path, overrides: list[str], is_capture: bool
 ) -> Settings | str:
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble.identity import dataset_digest, dataset_settings
+    from megatron_distill.train.assemble.sources import dataset_digest, dataset_settings
 
     config = (load_capture_config if is_capture else load_config)(path, overrides)
     try:

@@ -80,12 +80,12 @@ def test_the_first_rank_alone_begins_with_the_banner(
 
 
 def test_the_banner_counts_a_rank_s_parameters(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    from megatron_distill.train.assemble.banner import _parameter_counts
+    from megatron_distill.train.banner import parameter_counts
 
     arguments = [f"output={tmp_path}", *SHORT]
     ((mine, rows, shape),) = pool.run(1, counted, inputs.folder / "moe.yaml", arguments)
     padding = 2 * (rows - shape.vocab_size) * shape.hidden_size  # of embedding and head
-    assert mine.student == _parameter_counts(shape)[0] + padding
+    assert mine.student == parameter_counts(shape)[0] + padding
     arguments += ["parallel.expert=2", f"output={tmp_path}/2"]
     halves = pool.run(2, counted, inputs.folder / "moe.yaml", arguments)
     experts = 4 * 4 * 3 * 24 * shape.hidden_size  # layers, experts, matrices

@@ -185,22 +185,20 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
 
 
 def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    from megatron_distill.config import load_config
+    from megatron_distill.data.tokenizers.open import require_same_ids
     from megatron_distill.errors import ConfigError
-    from megatron_distill.train.assemble.tokenizer import _check_models
 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    path = inputs.write("of_a_folder", f"student:\n  hf: {folder}\nteacher:\n  hf: {folder}\n")
     model = load_tokenizer(folder / "tokenizer.model")
-    _check_models(load_config(path, []).models, model)
+    require_same_ids(model, str(folder), named="student.hf")
     other = SentencePieceTokenizer(sentencepiece_model("suffix"), name="other")
     with pytest.raises(ConfigError, match="use one tokenizer for data and models"):
-        _check_models(load_config(path, []).models, other)
+        require_same_ids(other, str(folder), named="student.hf")
 
 
 @pytest.mark.slow

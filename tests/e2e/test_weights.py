@@ -127,7 +127,7 @@ def train_and_look_at_the_teacher(
     """Train, and count what must be zero and what the optimizer and the student hold."""
     with assembled(rank, world, config_path, overrides) as (config, parts):
         from megatron_distill.runtime.termination import TerminationRequest
-        from megatron_distill.train.assemble.run import _plan
+        from megatron_distill.train.assemble.run import loop_plan
         from megatron_distill.train.loop import train
         from megatron_distill.train.teachers.live import OnlineTeacher
 
@@ -141,7 +141,7 @@ def train_and_look_at_the_teacher(
         }
         train(
             parts,
-            _plan(config.train, config.validation, config.checkpoint, config.optimizer),
+            loop_plan(config),
             TerminationRequest(),
         )
         own = {id(parameter) for parameter in model.parameters()}

@@ -40,7 +40,7 @@ def _train(config: RunConfig, seen: Seen) -> bool:
     # Only now: these import Megatron-Core, which had to be prepared first.
     from megatron_distill.train import loop
     from megatron_distill.train.assemble import data as assemble_data
-    from megatron_distill.train.assemble import open_run as opening
+    from megatron_distill.train.assemble import distillation as opening
     from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.teachers.stored import HostBatch
 

@@ -1,6 +1,7 @@
 """Builders of a run take sections of the configuration; only a job's orchestrators take the whole.
 
-Regimes: an annotation by name, by a union, in quotes; a field of a class; a nested function.
+An orchestrator hands the whole on, or reads three keys of it or more. Regimes: an annotation by
+name, by a union, in quotes; a field of a class; a nested function; a key read twice.
 """
 
 import ast
@@ -13,29 +14,13 @@ from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 WHOLE = {"RunConfig", "JobConfig", "CaptureConfig"}
 ASSEMBLY = read_sources(ROOT, (f"{PACKAGE}/train/assemble",))
 
-# Functions of train/assemble that lead a job, check it as a whole, or record all its settings.
-ORCHESTRATORS = {
-    "run.py::run_training",
-    "open_run.py::open_run",
-    "run.py::_assemble",
-    "run.py::_checked_folder",
-    "reporting.py::open_metrics",
-    "run.py::_with_computed_steps",
-    "reporting.py::banner_of_run",
-    "capture.py::run_capture",
-    "capture.py::_assemble",
-    "capture.py::_banner",
-    "trained_run.py::evaluate",
-    "trained_run.py::writer",
-    "checks.py::check_start",
-    "start.py::note_start",
-    "start.py::_note",
-    "start.py::plain_settings",
-}
+# A function over fewer sections takes these instead.
+FEWEST_SECTIONS = 3
 
 
-def takers_of_the_whole(sources: Sequence[Source]) -> Iterator[str]:
-    """Functions with a parameter, and classes with a field, of a whole configuration."""
+def needless_takers(sources: Sequence[Source]) -> Iterator[str]:
+    """Functions that take a whole configuration and read less than three of its keys, and classes
+    with a field of it."""
     for source in sources:
         file = source.place.rpartition("/")[2]
         for node in ast.walk(source.tree):
@@ -43,15 +28,32 @@ def takers_of_the_whole(sources: Sequence[Source]) -> Iterator[str]:
                 given = node.args
                 every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
                 every += [one for one in (given.vararg, given.kwarg) if one is not None]
-                annotations = [one.annotation for one in every if one.annotation is not None]
-            elif isinstance(node, ast.ClassDef):
-                annotations = [
-                    one.annotation for one in node.body if isinstance(one, ast.AnnAssign)
+                whole = [
+                    one.arg
+                    for one in every
+                    if one.annotation is not None and _names_whole(one.annotation)
                 ]
+                is_needless = any(not _orchestrates(node, name) for name in whole)
+            elif isinstance(node, ast.ClassDef):
+                fields = [one.annotation for one in node.body if isinstance(one, ast.AnnAssign)]
+                is_needless = any(_names_whole(one) for one in fields)
             else:
                 continue
-            if any(_names_whole(one) for one in annotations):
+            if is_needless:
                 yield f"{file}::{getattr(node, 'name', 'lambda')}"
+
+
+def _orchestrates(function: ast.AST, name: str) -> bool:
+    """Whether a function hands the argument on as a whole, or reads enough of its keys."""
+    keys, uses = set(), 0
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == name and node.attr != "model_dump":
+                keys.add(node.attr)
+                uses += 1
+        elif isinstance(node, ast.Name) and node.id == name:
+            uses -= 1
+    return uses < 0 or len(keys) >= FEWEST_SECTIONS
 
 
 def _names_whole(annotation: ast.expr) -> bool:
@@ -67,7 +69,7 @@ def _names_whole(annotation: ast.expr) -> bool:
 
 
 def test_only_orchestrators_take_the_whole_configuration() -> None:
-    assert set(takers_of_the_whole(ASSEMBLY)) == ORCHESTRATORS
+    assert not list(needless_takers(ASSEMBLY))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,12 @@ def test_only_orchestrators_take_the_whole_configuration() -> None:
         ("def f():\n    def g(c: config.CaptureConfig): pass\n", ["g"]),
         ("class C:\n    config: RunConfig\n", ["C"]),
         ("class C:\n    def f(self, configs: list[RunConfig]): pass\n", ["f"]),
+        ("def f(config: RunConfig): g(config.a, config.b, config.a)\n", ["f"]),
         ("def f(data: DataConfig) -> RunConfig: pass\n", []),
+        ("def f(config: RunConfig): g(config.a, config.b, config.c)\n", []),
+        ("def f(config: RunConfig): g(config, config.a)\n", []),
     ],
 )
 def test_a_taker_is_found(text: str, found: list[str]) -> None:
     source = Source("megatron_distill/train/assemble/x.py", text, ast.parse(text))
-    assert list(takers_of_the_whole([source])) == [f"x.py::{name}" for name in found]
+    assert list(needless_takers([source])) == [f"x.py::{name}" for name in found]

@@ -1,6 +1,6 @@
 """The sections `student` and `teacher`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -190,6 +190,19 @@ class ArchitectureConfig(Section):
         if self.head_size is None:
             return self.hidden_size // self.num_attention_heads
         return self.head_size
+
+    def resolved(self, sequence_length: int, vocab_size: int) -> dict[str, Any]:
+        """The fields as plain values, with the null defaults of this length and vocabulary."""
+        fields = self.model_dump()
+        defaults = {
+            "num_kv_heads": self.kv_heads,
+            "head_size": self.head_width,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": sequence_length,
+        }
+        if self.moe is not None and self.moe.ffn_hidden_size is None:
+            fields["moe"]["ffn_hidden_size"] = self.ffn_hidden_size
+        return {**fields, **{name: x for name, x in defaults.items() if fields[name] is None}}
 
 
 class StoreSourceConfig(Section):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +21,8 @@ from megatron_distill.data.tokenizers.tiktoken_bpe import (
     open_named_encoding,
     open_tiktoken_file,
 )
-from megatron_distill.errors import DataError
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.log import get_logger
 
 __all__ = [
     "END_OF_TEXT",
@@ -27,16 +31,33 @@ __all__ = [
     "Encoding",
     "HuggingFaceTokenizer",
     "Tokenizer",
+    "Vocabulary",
     "holds_tokenizer",
     "is_hugging_face",
     "load_tokenizer",
     "open_named_encoding",
+    "require_same_ids",
     "train_bpe",
+    "trained_in",
 ]
 
+_LOGGER = get_logger(__name__)
 # Folder inside a model's folder for a tokenizer that `transformers` cannot read.
 OTHER_KINDS_FOLDER: Final = "tokenizer"
 _HUGGING_FACE_FILES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's facts for every rank; only the first rank has the tokenizer itself."""
+
+    size: int
+    identity: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """The facts of a tokenizer."""
+        return cls(tokenizer.vocab_size, tokenizer.identity)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -90,6 +111,47 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
         f"{path}: contains none of {', '.join(_HUGGING_FACE_FILES)}, no .model and no .tiktoken "
         f"file; set {named} to the folder or file of a tokenizer"
     )
+
+
+def require_same_ids(tokenizer: Tokenizer, folder: str, *, named: str) -> None:
+    """Raise ConfigError where the tokenizer in a model's folder has a different id for a token.
+
+    `named` is the configuration key of the folder; it may have no tokenizer to compare.
+    """
+    if not holds_tokenizer(Path(folder).expanduser()):
+        return
+    ids = load_tokenizer(folder).vocabulary()
+    for token, number in tokenizer.vocabulary().items():
+        if ids.get(token) != number:
+            other = f"id {ids[token]}" if token in ids else "no id"
+            raise ConfigError(
+                f"{named} = {folder!r}: its tokenizer encodes {token!r} as {other}, "
+                f"data.tokenizer as {number}; use one tokenizer for data and models"
+            )
+
+
+def trained_in(
+    folder: Path, texts: Callable[[], Iterable[str]], *, vocab_size: int, output: str
+) -> Tokenizer:
+    """Return the tokenizer that an earlier start saved in a folder, or train and save one there.
+
+    Raises DataError, or ConfigError where the folder, which is within `output`, cannot be written.
+    """
+    if (folder / "tokenizer.json").is_file():
+        _LOGGER.info("using the tokenizer of an earlier start: %s", folder)
+        return load_tokenizer(folder)
+    tokenizer = train_bpe(texts(), vocab_size=vocab_size)
+    try:
+        for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+            shutil.rmtree(leftover)
+        tokenizer.save(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{output}: cannot keep the tokenizer there ({error.strerror}); free disk space "
+            "or name another folder"
+        ) from error
+    _LOGGER.info("trained a tokenizer of %d tokens: %s", tokenizer.vocab_size, folder)
+    return tokenizer
 
 
 def _open_file(path: Path, named: str) -> Tokenizer:

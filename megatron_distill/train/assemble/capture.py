@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +9,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_distill import __version__, log
+from megatron_distill import __version__
 from megatron_distill.config import (
     CaptureConfig,
     CapturePassConfig,
-    DataConfig,
     ModelConfig,
     StoreConfig,
+    data_row,
+    layout_row,
+    source_in_words,
 )
+from megatron_distill.data.loader import open_loader
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.collectives import on_first_rank, together
+from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.store import (
     KINDS,
@@ -37,25 +39,21 @@ from megatron_distill.store import (
 )
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
-from megatron_distill.train.assemble.banner import capture_banner
-from megatron_distill.train.assemble.checks import check_start
-from megatron_distill.train.assemble.data import RunSamples, open_loader
-from megatron_distill.train.assemble.identity import (
+from megatron_distill.train.assemble.data import RunSamples
+from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
+from megatron_distill.train.assemble.sources import (
+    data_options,
     dataset_digest,
     dataset_settings,
-    teacher_digest,
+    open_tokenizer,
 )
-from megatron_distill.train.assemble.models import (
-    Origin,
-    build_online_teacher,
-    execution_on,
-    find_origin,
-    job_groups,
-    teacher_seed,
+from megatron_distill.train.assemble.start import check_start
+from megatron_distill.train.banner import (
+    banner_text,
+    memory_rows,
+    model_row,
+    store_row,
 )
-from megatron_distill.train.assemble.sources import data_options
-from megatron_distill.train.assemble.stages import teacher_layers
-from megatron_distill.train.assemble.tokenizer import Vocabulary, open_tokenizer
 from megatron_distill.train.capture.folder import (
     finish_store,
     held_for_job,
@@ -73,8 +71,10 @@ from megatron_distill.train.capture.order import (
     working_folder,
 )
 from megatron_distill.train.capture.positions import PositionCapture
+from megatron_distill.train.model_source import ModelSource, teacher_digest
 from megatron_distill.train.progress import CaptureProgress, Work, summary
 from megatron_distill.train.run_folder import FolderAsFound
+from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 _LOGGER = get_logger(__name__)
@@ -87,7 +87,7 @@ class _Job:
 
     section: StoreConfig
     samples: RunSamples
-    origin: Origin
+    teacher: ModelSource
     groups: Groups
     plan: Plan
     store: StoreWriter | None  # on rank 0 and on ranks that write
@@ -119,23 +119,10 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         with together():
             if dist.get_rank() == 0:
                 check_start(config)
-        data, parallel, teacher = config.data, config.parallel, config.teacher
-        options = data_options(data, working_folder(folder), keeps_weights=False)
-        tokenizer, vocabulary = open_tokenizer(data, config.models, config.folder, options)
-        assert teacher is not None, "the rules of a capture ask for one"
-        length = data.sequence_length
-        origin = find_origin(
-            teacher, "teacher", vocabulary, parallel=parallel, sequence_length=length
-        )
-        plan = _plan(
-            config.store,
-            origin,
-            vocabulary,
-            data=data,
-            seed=config.seed,
-            facts={"teacher": _name(teacher), "precision": config.capture.precision},
-            groups=groups,
-        )
+        options = data_options(config.data, working_folder(folder), keeps_weights=False)
+        tokenizer, vocabulary = open_tokenizer(config, options)
+        teacher = resolve_model(config, "teacher", vocabulary)
+        plan = _plan(config, teacher, vocabulary, groups)
         if _begin(folder, plan):
             return True
         resources.enter_context(held_for_job(folder, config.store.job))
@@ -145,8 +132,10 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         with together():
             if tokenizer is not None:
                 keep_tokenizer(folder, tokenizer)
-        samples = RunSamples(data=data, options=options, tokenizer=tokenizer, seed=config.seed)
-        job = _Job(config.store, samples, origin, groups, plan, store)
+        samples = RunSamples(
+            data=config.data, options=options, tokenizer=tokenizer, seed=config.seed
+        )
+        job = _Job(config.store, samples, teacher, groups, plan, store)
         order = _order(job, config.capture)
         if order.holes:
             parts = _assemble(config, job, order, device, resources)
@@ -162,40 +151,38 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
 
 
 def _plan(
-    section: StoreConfig,
-    origin: Origin,
-    vocabulary: Vocabulary,
-    *,
-    data: DataConfig,
-    seed: int,
-    facts: Mapping[str, str],
-    groups: Groups,
+    config: CaptureConfig, teacher: ModelSource, vocabulary: Vocabulary, groups: Groups
 ) -> Plan:
-    """Return the plan of the store, the same on all ranks; `facts` are recorded in it.
+    """Return the plan of the store, the same on all ranks.
 
     Raises a MegatronDistillError on all ranks.
 
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
+    section, data = config.store, config.data
     with together():  # before the teacher's weights are read
-        settings = _settings(section, vocabulary.size, data.sequence_length, seed)
-        dataset = dataset_settings(data, seed) if dist.get_rank() == 0 else {}
-    teacher = teacher_digest(origin, seed=teacher_seed(seed), group=groups.world)
-    said: list[Plan | None] = [None]
-    with together():
-        if dist.get_rank() == 0:
-            identity = Identity(
-                teacher=teacher,
-                tokenizer=vocabulary.identity,
-                dataset=dataset_digest(dataset, vocabulary.identity),
-                settings={**facts, "version": __version__, "dataset": dataset},
-            )
-            per_shard = section.samples_per_shard
-            per_shard = per_shard or usual_samples_per_shard(settings, section.samples)
-            said = [Plan(settings, identity, section.samples, per_shard)]
-    dist.broadcast_object_list(said, src=0)
-    assert said[0] is not None
-    return said[0]
+        settings = _settings(section, vocabulary.size, data.sequence_length, config.seed)
+        dataset = dataset_settings(data, config.seed) if dist.get_rank() == 0 else {}
+    digest = teacher_digest(teacher, seed=teacher_seed(config.seed), group=groups.world)
+
+    def plan() -> Plan:
+        facts = {
+            "teacher": _name(config.models["teacher"]),
+            "precision": config.capture.precision,
+            "version": __version__,
+            "dataset": dataset,
+        }
+        identity = Identity(
+            teacher=digest,
+            tokenizer=vocabulary.identity,
+            dataset=dataset_digest(dataset, vocabulary.identity),
+            settings=facts,
+        )
+        per_shard = section.samples_per_shard
+        per_shard = per_shard or usual_samples_per_shard(settings, section.samples)
+        return Plan(settings, identity, section.samples, per_shard)
+
+    return from_first_rank(plan)
 
 
 def _settings(
@@ -227,16 +214,17 @@ def _begin(folder: Path, plan: Plan) -> bool:
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
-    complete = [False]
-    with together():
-        if dist.get_rank() == 0:
-            complete = [is_complete(open_store(folder, plan))]
-            if complete[0]:
-                remove_working_folder(folder)  # killed between the manifest and this removal
-                _LOGGER.info("nothing to do: the store is complete")
-                _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
-    dist.broadcast_object_list(complete, src=0)
-    return complete[0]
+
+    def begin() -> bool:
+        store = open_store(folder, plan)
+        if not is_complete(store):
+            return False
+        remove_working_folder(folder)  # killed between the manifest and this removal
+        _LOGGER.info("nothing to do: the store is complete")
+        _LOGGER.info("%s", summary(str(folder), Manifest.load(folder, plan)))
+        return True
+
+    return from_first_rank(begin)
 
 
 def _open_where_written(folder: Path, plan: Plan, groups: Groups) -> StoreWriter | None:
@@ -261,14 +249,13 @@ def _order(job: _Job, passes: CapturePassConfig) -> CaptureOrder:
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
-    ours = job.section
-    holes: list[list[int]] = [[]]
-    with together():
-        if job.store is not None and dist.get_rank() == 0:
-            holes = [[shard for shard in job.store.holes() if shard % ours.jobs == ours.job]]
-    dist.broadcast_object_list(holes, src=0)
+
+    def holes() -> list[int]:
+        assert job.store is not None, "the first rank has opened it"
+        return [hole for hole in job.store.holes() if hole % job.section.jobs == job.section.job]
+
     return CaptureOrder(
-        holes=tuple(holes[0]),
+        holes=tuple(from_first_rank(holes)),
         samples=job.plan.samples,
         samples_per_shard=job.plan.samples_per_shard,
         replicas=job.groups.data.size(),
@@ -285,32 +272,35 @@ def _assemble(
     resources: ExitStack,
 ) -> CaptureParts:
     groups, data = job.groups, config.data
-    execution = execution_on(device, precision=config.capture.precision)
+    execution = Execution(
+        PRECISIONS[config.capture.precision],
+        device.torch_device,
+        layers_per_stage=config.parallel.layers_per_stage.teacher,
+    )
     places = StreamPositions(working_folder(job.folder), job.plan.uid)
     source = _open_source(job.samples, places, order, execution.device)
     loader = open_loader(
         source,
-        data,
+        sequence_length=data.sequence_length,
         global_batch_size=order.global_batch_size,
         micro_batch_size=order.micro_batch_size,
+        isolate_documents=data.isolate_documents,
         groups=groups,
         device=execution.device,
         prefetch=_PREFETCH,
     )
     resources.callback(loader.close)
-    shard = vocab_shard(job.origin.architecture, groups, tokens=job.plan.settings.vocab_size)
-    given = config.parallel.layers_per_stage.teacher
-    teacher = build_online_teacher(
-        job.origin,
-        seed=config.seed,
+    shard = vocab_shard(job.teacher.architecture, groups, tokens=job.plan.settings.vocab_size)
+    teacher = OnlineTeacher.of_source(
+        job.teacher,
+        execution,
+        seed=teacher_seed(config.seed),
         sequence_length=data.sequence_length,
-        groups=groups,
-        execution=execution,
         shard=shard,
-        layers=teacher_layers(given, job.origin.architecture, layout=groups.layout),
-        offload_hidden=config.teacher is not None and config.teacher.offload_hidden,
+        groups=groups,
+        offload_hidden=config.models["teacher"].offload_hidden,
     )
-    _LOGGER.info("%s", _banner(config, job, teacher.model, execution))
+    _LOGGER.info("%s", _banner(config, job, teacher.model))
     filler: ShardFiller | None = None
     if job.store is not None and _writes(groups):
         filler = ShardFiller(job.store, most_waiting=2 * order.micro_batches)
@@ -334,30 +324,40 @@ def _assemble(
     )
 
 
-def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module, execution: Execution) -> str:
-    assert config.teacher is not None, "the rules of a capture ask for one"
+def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module) -> str:
+    shape, first = job.teacher.architecture, next(model.parameters())
     tokens = config.capture.micro_batch_size * config.data.sequence_length
-    memory = MemoryOfRank.of_capture(
-        RankParameters.of((), model),
-        dtype=execution.dtype,
-        logits=chunk_logits(
-            config.capture.chunk_tokens,
-            tokens // config.parallel.context,
-            job.origin.architecture,
-            tensor=config.parallel.tensor,
-            device=execution.device,
-        ),
+    logits = chunk_logits(
+        config.capture.chunk_tokens,
+        tokens // config.parallel.context,
+        shape,
+        tensor=config.parallel.tensor,
+        device=first.device,
     )
+    memory = MemoryOfRank.of_capture(RankParameters.of((), model), dtype=first.dtype, logits=logits)
     return capture_banner(
-        config.store,
-        job.plan,
-        teacher=(config.teacher, job.origin.architecture),
-        data=config.data,
-        parallel=config.parallel,
-        precision=config.capture.precision,
-        memory=memory,
-        world_size=job.groups.world.size(),
+        config, shape, job.plan, memory=memory, world_size=job.groups.world.size()
     )
+
+
+def capture_banner(
+    config: CaptureConfig,
+    shape: Architecture,
+    plan: Plan,
+    *,
+    memory: MemoryOfRank,
+    world_size: int,
+) -> str:
+    """Return the lines of a capture: teacher, layout, data, store, memory."""
+    source = source_in_words(config.models["teacher"], shape.num_layers)
+    rows = [
+        model_row("teacher", shape, source),
+        layout_row(config.parallel, world_size, config.capture.precision),
+        data_row(config.data),
+        store_row(plan, job=config.store.job, jobs=config.store.jobs),
+        *memory_rows(memory, pipeline=config.parallel.pipeline),
+    ]
+    return banner_text(f"capture into {config.store.path}", rows)
 
 
 def _open_source(
@@ -391,10 +391,7 @@ def _open_progress(job: _Job, order: CaptureOrder) -> CaptureProgress | None:
     )
     if work.shards_before:
         _LOGGER.info("%d of %d shards exist already", work.shards_before, work.shards)
-    progress = CaptureProgress(sys.stderr, work, samples_per_shard=plan.samples_per_shard)
-    # Log lines go above the bar, not through it.
-    log.configure(dist.get_rank(), stream=progress.stream)
-    return progress
+    return CaptureProgress.on_screen(work, samples_per_shard=plan.samples_per_shard)
 
 
 def _finish(job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to the teacher, the objective and the validation of a run."""
+"""From a configuration to an opened run: its teacher, objective, samples and validation."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from megatron_distill.config import (
-    DataConfig,
     FeatureConfig,
-    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    ParallelConfig,
     ProjectorConfig,
+    RunConfig,
     TrainConfig,
     ValueScheduleConfig,
     check_features,
     matched_layers,
 )
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
 from megatron_distill.losses import FeaturePair, RatioBalance, ScoreRule, Term, ValueSchedule
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
-from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
-from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Teacher
-from megatron_distill.train.assemble.data import RunSamples, read_validation
-from megatron_distill.train.assemble.models import (
-    build_objective,
-    build_online_teacher,
-    find_origin,
-    live_metrics,
-    stored_metrics,
+from megatron_distill.models.pipeline_stages import (
+    configured_layers,
+    ranks_of_layers,
 )
-from megatron_distill.train.assemble.stages import teacher_layers
+from megatron_distill.ops import LogitRule
+from megatron_distill.runtime.groups import Groups, Layout
+from megatron_distill.signals import Teacher
+from megatron_distill.train.assemble.data import RunSamples, open_samples
+from megatron_distill.train.assemble.models import build_terms, resolve_model, teacher_seed
+from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
-from megatron_distill.train.assemble.tokenizer import Vocabulary
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
     FeatureLosses,
@@ -50,168 +48,224 @@ from megatron_distill.train.features import (
     ScoreRules,
     projector_name,
 )
+from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.teachers.live import FeatureTeacher, OnlineTeacher, routes
-from megatron_distill.train.validation import HeldOut
+from megatron_distill.train.teachers.live import (
+    FeatureTeacher,
+    OnlineTeacher,
+    live_metrics,
+    routes,
+)
+from megatron_distill.train.teachers.stored import stored_metrics
+from megatron_distill.train.throughput import balanced_stages
+from megatron_distill.train.validation import HeldOut, read_held_out
+
+_LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """The teacher of a run (live, stored or none), and the parts that depend on it."""
+class OpenRun:
+    """A run's models and samples; its student is a source, which `execution` says how to build.
 
-    stored: Stored | None
+    Attributes:
+        online: the live teacher, None without one.
+        teacher: of the training samples: stored, live or with features; None without one.
+    """
+
+    vocabulary: Vocabulary
+    student: ModelSource
+    execution: Execution
     online: OnlineTeacher | None
-    features: Features | None
+    teacher: Teacher | None
     objective: TokenObjective
-
-    @property
-    def teacher(self) -> Teacher | None:
-        """The teacher of the training samples."""
-        if self.features is not None:
-            return self.features.teacher
-        return self.stored.teacher if self.stored else self.online
+    samples: RunSamples
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
         return replace(self.objective, source_names=names if len(names) > 1 else ())
 
 
-def open_teacher(
-    section: ModelConfig | None,
-    terms: Sequence[Term],
-    *,
-    student: Architecture,
-    vocabulary: Vocabulary,
-    data: DataConfig,
-    parallel: ParallelConfig,
-    seed: int,
-    groups: Groups,
-    execution: Execution,
-    resources: ExitStack,
-) -> Stored | OnlineTeacher | None:
-    """Open the stores, or build the live teacher; all checks run before its weights are read.
+def open_run(
+    config: RunConfig, execution: Execution, groups: Groups, resources: ExitStack
+) -> OpenRun:
+    """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
 
     Raises a MegatronDistillError on all ranks.
 
     Collective: world, short objects.
     """
-    if section is None:
-        return None
-    if section.store is not None:
-        stored = open_stored(
-            section,
-            student=student,
-            terms=terms,
-            vocabulary=vocabulary,
-            data=data,
-            parallel=parallel,
-            seed=seed,
-            groups=groups,
-            device=execution.device,
-        )
+    section = config.objective
+    options = data_options(config.data, Path(config.output), shows_progress=config.logging.progress)
+    tokenizer, vocabulary = open_tokenizer(config, options)
+    source = resolve_model(config, "student", vocabulary)
+    student = source.architecture
+    terms = build_terms(section.terms, vocabulary.size)
+    stored, online = _open_teacher(config, terms, student, vocabulary, groups, execution)
+    if stored is not None:
         resources.callback(stored.close)
-        return stored
-    length = data.sequence_length
-    origin = find_origin(section, "teacher", vocabulary, parallel=parallel, sequence_length=length)
-    given = parallel.layers_per_stage.teacher
-    return build_online_teacher(
-        origin,
-        seed=seed,
-        sequence_length=length,
-        groups=groups,
-        execution=execution,
+    given, length = config.parallel.layers_per_stage.student, config.data.sequence_length
+    layers = _student_layers(
+        given, student, online, groups.layout, execution, sequence_length=length
+    )
+    metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
+    objective = TokenObjective(
+        ce_weight=section.ce_weight,
+        terms=terms,
+        metrics=metrics,
+        chunk_tokens=section.chunk_tokens,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
-        layers=teacher_layers(given, origin.architecture, layout=groups.layout),
+        logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
+        groups=groups,
+    )
+    teacher: Teacher | None = stored.teacher if stored else online
+    if section.features:
+        assert online is not None, "the rules ask for a live teacher"
+        features = _build_features(
+            section, config.optimizer, student, online, config.seed, execution.device
+        )
+        teacher = _feature_teacher(features, online, layers)
+        weights = tuple(pair.weight for pair in features.pairs)
+        objective = replace(objective, features=features, feature_weights=weights)
+    return OpenRun(
+        vocabulary=vocabulary,
+        student=source,
+        execution=replace(execution, layers_per_stage=layers),
+        online=online,
+        teacher=teacher,
+        objective=objective,
+        samples=RunSamples(
+            data=config.data,
+            options=options,
+            tokenizer=tokenizer,
+            stored=stored,
+            seed=config.seed,
+            held_out=config.validation.samples,
+        ),
+    )
+
+
+def _open_teacher(
+    config: RunConfig,
+    terms: Sequence[Term],
+    student: Architecture,
+    vocabulary: Vocabulary,
+    groups: Groups,
+    execution: Execution,
+) -> tuple[Stored | None, OnlineTeacher | None]:
+    """Open the stores, or build the live teacher; at most one of them exists."""
+    section = config.teacher
+    if section is None:
+        return None, None
+    if section.store is not None:
+        return open_stored(config, terms, student, vocabulary, groups, execution.device), None
+    layers = config.parallel.layers_per_stage.teacher
+    return None, OnlineTeacher.of_source(
+        resolve_model(config, "teacher", vocabulary),
+        replace(execution, layers_per_stage=layers),
+        seed=teacher_seed(config.seed),
+        sequence_length=config.data.sequence_length,
+        shard=vocab_shard(student, groups, tokens=vocabulary.size),
+        groups=groups,
         offload_hidden=section.offload_hidden,
     )
 
 
-def assemble_distillation(
-    section: ObjectiveConfig,
-    terms: Sequence[Term],
-    opened: Stored | OnlineTeacher | None,
-    *,
+def _student_layers(
+    given: tuple[int, ...] | None,
     student: Architecture,
-    layers: tuple[int, ...],
-    vocabulary: Vocabulary,
-    optimizer: OptimizerConfig,
-    seed: int,
-    groups: Groups,
-    device: torch.device,
-) -> Distillation:
-    """Build the objective of a student with this teacher.
-
-    `layers` of each of the student's stages; `optimizer` has the defaults of the projectors of
-    feature losses. Raises ConfigError on all ranks.
-    """
-    if isinstance(opened, Stored):
-        stored, online, metrics = opened, None, stored_metrics(opened.settings)
-    else:
-        stored, online, metrics = None, opened, live_metrics(terms) if opened else ()
-    shard = vocab_shard(student, groups, tokens=vocabulary.size)
-    objective = build_objective(
-        section, terms, student, metrics=metrics, shard=shard, groups=groups
-    )
-    features = None
-    if section.features:
-        assert online is not None, "the rules ask for a live teacher"
-        features = build_features(
-            section,
-            optimizer,
-            student,
-            online,
-            layers=layers,
-            seed=seed,
-            groups=groups,
-            device=device,
-        )
-        objective = replace(objective, features=features.losses, feature_weights=features.weights)
-    return Distillation(stored, online, features, objective)
-
-
-def assemble_held_out(
-    samples: RunSamples,
-    train: TrainConfig,
-    objective: ObjectiveConfig,
-    distillation: Distillation,
+    online: OnlineTeacher | None,
+    layout: Layout,
+    execution: Execution,
     *,
-    groups: Groups,
-    device: torch.device,
+    sequence_length: int,
+) -> tuple[int, ...]:
+    """Return the layers of each stage of the student, in the order of the forward pass.
+
+    The given ones, or those that balance the work. Chunks of a rank are added up in a layout
+    without virtual stages, as an evaluation has.
+    """
+    layers = given or balanced_stages(
+        student,
+        online.architecture if online else None,
+        sequence_length=sequence_length,
+        stages=layout.stages,
+        is_recomputed=execution.recompute.layers is None,
+    )
+    if len(layers) != layout.stages:
+        layers = tuple(sum(layers[rank :: layout.pipeline]) for rank in range(layout.pipeline))
+    if len(set(layers)) > 1:
+        _LOGGER.info("student: %s layers per pipeline stage", ", ".join(map(str, layers)))
+    return layers
+
+
+def open_held_out(
+    train: TrainConfig, section: ObjectiveConfig, opened: OpenRun, groups: Groups
 ) -> HeldOut:
-    """Read the held-out samples. Raises DataError or StoreError on all ranks."""
-    steps = read_validation(samples, train, groups=groups, device=device)
-    listener = distillation.teacher
-    if samples.stored is not None and samples.data.sources:
-        listener = None  # a store has no records of a corpus's held-out samples
-    measured = distillation.objective_of(samples.names(held_out=True))
-    return HeldOut.of(steps, listener, final_objective(measured, objective))
+    """Read the held-out samples; all held-out losses use the weights at the end of the schedules.
+
+    Raises DataError or StoreError on all ranks.
+    """
+    samples, device = opened.samples, opened.execution.device
+    names = samples.names(held_out=True)
+    steps = []
+    if samples.held_out:
+        loader = open_samples(samples, train, held_out=True, groups=groups, device=device)
+        batch = train.global_batch_size
+        steps = read_held_out(
+            loader, samples=samples.held_out, global_batch_size=batch, names=names
+        )
+    # A store has no records of a corpus's held-out samples.
+    has_signals = samples.stored is None or not samples.data.sources
+    objective = opened.objective_of(names)
+    schedules = build_balancing(section, objective).schedules
+    return HeldOut.of(
+        steps,
+        opened.teacher if has_signals else None,
+        schedules.applied(objective, steps_done=sys.maxsize),
+    )
 
 
-@dataclass(frozen=True)
-class Features:
-    """Both sides of the feature losses of a run."""
+def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:
+    """Translate `objective.balance` and every schedule of the objective.
 
-    losses: FeatureLosses
-    teacher: FeatureTeacher
+    The feature losses' weights come from `objective`, which has the pairs of layers.
+    """
+    balance = config.balance
+    return Balancing(
+        mode=balance.mode,
+        schedules=Schedules(
+            ce=_schedule(config.ce_weight, config.ce_weight_schedule),
+            terms=tuple(_schedule(term.weight, term.weight_schedule) for term in config.terms),
+            temperatures=tuple(
+                _schedule(term.temperature, term.temperature_schedule) for term in config.terms
+            ),
+            features=tuple(map(ValueSchedule.unchanging, objective.feature_weights)),
+            alpha=_schedule(balance.alpha, balance.alpha_schedule),
+        ),
+        ratios=RatioBalance(balance.epsilon, balance.clamp),
+        decay=balance.ema,
+        from_last_step=balance.raw_losses == "previous",
+        per_micro_batch=balance.per_microbatch,
+    )
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The configured weight of each pair."""
-        return tuple(pair.weight for pair in self.losses.pairs)
+
+def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedule:
+    if schedule is None:
+        return ValueSchedule.unchanging(value)
+    return ValueSchedule(
+        value, schedule.to, schedule.kind, schedule.steps or 0, schedule.start_step
+    )
 
 
-def build_features(
+def _build_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
     student: Architecture,
     online: OnlineTeacher,
-    *,
-    layers: tuple[int, ...],
     seed: int,
-    groups: Groups,
     device: torch.device,
-) -> Features:
-    """Return the feature losses of a run; `layers` of each of the student's stages.
+) -> FeatureLosses:
+    """Return the feature losses of a run.
 
     Raises ConfigError, on all ranks, for layers that a model does not have, and for attention maps
     of layers that see different keys.
@@ -220,7 +274,7 @@ def build_features(
     check_features(section.features, student.num_layers, teacher.num_layers)
     pairs = _pairs(section.features, student.num_layers, teacher.num_layers)
     _check_windows(pairs, student, teacher)
-    losses = FeatureLosses(
+    return FeatureLosses(
         pairs,
         projectors=_projectors(
             section.projector,
@@ -228,20 +282,26 @@ def build_features(
             [pair for pair in pairs if not pair.is_of_attention],
             (student.hidden_size, teacher.hidden_size),
             seed=seed,
-            groups=groups,
+            groups=online.groups,
             device=device,
         ),
         rules=ScoreRules(_score_rule(student), _score_rule(teacher)),
-        groups=groups,
+        groups=online.groups,
         device=device,
     )
-    ranks = groups.layout.pipeline
+
+
+def _feature_teacher(
+    features: FeatureLosses, online: OnlineTeacher, layers: tuple[int, ...]
+) -> FeatureTeacher:
+    """Return the teacher with its features; `layers` of each of the student's stages."""
+    ranks = online.groups.layout.pipeline
     ways = routes(
-        pairs,
+        features.pairs,
         of_student=ranks_of_layers(layers, ranks),
         of_teacher=ranks_of_layers(configured_layers(online.model.config), ranks),
     )
-    return Features(losses, FeatureTeacher(online, ways))
+    return FeatureTeacher(online, ways)
 
 
 def _pairs(
@@ -251,7 +311,7 @@ def _pairs(
     for entry in entries:
         layers = matched_layers(entry, student_layers, teacher_layers)
         weight = entry.weight / len(layers)
-        found += [FeaturePair(mine, theirs, entry.loss, weight) for mine, theirs in layers]
+        found += [FeaturePair(*pair, entry.loss, weight) for pair in layers]
     return tuple(found)
 
 
@@ -259,13 +319,13 @@ def _check_windows(
     pairs: tuple[FeaturePair, ...], student: Architecture, teacher: Architecture
 ) -> None:
     """Raise ConfigError where teacher and student layers attend to different keys."""
-    mine, theirs = LayerKinds.of(student).layers, LayerKinds.of(teacher).layers
+    of_student, of_teacher = LayerKinds.of(student).layers, LayerKinds.of(teacher).layers
     problems = [
         f"layer {pair.student} of the student has a sliding_window of {own.window}, layer "
         f"{pair.teacher} of the teacher one of {other.window}"
         for pair in pairs
         if pair.is_of_attention
-        for own, other in [(mine[pair.student - 1], theirs[pair.teacher - 1])]
+        for own, other in [(of_student[pair.student - 1], of_teacher[pair.teacher - 1])]
         if own.window != other.window
     ]
     if problems:
@@ -295,17 +355,17 @@ def _projectors(
     device: torch.device,
 ) -> Projectors | None:
     """Return the projectors from the student's hidden size to the teacher's, where needed."""
-    mine, theirs = hidden_sizes
-    if not pairs or (mine == theirs and not wanted.always):
+    student_size, teacher_size = hidden_sizes
+    if not pairs or (student_size == teacher_size and not wanted.always):
         return None
-    within = (wanted.hidden_size or theirs,) if wanted.kind == "mlp" else ()
+    within = (wanted.hidden_size or teacher_size,) if wanted.kind == "mlp" else ()
     decay = optimizer.weight_decay if wanted.weight_decay is None else wanted.weight_decay
     return Projectors(
         ProjectorShape(
             names=tuple(
                 dict.fromkeys(projector_name(pair, shared=wanted.shared) for pair in pairs)
             ),
-            sizes=(mine, *within, theirs),
+            sizes=(student_size, *within, teacher_size),
         ),
         ProjectorOptimization(
             learning_rate=wanted.learning_rate or optimizer.learning_rate,
@@ -318,45 +378,4 @@ def _projectors(
         seed=seed,
         groups=groups,
         device=device,
-    )
-
-
-def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:
-    """Translate `objective.balance` and every schedule of the objective.
-
-    The feature losses' weights come from `objective`, which has the pairs of layers.
-    """
-    balance = config.balance
-    return Balancing(
-        mode=balance.mode,
-        schedules=Schedules(
-            ce=_schedule(config.ce_weight, config.ce_weight_schedule),
-            terms=tuple(_schedule(term.weight, term.weight_schedule) for term in config.terms),
-            temperatures=tuple(
-                _schedule(term.temperature, term.temperature_schedule) for term in config.terms
-            ),
-            features=tuple(map(ValueSchedule.unchanging, objective.feature_weights)),
-            alpha=_schedule(balance.alpha, balance.alpha_schedule),
-        ),
-        ratios=RatioBalance(balance.epsilon, balance.clamp),
-        decay=balance.ema,
-        from_last_step=balance.raw_losses == "previous",
-        per_micro_batch=balance.per_microbatch,
-    )
-
-
-def final_objective(objective: TokenObjective, config: ObjectiveConfig) -> TokenObjective:
-    """The objective with the weights and temperatures at the end of its schedules.
-
-    All held-out losses of a run use this objective, so that they are comparable.
-    """
-    balancing = build_balancing(config, objective)
-    return balancing.schedules.applied(objective, steps_done=sys.maxsize)
-
-
-def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedule:
-    if schedule is None:
-        return ValueSchedule.unchanging(value)
-    return ValueSchedule(
-        value, schedule.to, schedule.kind, schedule.steps or 0, schedule.start_step
     )

@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import gc
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
     RunConfig,
-    ScheduleConfig,
     TrainConfig,
-    ValidationConfig,
+    run_rows,
+    source_in_words,
+    stored_row,
     with_steps,
 )
 from megatron_distill.data.prefetch import Lookahead, PrefetchedSteps, StepSource, exchange_group
-from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Execution, Recompute
-from megatron_distill.runtime.collectives import on_first_rank, together
+from megatron_distill.models.architecture import Architecture, Execution, Recompute
+from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.assemble.checks import check_start, newest_checkpoint
-from megatron_distill.train.assemble.data import RunSamples, open_training_loader
+from megatron_distill.train.assemble.data import RunSamples, open_samples
 from megatron_distill.train.assemble.distillation import (
-    assemble_held_out,
+    OpenRun,
     build_balancing,
+    open_held_out,
+    open_run,
 )
-from megatron_distill.train.assemble.models import (
-    build_student,
-    execution_on,
-    export_source,
-    job_groups,
-)
-from megatron_distill.train.assemble.open_run import OpenRun, open_run
-from megatron_distill.train.assemble.reporting import (
-    banner_of_run,
-    open_metrics,
-    throughput_of_run,
-)
-from megatron_distill.train.assemble.start import note_start, plain_settings
+from megatron_distill.train.assemble.models import export_source, job_groups
+from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
-from megatron_distill.train.balancing import Balancing
+from megatron_distill.train.banner import banner_text, memory_rows, model_row, steps_row
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
-from megatron_distill.train.loop import LoopPlan, Parts, train
+from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
+from megatron_distill.train.metrics import MetricsLog, open_sinks
 from megatron_distill.train.optimizer import (
     build_optimizer,
     build_schedule,
@@ -60,9 +48,16 @@ from megatron_distill.train.optimizer import (
     wrap_data_parallel,
 )
 from megatron_distill.train.phase_timers import PhaseTimers
+from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
+from megatron_distill.train.throughput import (
+    MemoryOfRank,
+    RankParameters,
+    Throughput,
+    chunk_logits,
+)
 
 _LOGGER = get_logger(__name__)
 
@@ -73,30 +68,21 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
-    # Objects of the imports are permanent: Megatron-Core collects garbage at every save, and a scan
-    # of them would stop all ranks for a tenth of a second or more.
-    is_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        with (
-            job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
-            ExitStack() as resources,
-            device.alone,
-        ):
-            parts, plan = _assemble(config, device, groups, resources)
-            if parts.state.step >= plan.steps:
-                _LOGGER.info(
-                    "nothing to do: %s done, train.steps is %d",
-                    "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are",
-                    plan.steps,
-                )
-                return True
-            return train(parts, plan, termination)
-    finally:
-        if not is_frozen:
-            # Else Triton's bindings, which Megatron-Core imports, report leaks at exit.
-            gc.unfreeze()
+    with (
+        permanent_imports(),
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
+        ExitStack() as resources,
+        device.alone,
+    ):
+        parts, plan = _assemble(config, device, groups, resources)
+        if parts.state.step >= plan.steps:
+            _LOGGER.info(
+                "nothing to do: %s done, train.steps is %d",
+                "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are",
+                plan.steps,
+            )
+            return True
+        return train(parts, plan, termination)
 
 
 def _assemble(
@@ -105,84 +91,68 @@ def _assemble(
     """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
     opened = open_run(config, _execution(config.train, device), groups, resources)
-    distillation, samples = opened.distillation, opened.samples
-    _keep_assets(config.output, config.student, samples.tokenizer)
+    samples, online = opened.samples, opened.online
+    with together():
+        if samples.tokenizer is not None:
+            keep_assets(config.output, export_source(config.student), samples.tokenizer)
     if config.train.epochs is not None:
         config = _with_computed_steps(config, samples, device.torch_device)
-    if distillation.stored is not None and config.data.sources:
-        require_samples(distillation.stored, config.train)
-    state = _build_state(
-        opened,
-        seed=config.seed,
-        train=config.train,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        checkpoints=_checkpoints(config.output, config.checkpoint),
-        configuration=plain_settings(config),
-        groups=groups,
-    )
+    if samples.stored is not None and config.data.sources:
+        require_samples(samples.stored, config.train)
+    state = _build_state(config, opened, groups)
     resources.callback(state.checkpoints.close)
-    balancing = build_balancing(config.objective, distillation.objective)
+    balancing = build_balancing(config.objective, opened.objective)
     newest = _checkpoint_to_resume(config.output, config.checkpoint, state)
-    held_out = assemble_held_out(
-        samples,
-        config.train,
-        config.objective,
-        distillation,
-        groups=groups,
-        device=device.torch_device,
-    )
-    loader = _open_source(
-        samples,
-        config.train,
-        groups,
-        device.torch_device,
-        resources,
-        timeout_seconds=config.runtime.timeout_seconds,
-    )
-    _resume(state, balancing, loader, newest)
+    held_out = open_held_out(config.train, config.objective, opened, groups)
+    exchange = exchange_group(timeout_seconds=config.runtime.timeout_seconds)
+    loader = _open_training(config.train, samples, groups, device.torch_device, exchange, resources)
+    if newest is not None:
+        state.restore(newest, loader)
+        state.balance = balancing.resumed(state.balance)
+        _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
     if state.step < config.train.steps:
-        _LOGGER.info("%s", banner_of_run(config, opened, state))
-    metrics = open_metrics(config, resume_step=state.step)
+        _LOGGER.info("%s", _banner(config, opened, state))
+    metrics = _open_metrics(config, resume_step=state.step)
     resources.callback(metrics.close)
     found.has_started()
     parts = Parts(
         state=state,
-        teacher=distillation.teacher,
-        objective=distillation.objective_of(samples.names(held_out=False)),
+        teacher=opened.teacher,
+        objective=opened.objective_of(samples.names(held_out=False)),
         balancing=balancing,
         loader=loader,
         held_out=held_out,
         metrics=metrics,
-        throughput=throughput_of_run(opened, config.train, groups, device),
+        throughput=Throughput.of_run(
+            state.architecture,
+            online.architecture if online else None,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            precision=config.train.precision,
+            num_devices=groups.world.size(),
+            device=device.torch_device,
+        ),
         timers=PhaseTimers(device.torch_device),
         device=device.torch_device,
     )
-    return parts, _plan(config.train, config.validation, config.checkpoint, config.optimizer)
+    return parts, loop_plan(config)
+
+
+def _execution(train: TrainConfig, device: Device) -> Execution:
+    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
+    return Execution(PRECISIONS[train.precision], device.torch_device, recompute)
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
     """Run the checks that need no data, then create and lock the run folder."""
-    found = FolderAsFound(
-        Path(config.output),
-        kept_file="config.yaml",
-        prepared="cache",
-        work=("checkpoints", "metrics.jsonl"),
-    )
+    found = FolderAsFound.of_run(config.output)
     with together():
         if dist.get_rank() == 0:
             check_start(config)
     resources.enter_context(run_folder(config.output))
     resources.enter_context(found.put_back_on_failure())
     return found
-
-
-def _keep_assets(output: str, student: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """Save the tokenizer and the files for an export, on the rank that has the tokenizer."""
-    with together():
-        if tokenizer is not None:
-            keep_assets(output, export_source(student), tokenizer)
 
 
 def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.device) -> RunConfig:
@@ -195,9 +165,9 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
     """
     epochs = config.train.epochs
     assert epochs is not None, "the caller has looked"
-    said = [on_first_rank(samples.count_epoch, device=device)]
-    dist.broadcast_object_list(said, src=0)
-    count = said[0]
+    counts = [on_first_rank(samples.count_epoch, device=device)]
+    dist.broadcast_object_list(counts, src=0)
+    count = counts[0]
     assert count is not None, "the first rank has counted"
     steps = math.ceil(epochs * count / config.train.global_batch_size)
     resolved, warnings = with_steps(config, steps)
@@ -213,28 +183,68 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
     return resolved
 
 
-def _execution(train: TrainConfig, device: Device) -> Execution:
-    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
-    return execution_on(device, precision=train.precision, recompute=recompute)
+def _build_state(config: RunConfig, opened: OpenRun, groups: Groups) -> RunState:
+    """Build the student, its optimizer and its schedule, at step 0."""
+    features, length = opened.objective.features, config.data.sequence_length
+    chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
+    if features is not None:
+        features.attach(chunks)
+    wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
+    connect_schedule(wrapped, config.optimizer, positions=config.train.global_batch_size * length)
+    optimizer = build_optimizer(
+        wrapped, config.optimizer, config.schedule, dtype=opened.execution.dtype
+    )
+    return RunState(
+        student=Student(chunks, wrapped, groups, length),
+        optimizer=optimizer,
+        schedule=build_schedule(
+            optimizer, config.optimizer, config.schedule, steps=config.train.steps
+        ),
+        architecture=opened.student.architecture,
+        tokenizer_hash=opened.vocabulary.identity,
+        features=features,
+        configuration=config.model_dump(mode="json"),
+        checkpoints=CheckpointFolder(
+            Path(config.output) / "checkpoints",
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+        ),
+    )
 
 
-def _open_source(
-    samples: RunSamples,
+def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunState) -> Path | None:
+    """Return the newest complete checkpoint of an earlier start, checked against this model.
+
+    Raises ConfigError or CheckpointError on all ranks.
+    """
+    if section.save:
+        state.checkpoints.prepare()
+
+    def newest() -> Path | None:
+        found = newest_checkpoint(output, section)
+        if found is not None:
+            state.require_same(Description.read(found), found)
+        return found
+
+    return from_first_rank(newest)
+
+
+def _open_training(
     train: TrainConfig,
+    samples: RunSamples,
     groups: Groups,
     device: torch.device,
+    exchange: dist.ProcessGroup | None,
     resources: ExitStack,
-    *,
-    timeout_seconds: float,
 ) -> StepSource:
     """Open the training stream; a thread takes each step while the one before runs.
 
-    Where the teacher is a store, steps are taken two steps early.
-
-    Collective: world, creation of the group that exchanges the batches.
+    The thread exchanges batches in the group `exchange`. Where the teacher is a store, steps are
+    taken two steps early.
     """
-    exchange = exchange_group(timeout_seconds=timeout_seconds)
-    loader = open_training_loader(samples, train, groups=groups, device=device, exchange=exchange)
+    loader = open_samples(
+        samples, train, held_out=False, groups=groups, device=device, exchange=exchange
+    )
     source = resources.enter_context(
         PrefetchedSteps(loader, last_step=train.steps, device=device, group=exchange)
     )
@@ -246,81 +256,105 @@ def _open_source(
     )
 
 
-def _build_state(
-    opened: OpenRun,
+def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
+    online, stored = opened.online, opened.samples.stored
+    return run_banner(
+        config,
+        {"student": state.architecture} | ({"teacher": online.architecture} if online else {}),
+        _memory(config, opened, state),
+        stored_samples=stored.samples if stored else 0,
+        feature_pairs=len(state.features.pairs) if state.features else 0,
+        world_size=state.student.groups.world.size(),
+        start_step=state.step,
+    )
+
+
+def run_banner(
+    config: RunConfig,
+    shapes: Mapping[str, Architecture],
+    memory: MemoryOfRank,
     *,
-    seed: int,
-    train: TrainConfig,
-    optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
-    checkpoints: CheckpointFolder,
-    configuration: dict[str, Any],
-    groups: Groups,
-) -> RunState:
-    """Build the student, its optimizer and its schedule, at step 0."""
-    features, execution = opened.distillation.objective.features, opened.execution
-    length = opened.samples.data.sequence_length
-    chunks = build_student(
-        opened.origin, seed=seed, groups=groups, execution=execution, layers=opened.layers
-    )
-    if features is not None:
-        features.attach(chunks)
-    wrapped = wrap_data_parallel(chunks, optimizer, groups=groups)
-    connect_schedule(wrapped, optimizer, positions=train.global_batch_size * length)
-    built = build_optimizer(wrapped, optimizer, schedule, dtype=execution.dtype)
-    return RunState(
-        student=Student(chunks, wrapped, groups, length),
-        optimizer=built,
-        schedule=build_schedule(built, optimizer, schedule, steps=train.steps),
-        architecture=opened.origin.architecture,
-        tokenizer_hash=opened.vocabulary.identity,
-        features=features,
-        configuration=configuration,
-        checkpoints=checkpoints,
-    )
+    stored_samples: int,
+    feature_pairs: int,
+    world_size: int,
+    start_step: int,
+) -> str:
+    """Return the lines that describe a run at its start, at most 14.
 
-
-def _checkpoints(output: str, section: CheckpointConfig) -> CheckpointFolder:
-    return CheckpointFolder(
-        Path(output) / "checkpoints", keep=section.keep, asynchronous=section.asynchronous
-    )
-
-
-def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunState) -> Path | None:
-    """Return the newest complete checkpoint of an earlier start, checked against this model.
-
-    Raises ConfigError or CheckpointError on all ranks.
+    shapes: of the models by role; a teacher without one is stored.
     """
-    if section.save:
-        state.checkpoints.prepare()
-    said: list[Path | None] = [None]
+    rows = [
+        model_row(role, shapes[role], source_in_words(model, shapes[role].num_layers))
+        if role in shapes
+        else stored_row(model, stored_samples)
+        for role, model in config.models.items()
+    ]
+    rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs)
+    rows.append(
+        steps_row(
+            config.train.steps,
+            start_step=start_step,
+            samples=config.train.global_batch_size,
+            sequence_length=config.data.sequence_length,
+            micro_batch_size=config.train.micro_batch_size,
+        )
+    )
+    rows += memory_rows(memory, pipeline=config.parallel.pipeline)
+    job = "training" if config.teacher is None else "distillation"
+    return banner_text(f"{job} into {config.output}", rows)
+
+
+def _memory(config: RunConfig, opened: OpenRun, state: RunState) -> MemoryOfRank:
+    """Return the memory of this rank by formula."""
+    groups = state.student.groups
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    return MemoryOfRank.of_run(
+        RankParameters.of(state.student.chunks, opened.online.model if opened.online else None),
+        dtype=opened.execution.dtype,
+        logits=chunk_logits(
+            config.objective.chunk_tokens,
+            tokens // config.parallel.context,
+            state.architecture,
+            tensor=config.parallel.tensor,
+            device=opened.execution.device,
+        ),
+        layout=groups.layout,
+        world_size=groups.world.size(),
+        is_distributed=config.optimizer.distributed,
+    )
+
+
+def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
+    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks."""
+    logging = config.logging
     with together():
-        if dist.get_rank() == 0:
-            said = [newest_checkpoint(output, section)]
-            if said[0] is not None:
-                state.require_same(Description.read(said[0]), said[0])
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
+        if dist.get_rank() != 0:
+            return MetricsLog()
+        sinks = open_sinks(
+            Path(config.output),
+            resume_step=resume_step,
+            tensorboard=logging.tensorboard,
+            wandb=None if logging.wandb is None else logging.wandb.model_dump(),
+            settings=config.model_dump(),
+        )
+        if logging.progress:
+            progress = TrainingProgress.on_screen(
+                total_steps=config.train.steps,
+                start_step=resume_step,
+                interval=logging.interval,
+                ce_weight=config.objective.ce_weight,
+            )
+            sinks.append(progress)
+        return MetricsLog(sinks)
 
 
-def _resume(state: RunState, balancing: Balancing, loader: StepSource, newest: Path | None) -> None:
-    if newest is not None:
-        state.restore(newest, loader)
-        state.balance = balancing.resumed(state.balance)
-        _LOGGER.info("resumed from %s at step %d", newest, state.step)
-
-
-def _plan(
-    train: TrainConfig,
-    validation: ValidationConfig,
-    checkpoint: CheckpointConfig,
-    optimizer: OptimizerConfig,
-) -> LoopPlan:
+def loop_plan(config: RunConfig) -> LoopPlan:
+    """Return the schedule of a run's loop."""
     return LoopPlan(
-        steps=train.steps,
-        validation_interval=validation.interval,
-        checkpoint_interval=checkpoint.interval,
-        save=checkpoint.save,
-        clip_grad_norm=optimizer.clip_grad_norm,
-        max_bad_steps=train.max_bad_steps,
+        steps=config.train.steps,
+        validation_interval=config.validation.interval,
+        checkpoint_interval=config.checkpoint.interval,
+        save=config.checkpoint.save,
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        max_bad_steps=config.train.max_bad_steps,
     )

@@ -1,26 +1,50 @@
-"""From a configuration to plain values about its corpora."""
+"""From a configuration to its corpora: their sources, their tokenizer and their identity."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megatron_distill.config import ConversationConfig, DataConfig, SourceConfig
-from megatron_distill.data.chat.conversations import ConversationSpec
+import torch.distributed as dist
+
+from megatron_distill.config import (
+    ConversationConfig,
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    SourceConfig,
+)
+from megatron_distill.data.chat.conversations import (
+    PLAIN_TEMPLATE,
+    TOKENIZER_TEMPLATE,
+    ConversationSpec,
+)
 from megatron_distill.data.chat.source import ConversationOptions
-from megatron_distill.data.formats import SourceSpec
-from megatron_distill.data.sources import DataOptions
+from megatron_distill.data.formats import SourceSpec, source_files
+from megatron_distill.data.sources import DataOptions, sample_texts
+from megatron_distill.data.text.files import fingerprint
+from megatron_distill.data.tokenizers.open import (
+    Tokenizer,
+    Vocabulary,
+    load_tokenizer,
+    open_named_encoding,
+    require_same_ids,
+    trained_in,
+)
+from megatron_distill.errors import DataError
+from megatron_distill.runtime.collectives import together
+from megatron_distill.store import find_stores, tokenizer_folder
 
 
 def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
     """Translate the configured sources into plain values."""
     return [
         SourceSpec(
-            format=source.format,
-            paths=source.paths,
-            weight=source.weight,
-            text_key=source.text_key,
-            documents=source.documents,
+            **source.model_dump(exclude={"name", "conversation"}),
             conversation=_conversation_spec(source.conversation),
         )
         for source in sources
@@ -42,19 +66,7 @@ def _conversation_spec(conversation: ConversationConfig | None) -> ConversationS
     if conversation is None:
         return None
     return ConversationSpec(
-        messages_key=conversation.messages_key,
-        role_key=conversation.role_key,
-        content_key=conversation.content_key,
-        roles=conversation.roles,
-        prompt_keys=conversation.prompt_key,
-        response_key=conversation.response_key,
-        system_key=conversation.system_key,
-        tools_key=conversation.tools_key,
-        weight_key=conversation.weight_key,
-        leading_assistant=conversation.leading_assistant,
-        chat_template=conversation.chat_template,
-        separator=conversation.separator,
-        template_options=conversation.template_options,
+        prompt_keys=conversation.prompt_key, **conversation.model_dump(exclude={"prompt_key"})
     )
 
 
@@ -89,3 +101,128 @@ def data_options(
 def reserved_fraction(data: DataConfig) -> float:
     """Return the fraction of documents held out; with held-out files of their own it is 0."""
     return 0.0 if data.validation_sources else data.validation_fraction
+
+
+def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer | None, Vocabulary]:
+    """Load or train the tokenizer on the first rank and broadcast its facts.
+
+    The tokenizers of the job's models must agree with it. Raises DataError or ConfigError on all
+    ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+    tokenizer: Tokenizer | None = None
+    with together():
+        if dist.get_rank() == 0:
+            tokenizer = read_tokenizer(config, options)
+            for key, folder in _tokenizer_folders(config.models):
+                require_same_ids(tokenizer, folder, named=key)
+    facts = [None if tokenizer is None else Vocabulary.of(tokenizer)]
+    dist.broadcast_object_list(facts, src=0)
+    assert facts[0] is not None
+    return tokenizer, facts[0]
+
+
+def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
+    """Return the result of `open_tokenizer`, in a process without a world.
+
+    A trained tokenizer is saved in the job's folder, where a resumed run finds it.
+    """
+    wanted = config.data.tokenizer
+    if wanted.path is not None:
+        return load_tokenizer(wanted.path)
+    if wanted.encoding is not None:
+        return open_named_encoding(wanted.encoding)
+    if wanted.train_vocab_size is None:
+        return load_tokenizer(next(_tokenizer_folders(config.models))[1])
+    specs = source_specs(config.data.sources)
+    return trained_in(
+        Path(config.folder) / "tokenizer",
+        lambda: sample_texts(specs, options=options, characters=wanted.train_bytes),
+        vocab_size=wanted.train_vocab_size,
+        output=config.folder,
+    )
+
+
+def _tokenizer_folders(models: Mapping[str, ModelConfig]) -> Iterator[tuple[str, str]]:
+    """Yield key and folder of each tokenizer that belongs to a model or a store."""
+    for role, model in models.items():
+        if model.hf is not None:
+            yield f"{role}.hf", model.hf
+    for role, model in models.items():
+        for source in model.store or ():
+            for store in find_stores([source.path]):
+                yield f"{role}.store", str(tokenizer_folder(store))
+
+
+def dataset_settings(data: DataConfig, seed: int) -> dict[str, Any]:
+    """Return all settings except the tokenizer that decide a job's training stream and its masks.
+
+    JSON values. Files are identified by number, names and sizes, so that they may be moved. Call
+    on the rank that reads. Raises DataError: a file is missing.
+    """
+    specs = source_specs(data.sources)
+    total = sum(spec.weight for spec in specs)
+    found = {
+        "sources": {str(index): _source(spec, total) for index, spec in enumerate(specs)},
+        "sequence_length": data.sequence_length,
+        "isolate_documents": data.isolate_documents,
+        "validation_fraction": reserved_fraction(data),
+        "shuffle_buffer": data.shuffle_buffer,
+        "shuffle_samples": data.shuffle_samples,
+        "on_error": data.on_error,
+        "seed": seed,
+    }
+    if any(spec.conversation is not None for spec in specs):
+        found |= {
+            "distill_on_prompt": data.distill_on_prompt,
+            "train_on": data.train_on,
+            "truncation": data.truncation,
+            "packing_buffer": data.packing_buffer,
+        }
+    return found
+
+
+def require_files(data: DataConfig) -> None:
+    """Raise DataError unless every file of the sources exists; none is read."""
+    for spec in source_specs((*data.sources, *data.validation_sources)):
+        if spec.kind.has_paths:
+            source_files(spec)
+        if spec.conversation is not None:
+            _conversation(spec.conversation)
+
+
+def dataset_digest(settings: dict[str, Any], tokenizer_identity: str) -> str:
+    """Return the digest of a stream's settings and of its tokenizer."""
+    text = json.dumps([settings, tokenizer_identity], sort_keys=True, allow_nan=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _source(spec: SourceSpec, total: float) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "format": spec.format,
+        "share": round(spec.weight / total, 12),
+        "files": fingerprint(source_files(spec)),
+    }
+    if spec.conversation is not None:
+        return {**found, "conversation": _conversation(spec.conversation)}
+    return {**found, **{name: getattr(spec, name) for name in spec.kind.identity}}
+
+
+def _conversation(spec: ConversationSpec) -> dict[str, Any]:
+    """Settings of the text of conversations: a template file by content, the tokenizer's by name.
+
+    The tokenizer's template needs no digest: every record's tokens are compared with its result.
+    """
+    found = asdict(spec)
+    if spec.leading_assistant == ConversationSpec.leading_assistant:
+        del found["leading_assistant"]  # absent from stores older than this key
+    if spec.chat_template not in (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE):
+        path = Path(spec.chat_template).expanduser()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        found["chat_template"] = hashlib.sha256(content).hexdigest()[:16]
+    found["prompt_keys"] = list(spec.prompt_keys)
+    return found

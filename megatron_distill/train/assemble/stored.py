@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     DataConfig,
-    ModelConfig,
-    ParallelConfig,
+    RunConfig,
     StoreSourceConfig,
     TrainConfig,
 )
 from megatron_distill.data.stored import Share
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import Term
@@ -30,10 +30,10 @@ from megatron_distill.store import (
     find_stores,
 )
 from megatron_distill.store.plan import plan_differences
-from megatron_distill.train.assemble.identity import dataset_settings, teacher_digest
-from megatron_distill.train.assemble.models import find_origin, teacher_seed
-from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.assemble.models import has_model, resolve_model, teacher_seed
+from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.capture.folder import configured
+from megatron_distill.train.model_source import teacher_digest
 from megatron_distill.train.teachers.stored import StoredTeacher
 
 _LOGGER = get_logger(__name__)
@@ -69,14 +69,10 @@ class Stored:
 
 
 def open_stored(
-    section: ModelConfig,
-    *,
-    student: Architecture,
+    config: RunConfig,
     terms: Sequence[Term],
+    student: Architecture,
     vocabulary: Vocabulary,
-    data: DataConfig,
-    parallel: ParallelConfig,
-    seed: int,
     groups: Groups,
     device: torch.device,
 ) -> Stored:
@@ -87,37 +83,32 @@ def open_stored(
 
     Collective: world, short objects.
     """
-    entries = section.store
-    assert entries is not None, "a stored teacher has stores"
-    is_first = dist.get_rank() == 0
+    section, length = config.teacher, config.data.sequence_length
+    assert section is not None, "the caller has looked"
+    assert section.store is not None, "a stored teacher has stores"
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
-    said: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
+    facts: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
     corpus = reading = None
     with together():
-        if is_first:
-            corpus = _open(entries, vocabulary, student, data.sequence_length)
-            _check(corpus, terms, data, seed)
+        if dist.get_rank() == 0:
+            corpus = _open(section.store, vocabulary, student, length)
+            _check(corpus, terms, config.data, config.seed)
             first = corpus.stores[0]
             identities = tuple(store.plan.uid.hex() for store in corpus.stores)
-            said = [(first.settings, corpus.samples, identities, first.identity.teacher)]
+            facts = [(first.settings, corpus.samples, identities, first.identity.teacher)]
             _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
-            reading = _open(entries, vocabulary, student, data.sequence_length)
-    dist.broadcast_object_list(said, src=0)
-    assert said[0] is not None
-    settings, samples, identities, digest = said[0]
-    if any(model is not None for model in (section.hf, section.checkpoint, section.architecture)):
-        _check_teacher(section, digest, vocabulary, data=data, parallel=parallel, seed=seed)
+            reading = _open(section.store, vocabulary, student, length)
+    dist.broadcast_object_list(facts, src=0)
+    assert facts[0] is not None
+    settings, samples, identities, digest = facts[0]
+    if has_model(section) and digest != UNKNOWN:
+        _check_teacher(config, digest, vocabulary)
     teacher = StoredTeacher(
-        reading,
-        settings,
-        terms=terms,
-        vocab_size=vocabulary.size,
-        groups=groups,
-        device=device,
+        reading, settings, terms=terms, vocab_size=vocabulary.size, groups=groups, device=device
     )
-    names = tuple(entry.log_name for entry in entries)
-    shares = _shares(entries, corpus) if corpus is not None else ()
+    names = tuple(entry.log_name for entry in section.store)
+    shares = _shares(section.store, corpus) if corpus is not None else ()
     return Stored(settings, samples, names, identities, teacher, corpus, shares)
 
 
@@ -226,30 +217,20 @@ def _check_corpus(store: StoreReader, data: DataConfig, seed: int) -> None:
         )
 
 
-def _check_teacher(
-    section: ModelConfig,
-    digest: str,
-    vocabulary: Vocabulary,
-    *,
-    data: DataConfig,
-    parallel: ParallelConfig,
-    seed: int,
-) -> None:
+def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
     """Raise StoreError, on all ranks, if the model beside `teacher.store` did not write the stores.
 
-    Collective: world, those of `find_origin` and `teacher_digest`.
+    Collective: world, those of `resolve_model` and `teacher_digest`.
     """
-    if digest == UNKNOWN:
-        return
-    origin = find_origin(
-        section, "teacher", vocabulary, parallel=parallel, sequence_length=data.sequence_length
-    )
+    section = config.teacher
+    assert section is not None, "the caller has looked"
+    source = resolve_model(config, "teacher", vocabulary)
     assert dist.group.WORLD is not None
-    found = teacher_digest(origin, seed=teacher_seed(seed), group=dist.group.WORLD)
+    found = teacher_digest(source, seed=teacher_seed(config.seed), group=dist.group.WORLD)
     if found != digest:
-        source = section.hf or section.checkpoint or "teacher.architecture"
+        named = section.hf or section.checkpoint or "teacher.architecture"
         raise StoreError(
-            f"teacher.store was captured from a teacher with weights {digest[:19]}, but {source} "
+            f"teacher.store was captured from a teacher with weights {digest[:19]}, but {named} "
             f"has {found[:19]}; set the same teacher, or teacher.store alone"
         )
 

@@ -9,17 +9,11 @@ from pathlib import Path
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime.launch import Device
-from megatron_distill.train.assemble.distillation import assemble_held_out
-from megatron_distill.train.assemble.models import (
-    build_student,
-    execution_on,
-    find_origin,
-    job_groups,
-)
-from megatron_distill.train.assemble.open_run import open_run
-from megatron_distill.train.assemble.sources import data_options
-from megatron_distill.train.assemble.tokenizer import open_tokenizer
+from megatron_distill.models.architecture import Execution
+from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.train.assemble.distillation import open_held_out, open_run
+from megatron_distill.train.assemble.models import job_groups, resolve_model
+from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.metrics import public_names
 from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
@@ -42,27 +36,14 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
         device.alone,
     ):
         # Nothing is trained, so nothing is recomputed.
-        execution = execution_on(device, precision=config.train.precision)
+        execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         opened = open_run(config, execution, groups, resources)
-        chunks = build_student(
-            opened.origin,
-            seed=config.seed,
-            groups=groups,
-            execution=execution,
-            layers=opened.layers,
-        )
+        chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
-        held_out = assemble_held_out(
-            opened.samples,
-            config.train,
-            config.objective,
-            opened.distillation,
-            groups=groups,
-            device=device.torch_device,
-        )
+        held_out = open_held_out(config.train, config.objective, opened, groups)
         means, sources = validate(student, held_out)
         found = public_names(means)
         return {**found, "sources": sources} if sources else {**found}
@@ -78,22 +59,17 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         device.alone,
     ):
-        data = config.data
-        options = data_options(data, Path(config.output), shows_progress=config.logging.progress)
-        tokenizer, vocabulary = open_tokenizer(data, config.models, config.output, options)
-        origin = find_origin(
-            config.student,
-            "student",
-            vocabulary,
-            parallel=config.parallel,
-            sequence_length=data.sequence_length,
+        options = data_options(
+            config.data, Path(config.output), shows_progress=config.logging.progress
         )
-        execution = execution_on(device, precision=config.train.precision)
-        (model,) = build_student(origin, seed=config.seed, groups=groups, execution=execution)
+        tokenizer, vocabulary = open_tokenizer(config, options)
+        source = resolve_model(config, "student", vocabulary)
+        execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
+        (model,) = source.build(execution, groups=groups, seed=config.seed)
         model.eval()
         next_token = NextToken(
             model,
-            origin.architecture,
+            source.architecture,
             groups,
             device.torch_device,
             vocab_size=vocabulary.size,

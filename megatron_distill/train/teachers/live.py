@@ -10,11 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import FeaturePair
-from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
+from megatron_distill.log import get_logger
+from megatron_distill.losses import FeaturePair, Term
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import (
+    HiddenStateGPT,
+    align_head,
+    hidden_for_head,
+    run_model,
+    vocab_shard,
+)
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.taps import VisibleKeys
+from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import (
@@ -25,7 +33,10 @@ from megatron_distill.signals import (
     TermView,
     WithFeatures,
 )
+from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
+
+_LOGGER = get_logger(__name__)
 
 
 class HostStates:
@@ -40,6 +51,13 @@ class HostStates:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host: dict[int, Tensor] = {}
         self._returning: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+
+    @classmethod
+    def of_stage(cls, groups: Groups, device: torch.device) -> HostStates | None:
+        """The host memory for hidden states, on the stage that has them."""
+        if device.type == "cpu" and groups.world.rank() == 0:
+            _LOGGER.warning("teacher.offload_hidden = true has no effect on a CPU")
+        return cls(device) if groups.is_last_stage else None
 
     def put(self, micro_batch: int, hidden_sbh: Tensor) -> None:
         """Begin to copy a state to the host; the device's copy is free when that is done."""
@@ -308,6 +326,43 @@ class OnlineTeacher:
     sequence_length: int
     host_states: HostStates | None = None
 
+    @classmethod
+    def of_source(
+        cls,
+        source: ModelSource,
+        execution: Execution,
+        *,
+        seed: int,
+        sequence_length: int,
+        shard: VocabShard,
+        groups: Groups,
+        offload_hidden: bool = False,
+    ) -> OnlineTeacher:
+        """Build the frozen model; its head has the columns of `shard`.
+
+        The model may have more or fewer rows than the one that `shard` belongs to, but all of its
+        real ids. `offload_hidden`: with pipeline stages, hidden states wait for the student in host
+        memory. Raises CheckpointError on all ranks.
+
+        Collective: tensor group, one all-gather of the head where its shards differ from `shard`.
+        """
+        (model,) = source.build(execution, groups=groups, seed=seed, interleaved=False)
+        model.requires_grad_(False)
+        model.eval()
+        head = None
+        if groups.is_last_stage:
+            own = vocab_shard(source.architecture, groups, tokens=shard.size)
+            weight = model.head_weight().detach()
+            head = align_head(weight, own=own, wanted=shard, group=groups.tensor)
+        return cls(
+            model=model,
+            architecture=source.architecture,
+            head_weight=head,
+            groups=groups,
+            sequence_length=sequence_length,
+            host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
+        )
+
     @property
     def runs_in_step(self) -> bool:
         """Whether the model runs when a signal is taken."""
@@ -357,3 +412,9 @@ class OnlineTeacher:
             return ModelOutput(tokens, lambda: hidden_sbh, self)
         states.put(number, hidden_sbh)
         return ModelOutput(tokens, partial(states.take, number), self)
+
+
+def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a live teacher."""
+    ranked = ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
+    return ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement", *ranked)

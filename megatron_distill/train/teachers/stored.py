@@ -30,7 +30,14 @@ from megatron_distill.store import (
     unpack,
 )
 
-__all__ = ["HostBatch", "StoredTeacher", "on_device", "recorded_signal", "require_same_tokens"]
+__all__ = [
+    "HostBatch",
+    "StoredTeacher",
+    "on_device",
+    "recorded_signal",
+    "require_same_tokens",
+    "stored_metrics",
+]
 
 
 @dataclass
@@ -326,3 +333,9 @@ def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
 def on_device(signal: Recorded, device: torch.device) -> Recorded:
     """The same signal in device memory; tensors shared between terms stay shared."""
     return signal if device.type == "cpu" else signal.map(lambda values: values.to(device))
+
+
+def stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a stored teacher."""
+    scalars = ("teacher_ce", "teacher_entropy") if settings.is_complete else ()
+    return (*scalars, "student_entropy", *settings.kind.metrics)

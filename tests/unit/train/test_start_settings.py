@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distill.train.assemble.start import keep_settings, setting_changes
+from megatron_distill.train.run_folder import keep_settings, setting_changes
 
 BEFORE: dict[str, Any] = {
     "seed": 1,

@@ -175,7 +175,7 @@ def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path: Path, na
 @given(available=st.integers(1, 200), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_pruned_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
-    from megatron_distill.train.assemble.models import evenly_spread
+    from megatron_distill.train.model_source import evenly_spread
 
     count = data.draw(st.integers(1, available))
     kept = evenly_spread(count, available)

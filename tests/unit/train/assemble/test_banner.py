@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megatron_distill.config import RunConfig, load_capture_config, load_config
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.store import CaptureSettings, Identity, Plan
-from megatron_distill.train.assemble.banner import capture_banner, run_banner
-from megatron_distill.train.assemble.models import read_origin
-from megatron_distill.train.assemble.sources import source_names
-from megatron_distill.train.assemble.tokenizer import Vocabulary
+from megatron_distill.train.assemble.capture import capture_banner
+from megatron_distill.train.assemble.models import read_model
+from megatron_distill.train.assemble.run import run_banner
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -28,11 +28,10 @@ WORDS = Vocabulary(1000, "of a test")
 
 
 def shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
-    fit = {"parallel": config.parallel, "sequence_length": config.data.sequence_length}
-    student = read_origin(config.student, "student", WORDS, **fit).architecture
+    student = read_model(config, "student", WORDS).architecture
     if config.teacher is None or config.teacher.store is not None:
         return student, None
-    return student, read_origin(config.teacher, "teacher", WORDS, **fit).architecture
+    return student, read_model(config, "teacher", WORDS).architecture
 
 
 def memory_of(config: RunConfig, mine: RankParameters, world_size: int) -> MemoryOfRank:
@@ -55,21 +54,11 @@ def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, star
     config = load_config(CONFIGS / name, overrides)
     student, teacher = shapes(config)
     mine = RankParameters(1_000_000, 0, 2_000_000 if teacher else 0)
-    stores = () if config.teacher is None else config.teacher.store or ()
     return run_banner(
-        output=config.output,
-        student=(config.student, student),
-        teacher=None if config.teacher is None else (config.teacher, teacher),
-        objective=config.objective,
-        data=config.data,
-        train=config.train,
-        parallel=config.parallel,
-        memory=memory_of(config, mine, world_size),
+        config,
+        {"student": student} | ({"teacher": teacher} if teacher else {}),
+        memory_of(config, mine, world_size),
         stored_samples=2000,
-        source_names=source_names(
-            config.data, tuple(entry.log_name for entry in stores), held_out=False
-        ),
-        held_out=config.validation.samples,
         feature_pairs=pairs,
         world_size=world_size,
         start_step=start,
@@ -173,14 +162,10 @@ def test_a_capture_names_the_stored_values() -> None:
         temperatures=(), sampling_seed=None,
     )  # fmt: skip
     identity = Identity(teacher="t", tokenizer="w", dataset="d", settings={})
-    assert config.teacher is not None
     text = capture_banner(
-        config.store,
+        config,
+        student,
         Plan(settings, identity, 2000, 125),
-        teacher=(config.teacher, student),
-        data=config.data,
-        parallel=config.parallel,
-        precision=config.capture.precision,
         memory=MemoryOfRank.of_capture(
             RankParameters(teacher=150_000),
             dtype=torch.float32,

@@ -1,0 +1,103 @@
+"""The banner of a job: rows about its models, steps, store and memory, aligned under a heading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from math import prod
+from typing import Final
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.weights import parameters
+from megatron_distill.runtime.progress import short_count, size
+from megatron_distill.store import Plan
+from megatron_distill.train.throughput import MemoryOfRank
+
+__all__ = [
+    "banner_text",
+    "memory_rows",
+    "model_row",
+    "parameter_counts",
+    "steps_row",
+    "store_row",
+]
+
+_Row = tuple[str, str]  # label, text
+_LABEL_WIDTH: Final = 11
+
+
+def banner_text(heading: str, rows: Iterable[_Row]) -> str:
+    """Return the heading and the rows, one line each; an empty label continues the row above."""
+    lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
+    return "\n".join([heading, *lines])
+
+
+def model_row(role: str, shape: Architecture, source: str) -> _Row:
+    """Return a model's sizes and the source of its weights."""
+    moe = shape.moe
+    inner = (
+        f"{moe.num_experts} experts of {moe.ffn_hidden_size}, {moe.top_k} per token"
+        if moe
+        else f"ffn {shape.ffn_hidden_size}"
+    )
+    total, active = parameter_counts(shape)
+    counts = f"{_count(total)} parameters"
+    if moe:
+        counts += f" ({_count(active)} active)"
+    return (
+        role,
+        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
+    )
+
+
+def steps_row(
+    steps: int, *, start_step: int, samples: int, sequence_length: int, micro_batch_size: int
+) -> _Row:
+    """Return the steps of a run, each of a number of `samples`, and its tokens."""
+    tokens = samples * sequence_length
+    resumed = f"from step {start_step}; " if start_step else ""
+    return (
+        "steps",
+        f"{steps:,}; {resumed}{samples:,} samples = {short_count(tokens)} tokens each, "
+        f"{short_count(steps * tokens)} in all; micro-batch {micro_batch_size}",
+    )
+
+
+def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
+    """Return the contents of a store that `jobs` jobs write."""
+    settings = plan.settings
+    entries = f"{'top' if settings.kind.is_ranked else 'sampled'}-{settings.k} {settings.codec}"
+    tokens = short_count(plan.samples * settings.sequence_length)
+    part = f", job {job} of {jobs}" if jobs > 1 else ""
+    shards = f"{plan.shards} shards{part}"
+    return "store", f"{entries}; {plan.samples:,} samples = {tokens} tokens, {shards}"
+
+
+def memory_rows(memory: MemoryOfRank, *, pipeline: int) -> Iterator[_Row]:
+    """Yield the sum, and the parts that are not zero."""
+    parts = {name.replace("_", " "): count for name, count in asdict(memory).items()}
+    stage = " (the loss chunk: of the last stage)" if pipeline > 1 else ""
+    yield (
+        "memory",
+        f"{size(sum(parts.values()))} of a rank{stage}, without the layers' activations:",
+    )
+    yield "", ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+
+
+def parameter_counts(shape: Architecture) -> tuple[int, int]:
+    """Return the number of all parameters, and of those active for one token."""
+    total = active = 0
+    for parameter in parameters(shape):
+        count = prod(parameter.shape) * prod(parameter.leading_shape(shape))
+        total += count
+        if parameter.per_expert and shape.moe is not None:
+            count = count // shape.moe.num_experts * shape.moe.top_k
+        active += count
+    return total, active
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,175 @@
+"""A model's architecture and the source of its weights: a seed, a folder or a checkpoint.
+
+Two sources of the same weights have the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture, Execution, model_fields
+from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
+from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.model import (
+    HuggingFaceWeights,
+    ModelDescription,
+    describe,
+)
+from megatron_distill.models.weights import WeightSource, WindowReader, fill, placed
+from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.convert.stream import Block, shares
+
+__all__ = [
+    "ModelSource",
+    "describe_checked",
+    "describe_on_first_rank",
+    "evenly_spread",
+    "teacher_digest",
+]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's architecture and the source of its weights; `open_weights` None: random ones.
+
+    keep_layers: the layers of the source that the model has; None: all.
+    """
+
+    architecture: Architecture
+    open_weights: Callable[[], WeightSource] | None = None
+    keep_layers: tuple[int, ...] | None = None
+
+    def with_layers(self, layers: tuple[int, ...]) -> ModelSource:
+        """Return the source of a model of some of the layers; raises CheckpointError."""
+        if self.open_weights is None:
+            raise CheckpointError(
+                "keep_layers and num_layers take layers from weights, and these are random"
+            )
+        sliding = self.architecture.sliding_layers
+        if sliding is not None:
+            sliding = tuple(index for index, layer in enumerate(layers) if layer in sliding)
+        shape = replace(self.architecture, num_layers=len(layers), sliding_layers=sliding)
+        return replace(self, architecture=shape, keep_layers=layers)
+
+    def build(
+        self, execution: Execution, *, groups: Groups, seed: int, interleaved: bool = True
+    ) -> list[HiddenStateGPT]:
+        """Build this rank's chunks with the source's weights, or random ones of `seed`.
+
+        Raises CheckpointError on all ranks.
+        """
+        chunks = build_gpt(
+            self.architecture,
+            groups=groups,
+            execution=execution,
+            seed=seed if self.open_weights is None else None,
+            interleaved=interleaved,
+        )
+        if self.open_weights is not None:
+            with together():
+                fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
+        return chunks
+
+
+def describe_checked(folder: Path) -> ModelDescription:
+    """Read a Hugging Face folder's config.json and every file's header.
+
+    Raises ConfigError or CheckpointError.
+    """
+    described = describe(folder)
+    HuggingFaceWeights(folder, described).check()
+    return described
+
+
+def describe_on_first_rank(folder: Path) -> ModelDescription:
+    """Return the result of `describe_checked`, read on one rank; raises on all ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+
+    def plain() -> tuple[str, dict[str, object]]:
+        described = describe_checked(folder)
+        return described.family.model_type, described.architecture.as_dict()
+
+    model_type, fields = from_first_rank(plain)
+    family = family_named(model_type, where=str(folder))
+    return ModelDescription(family, Architecture.from_dict(fields))
+
+
+def evenly_spread(count: int, available: int) -> tuple[int, ...]:
+    """Return `count` of `available` layers at even distances, including the first and the last."""
+    if count == 1:
+        return (0,)
+    gaps = count - 1
+    return tuple((2 * i * (available - 1) + gaps) // (2 * gaps) for i in range(count))
+
+
+_BLOCK_NUMBERS = 2**24  # a part of the digest, so it must not change
+
+
+def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) -> str:
+    """Return the digest of a model's weights as named fp32 values, and of its architecture.
+
+    The same for every layout, and for a Hugging Face folder and a checkpoint made from it. Random
+    weights are digested as `seed` and their architecture. Reads all weights
+    once, each rank of `group` its share. Raises CheckpointError on all ranks.
+
+    Collective: `group`, two all-gathers of short objects (32 bytes per 2^24 numbers).
+    """
+    architecture = source.architecture
+    fields = model_fields(architecture)
+    # A rotary model is the same for any length; learned positions are weights and have a shape.
+    fields.pop("max_position_embeddings")
+    if source.open_weights is None:
+        drawn = {"seed": seed, "init_std": architecture.init_std}
+        if architecture.positions == "learned":
+            drawn["positions"] = architecture.max_position_embeddings
+        return _digest({"architecture": fields, "random": drawn})
+    mine: dict[str, str] = {}
+    with together(group=group):
+        share = shares(list(_blocks(architecture)), group.size())[group.rank()]
+        mine = _digests(source, share)
+    parts: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(parts, mine, group=group)
+    weights = {name: digest for part in parts for name, digest in part.items()}
+    return _digest({"architecture": fields, "weights": weights})
+
+
+def _digest(content: dict[str, object]) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _blocks(architecture: Architecture) -> Iterator[Block]:
+    """Cut all tensors into blocks of rows, by their shapes alone."""
+    for parameter, place in placed(architecture):
+        most = max(1, _BLOCK_NUMBERS // torch.Size(parameter.shape[1:]).numel())
+        for start in range(0, parameter.shape[0], most):
+            rows = min(most, parameter.shape[0] - start)
+            yield Block(parameter, place, torch.float32, start, rows)
+
+
+def _digests(source: ModelSource, blocks: list[Block]) -> dict[str, str]:
+    assert source.open_weights is not None
+    windows = WindowReader(source.open_weights())
+    found = {}
+    for block in blocks:
+        key, place = block.parameter.key, block.place
+        source_place = place
+        if place and source.keep_layers is not None:
+            source_place = (source.keep_layers[place[0]], *place[1:])
+        start = (block.start, *(0 for _ in block.shape[1:]))
+        window = windows.read(key, source_place, start, block.shape, block.dtype)
+        content = window.contiguous().view(-1).view(torch.uint8).numpy()
+        name = f"{key} {list(place)} {block.start} {list(block.shape)}"
+        found[name] = hashlib.sha256(content.data).hexdigest()
+    return found
