@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.data.samples import (
     CE_TRAINED,
     KD_TRAINED,
+    NO_CHUNK,
     PADDING_DOCUMENT,
     WEIGHT_UNITS,
     Sample,
+    TeacherTokens,
 )
 from megatron_distill.runtime.batch import Batch, LabelCounts
 from megatron_distill.runtime.segments import Segments
@@ -27,13 +31,29 @@ _MASK_BITS = 2
 class GlobalBatch:
     """The samples of one step as broadcast: G rows of S + 1 tokens.
 
-    marks holds (document id + 1) << 8 | flags, so that 0 is padding.
+    marks holds (document id + 1) << 8 | flags, so that 0 is padding. teacher is None where the
+    teacher has the same tokenizer.
     """
 
     tokens_GS1: Tensor  # int32
     marks_GS1: Tensor  # int32
     sample_ids_G: Tensor  # int64
     sources_G: Tensor  # int32
+    teacher: TeacherRows | None = None
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The samples of one step in the tokens of a teacher with a tokenizer of its own.
+
+    Marks as in `GlobalBatch`, with the distillation flag where a label is in a chunk. Chunks are
+    numbered in each sample, -1 for none.
+    """
+
+    tokens_GU1: Tensor  # int32
+    marks_GU1: Tensor  # int32
+    chunks_GU1: Tensor  # int32
+    student_chunks_GS1: Tensor  # int32
 
 
 @dataclass(frozen=True)
@@ -66,14 +86,37 @@ class BatchLayout:
 
 def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
     """Stack samples into the tensors that are broadcast."""
-    documents = np.stack([sample.document_ids_S1 for sample in samples]).astype(np.int32)
-    flags = np.stack([sample.flags_S1 for sample in samples]).astype(np.int32)
+    teachers = [sample.teacher for sample in samples if sample.teacher is not None]
+    assert len(teachers) in (0, len(samples)), "a batch is of one or of two tokenizers"
     return GlobalBatch(
-        tokens_GS1=torch.from_numpy(np.stack([sample.tokens_S1 for sample in samples])),
-        marks_GS1=torch.from_numpy(documents - PADDING_DOCUMENT << _FLAG_BITS | flags),
+        tokens_GS1=_stacked([sample.tokens_S1 for sample in samples]),
+        marks_GS1=_marks(
+            [sample.document_ids_S1 for sample in samples], [sample.flags_S1 for sample in samples]
+        ),
         sample_ids_G=torch.tensor([sample.sample_id for sample in samples], dtype=torch.int64),
         sources_G=torch.tensor([sample.source for sample in samples], dtype=torch.int32),
+        teacher=_teacher_rows(teachers) if teachers else None,
     )
+
+
+def _teacher_rows(teachers: Sequence[TeacherTokens]) -> TeacherRows:
+    chunks = [one.chunks_U1 for one in teachers]
+    flags = [np.where(row != NO_CHUNK, KD_TRAINED, 0) for row in chunks]
+    return TeacherRows(
+        tokens_GU1=_stacked([one.tokens_U1 for one in teachers]),
+        marks_GU1=_marks([one.document_ids_U1 for one in teachers], flags),
+        chunks_GU1=_stacked(chunks),
+        student_chunks_GS1=_stacked([one.student_chunks_S1 for one in teachers]),
+    )
+
+
+def _stacked(rows: Sequence[NDArray[np.int32]]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _marks(documents: Sequence[NDArray[np.int32]], flags: Sequence[NDArray[Any]]) -> Tensor:
+    numbers = np.stack(documents).astype(np.int32) - PADDING_DOCUMENT
+    return torch.from_numpy(numbers << _FLAG_BITS | np.stack(flags).astype(np.int32))
 
 
 def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
@@ -82,8 +125,21 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
     documents = (marks >> _FLAG_BITS) + PADDING_DOCUMENT
     flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
     sample_ids, sources = batch.sample_ids_G[rows].tolist(), batch.sources_G[rows].tolist()
-    columns = (tokens, documents, flags, sample_ids, sources)
+    teachers = _unpack_teachers(batch.teacher, rows) or [None] * len(sample_ids)
+    columns = (tokens, documents, flags, sample_ids, sources, teachers)
     return [Sample(*parts) for parts in zip(*columns, strict=True)]
+
+
+def _unpack_teachers(teacher: TeacherRows | None, rows: slice) -> list[TeacherTokens]:
+    if teacher is None:
+        return []
+    columns = (
+        teacher.tokens_GU1[rows].numpy(),
+        (teacher.marks_GU1[rows].numpy() >> _FLAG_BITS) + PADDING_DOCUMENT,
+        teacher.chunks_GU1[rows].numpy(),
+        teacher.student_chunks_GS1[rows].numpy(),
+    )
+    return [TeacherTokens(*parts) for parts in zip(*columns, strict=True)]
 
 
 def label_masks(marks: Tensor, *, isolate_documents: bool) -> tuple[Tensor, Tensor]:
@@ -117,13 +173,34 @@ def count_labels(
     masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
     units = label_units(batch.marks_GS1)
     ids_G = batch.sources_G if sources > 1 else torch.zeros_like(batch.sources_G)
-    ce, kd = (
-        torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, rows.sum(1))
-        for rows in (mask if units is None else mask * units for mask in masks)
-    )
-    if units is None:
-        return tuple(map(LabelCounts, ce.tolist(), kd.tolist()))
-    return tuple(map(LabelCounts, (ce / WEIGHT_UNITS).tolist(), (kd / WEIGHT_UNITS).tolist()))
+
+    def summed(counts_G: Tensor) -> Tensor:
+        return torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, counts_G)
+
+    ce, kd = (summed((mask if units is None else mask * units).sum(1)) for mask in masks)
+    chunks, pairs = (summed(counts) for counts in _count_chunks(batch))
+    if units is not None:
+        ce, kd = ce / WEIGHT_UNITS, kd / WEIGHT_UNITS
+    return tuple(map(LabelCounts, ce.tolist(), kd.tolist(), chunks.tolist(), pairs.tolist()))
+
+
+def _count_chunks(batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """Numbers of chunks, and of chunks of one token on each side, of each sample: int64 [G]."""
+    teacher = batch.teacher
+    if teacher is None:
+        none = torch.zeros(len(batch.sources_G), dtype=torch.int64)
+        return none, none
+    sizes = [_chunk_sizes(teacher.student_chunks_GS1), _chunk_sizes(teacher.chunks_GU1)]
+    width = min(size.shape[1] for size in sizes)
+    student, other = (size[:, :width] for size in sizes)
+    return (student > 0).sum(1), ((student == 1) & (other == 1)).sum(1)
+
+
+def _chunk_sizes(chunks_GS1: Tensor) -> Tensor:
+    """Number of tokens of each chunk [G, C]."""
+    count = int(chunks_GS1.max()) + 1
+    sizes = torch.zeros(len(chunks_GS1), count + 1, dtype=torch.int64)
+    return sizes.scatter_add_(1, chunks_GS1.long() + 1, torch.ones_like(chunks_GS1).long())[:, 1:]
 
 
 def document_positions(document_ids_bS: Tensor) -> Tensor:
@@ -137,11 +214,44 @@ def document_positions(document_ids_bS: Tensor) -> Tensor:
 
 def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> Batch:
     """Rows of the global batch as a micro-batch that is not yet context-sharded."""
-    tokens, marks = batch.tokens_GS1[rows].long(), batch.marks_GS1[rows]
-    ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
+    found = _side(
+        batch, batch.tokens_GS1[rows], batch.marks_GS1[rows], rows, is_isolated=isolate_documents
+    )
+    teacher = batch.teacher
+    if teacher is None:
+        return found
+    own, other = teacher.student_chunks_GS1[rows].long(), teacher.chunks_GU1[rows].long()
+    counts = own.amax(1) + 1
+    first = (counts.cumsum(0) - counts).unsqueeze(1)
+    side = _side(
+        batch,
+        teacher.tokens_GU1[rows],
+        teacher.marks_GU1[rows],
+        rows,
+        is_isolated=isolate_documents,
+    )
+    return replace(
+        found,
+        chunks_bs=_numbered(own, first),
+        teacher=replace(side, chunks_bs=_numbered(other, first)),
+        chunk_count=int(counts.sum()),
+    )
+
+
+def _numbered(chunks_bS1: Tensor, first_b1: Tensor) -> Tensor:
+    """The chunk of each position's label, numbered over the micro-batch; -1 for none."""
+    return torch.where(chunks_bS1 == NO_CHUNK, NO_CHUNK, chunks_bS1 + first_b1)[:, 1:].contiguous()
+
+
+def _side(
+    batch: GlobalBatch, tokens_bS1: Tensor, marks_bS1: Tensor, rows: slice, *, is_isolated: bool
+) -> Batch:
+    """A micro-batch of one model's tokens."""
+    tokens, marks = tokens_bS1.long(), marks_bS1
+    ce_mask, kd_mask = label_masks(marks, isolate_documents=is_isolated)
     units = label_units(marks)
     index = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    if isolate_documents:
+    if is_isolated:
         documents = (marks[:, :-1] >> _FLAG_BITS).long() + PADDING_DOCUMENT
         positions = document_positions(documents)
     else:
@@ -157,7 +267,7 @@ def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> 
         sequence_index_s=index,
         sample_ids_b=batch.sample_ids_G[rows],
         sources_b=batch.sources_G[rows].long(),
-        isolate_documents=isolate_documents,
+        isolate_documents=is_isolated,
         label_weights_bs=None if units is None else units / WEIGHT_UNITS,
         documents=Segments.of_documents(documents),
     )

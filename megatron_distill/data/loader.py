@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_distill.data.collation import (
     BatchLayout,
     GlobalBatch,
+    TeacherRows,
     count_labels,
     micro_batch,
     pack_samples,
@@ -35,7 +37,8 @@ class StepLoader:
     to `prefetch` steps ahead; 0: a step is read on demand. Samples of a step and the state do not
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
-    each step has label counts per source.
+    each step has label counts per source. `teacher_length` is that of samples of a teacher with a
+    tokenizer of its own.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class StepLoader:
         group: dist.ProcessGroup | None = None,
         prefetch: int = 2,
         sources: int = 1,
+        teacher_length: int | None = None,
     ) -> None:
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
@@ -66,6 +70,7 @@ class StepLoader:
             device=self._device,
             group=group,
             sources=sources,
+            teacher_length=teacher_length,
         )
         self._sources = sources
         assert (source is not None) == self._wire.is_sender, "the source lives on rank 0 alone"
@@ -96,7 +101,7 @@ class StepLoader:
         `step` is checked to be the same on all ranks. Raises DataError or StoreError, on all ranks
         alike.
 
-        Collective: the group, two broadcasts of together 8 bytes per token of the global batch.
+        Collective: that of `Wire.exchange`.
         """
         outcome = self._next_step() if self._source is not None else None
         data = self._wire.exchange(step, outcome)
@@ -116,6 +121,8 @@ class StepLoader:
             ce_tokens=sum(source.ce for source in counts),
             kd_tokens=sum(source.kd for source in counts),
             positions=self._positions,
+            chunks=sum(source.chunks for source in counts),
+            pairs=sum(source.pairs for source in counts),
             by_source=counts if len(counts) > 1 else (),
         )
 
@@ -234,7 +241,8 @@ def open_loader(
 
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # error types are numbered from here on
-_HEADER_FIELDS: Final = 3  # status, step, text bytes; two counts (see `_units`) per source
+_HEADER_FIELDS: Final = 3  # status, step, text bytes; then the counts of each source
+_COUNTS: Final = 4  # of labels, see `_units`, and of chunks
 
 
 @dataclass(frozen=True)
@@ -263,10 +271,12 @@ class Wire:
         device: torch.device,
         group: dist.ProcessGroup | None,
         sources: int = 1,
+        teacher_length: int | None = None,
     ) -> None:
         self._sources = sources
         self._rows = global_batch_size
         self._width = sequence_length + 1
+        self._teacher_width = None if teacher_length is None else teacher_length + 1
         self._group = group
         self._is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.is_sender = self._is_alone or dist.get_rank(group) == 0
@@ -279,9 +289,9 @@ class Wire:
         `outcome` is None on other ranks. All ranks must ask for the same step. The returned data
         is in host memory, independent of the device of the broadcast.
 
-        Collective: the group, two broadcasts: a header of 24 bytes and 16 per source, then the
-        payload. The payload is 8 bytes per token (plus less than 1 kB per source), or the error's
-        text.
+        Collective: the group, two broadcasts: a header of 24 bytes and 32 per source, then the
+        payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
+        own tokenizer (plus less than 1 kB per source), or the error's text.
         """
         if self._is_alone:
             assert outcome is not None
@@ -289,7 +299,7 @@ class Wire:
                 raise outcome
             return outcome
         header, payload = self._message(step, outcome) if outcome is not None else (None, None)
-        header = self._broadcast(header, _HEADER_FIELDS + 2 * self._sources, torch.int64)
+        header = self._broadcast(header, _HEADER_FIELDS + _COUNTS * self._sources, torch.int64)
         status, sent_step, text_bytes, *counts = header.tolist()
         assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
         words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
@@ -303,12 +313,21 @@ class Wire:
             raise (
                 outcome if isinstance(outcome, MegatronDistillError) else kind(text.decode("utf-8"))
             )
-        values = [_count(units) for units in counts]
-        by_source = tuple(map(LabelCounts, values[::2], values[1::2]))
+        by_source = tuple(
+            LabelCounts(_count(ce), _count(kd), chunks, pairs)
+            for ce, kd, chunks, pairs in zip(*[iter(counts)] * _COUNTS, strict=True)
+        )
         return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
-        return 2 * self._rows * self._width + 3 * self._rows
+        return sum(math.prod(shape) for shape in self._shapes()) + 3 * self._rows
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """The shapes of the tensors of tokens, marks and chunks, in the order of the payload."""
+        student = (self._rows, self._width)
+        if self._teacher_width is None:
+            return [student] * 2
+        return [student] * 3 + [(self._rows, self._teacher_width)] * 3
 
     @staticmethod
     def _text_words(text_bytes: int) -> int:
@@ -320,13 +339,20 @@ class Wire:
         status = _DATA
         if isinstance(outcome, MegatronDistillError):
             status = _FIRST_ERROR + ERROR_TYPES.index(type(outcome))
-            text, parts, counts = str(outcome).encode("utf-8"), [], [0, 0] * self._sources
+            text, parts, counts = str(outcome).encode("utf-8"), [], [0] * _COUNTS * self._sources
         else:
             text, batch = outcome.state_text, outcome.batch
-            each = [count for source in outcome.by_source for count in (source.ce, source.kd)]
-            counts = [_units(count) for count in each]
+            counts = [
+                count
+                for source in outcome.by_source
+                for count in (_units(source.ce), _units(source.kd), source.chunks, source.pairs)
+            ]
             ids_G2 = batch.sample_ids_G.view(torch.int32)
-            parts = [batch.tokens_GS1, batch.marks_GS1, ids_G2, batch.sources_G]
+            parts = [batch.tokens_GS1, batch.marks_GS1]
+            if batch.teacher is not None:
+                own = batch.teacher
+                parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
+            parts += [ids_G2, batch.sources_G]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
@@ -341,16 +367,21 @@ class Wire:
         return tensor.cpu()
 
     def _unpack(self, payload: Tensor) -> GlobalBatch:
-        cells = self._rows * self._width
-        ids_end = 2 * cells + 2 * self._rows
+        tensors, start = [], 0
+        for shape in self._shapes():
+            stop = start + math.prod(shape)
+            tensors.append(payload[start:stop].view(shape))
+            start = stop
+        tokens, marks, *own = tensors
+        ids_end = start + 2 * self._rows
         # A copy, because a view as int64 needs storage aligned to 8 bytes.
-        sample_ids = payload[2 * cells : ids_end].clone().view(torch.int64)
-        return GlobalBatch(
-            tokens_GS1=payload[:cells].view(self._rows, self._width),
-            marks_GS1=payload[cells : 2 * cells].view(self._rows, self._width),
-            sample_ids_G=sample_ids,
-            sources_G=payload[ids_end : ids_end + self._rows],
-        )
+        sample_ids = payload[start:ids_end].clone().view(torch.int64)
+        sources = payload[ids_end : ids_end + self._rows]
+        teacher = None
+        if own:
+            student_chunks, *rows = own
+            teacher = TeacherRows(*rows, student_chunks_GS1=student_chunks)
+        return GlobalBatch(tokens, marks, sample_ids, sources, teacher)
 
 
 def _units(count: float) -> int:

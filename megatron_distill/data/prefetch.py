@@ -179,7 +179,8 @@ def _pinned(batch: Batch) -> Batch:
         for field in fields(batch)
         if isinstance(value := getattr(batch, field.name), Tensor)
     }
-    return replace(batch, **tensors)
+    teacher = None if batch.teacher is None else _pinned(batch.teacher)
+    return replace(batch, **tensors, teacher=teacher)
 
 
 # While a step runs, the next step's records are decoded and those of the step after it are read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -15,12 +15,33 @@ CE_TRAINED: Final = 1
 KD_TRAINED: Final = 2
 FULLY_TRAINED: Final = CE_TRAINED | KD_TRAINED
 PADDING_DOCUMENT: Final = -1
+NO_CHUNK: Final = -1
 WEIGHT_UNITS: Final = 64
 """Weights of labels are multiples of 1/64."""
 _WEIGHT_SHIFT: Final = 2
 
 State = dict[str, Any]
 """Plain values only (numbers, strings, lists, dicts): it goes through JSON."""
+
+
+@dataclass(frozen=True)
+class TeacherTokens:
+    """A sample's text in U + 1 tokens of a teacher with a tokenizer of its own.
+
+    Token and document arrays are as in `Sample`. chunks_U1[i] is the number of the chunk that token
+    i is a label of, -1 for none; student_chunks_S1 holds the same for the student's tokens. The
+    chunks of a sample are numbered from 0; each has labels on both sides.
+    """
+
+    tokens_U1: NDArray[np.int32]
+    document_ids_U1: NDArray[np.int32]
+    chunks_U1: NDArray[np.int32]
+    student_chunks_S1: NDArray[np.int32]
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return int(self.chunks_U1.max()) + 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +52,8 @@ class Sample:
     end). flags_S1[i] holds the loss masks of token i **as a label**: bit 0 of cross-entropy,
     bit 1 of distillation. Masking at the boundary of two documents is not part of the flags. The
     upper six bits hold one minus the weight, in units of 1/64, see `weight_flag`.
-    source is the index of the blended source.
+    source is the index of the blended source. teacher is None where the teacher has the same
+    tokenizer.
     """
 
     tokens_S1: NDArray[np.int32]
@@ -39,6 +61,7 @@ class Sample:
     flags_S1: NDArray[np.uint8]
     sample_id: int
     source: int = 0
+    teacher: TeacherTokens | None = None
 
 
 def weight_flag(weight: float) -> int:
@@ -74,6 +97,21 @@ def untrained_sample(sequence_length: int, *, token: int, sample_id: int) -> Sam
     )
 
 
+def _untrained_like(sample: Sample, sample_id: int) -> Sample:
+    """A sample of padding only, with as many tokens on each side as another."""
+    length, teacher = len(sample.tokens_S1) - 1, sample.teacher
+    filler = untrained_sample(length, token=int(sample.tokens_S1[0]), sample_id=sample_id)
+    if teacher is None:
+        return filler
+    padding = TeacherTokens(
+        np.full_like(teacher.tokens_U1, teacher.tokens_U1[0]),
+        np.full_like(teacher.document_ids_U1, PADDING_DOCUMENT),
+        np.full_like(teacher.chunks_U1, NO_CHUNK),
+        np.full_like(teacher.student_chunks_S1, NO_CHUNK),
+    )
+    return replace(filler, teacher=padding)
+
+
 class SampleList:
     """A fixed list of samples, followed by untrained ones without end.
 
@@ -95,8 +133,7 @@ class SampleList:
         self._next += 1
         if index < len(self.samples):
             return self.samples[index]
-        first = self.samples[0].tokens_S1
-        return untrained_sample(len(first) - 1, token=int(first[0]), sample_id=index)
+        return _untrained_like(self.samples[0], index)
 
     def state_dict(self) -> State:
         """{"next": index of the next sample}."""

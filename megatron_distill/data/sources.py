@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
+from megatron_distill.data.aligned.documents import PairEncoder
+from megatron_distill.data.aligned.stream import TwoTokenizers, Unaligned
 from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
 from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
 from megatron_distill.data.chat.source import (
@@ -21,7 +23,14 @@ from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
 from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.files import fingerprint
-from megatron_distill.data.text.stream import IndexedSource, Order, PackedStream, TextEncoder
+from megatron_distill.data.text.stream import (
+    IndexedSource,
+    OneTokenizer,
+    Order,
+    PackedStream,
+    TextEncoder,
+    Tokenization,
+)
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError, counted
 
@@ -32,13 +41,28 @@ _HELD_OUT_CHOICE: Final = 8
 
 
 @dataclass(frozen=True)
+class TeacherReading:
+    """A teacher with a tokenizer of its own, whose samples have `sequence_length` tokens.
+
+    max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
+    processes that tokenise and align, 0: none.
+    """
+
+    tokenizer: Tokenizer
+    sequence_length: int
+    max_unaligned: float
+    workers: int
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """Options of reading, common to all sources.
 
     validation_fraction: share of documents held out from training, chosen by content.
     shuffle_buffer: documents per shuffled block. shuffle_samples: packed samples per shuffled
     window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
-    of format megatron. conversations: masking, packing and preparation of conversations.
+    of format megatron. conversations: masking, packing and preparation of conversations. teacher:
+    None where the teacher has the student's tokenizer.
     """
 
     sequence_length: int
@@ -48,6 +72,7 @@ class DataOptions:
     on_error: str = "raise"
     index_cache: Path | None = None
     conversations: ConversationOptions | None = None
+    teacher: TeacherReading | None = None
 
 
 def open_training(
@@ -138,7 +163,7 @@ def read_held_out(
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
     for number, spec in enumerate(named):
-        parts: list[IndexedSource] | list[PackedStream] | list[ConversationSource]
+        parts: list[IndexedSource] | list[PackedStream[Any]] | list[ConversationSource]
         if not spec.kind.is_text:
             parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
         elif spec.conversation is not None:
@@ -168,7 +193,7 @@ def read_held_out(
 
 
 def _spread(
-    source: IndexedSource | PackedStream | ConversationSource, choice: int
+    source: IndexedSource | PackedStream[Any] | ConversationSource, choice: int
 ) -> Iterator[Sample]:
     """All samples of a finite source, each block of `choice` in a fixed shuffled order."""
     remaining = iter(source.next_or_none, None)
@@ -229,13 +254,22 @@ def _stream(
     order: Order,
     *,
     epochs: int | None,
-) -> PackedStream:
+) -> PackedStream[Any]:
     files = source_files(spec)
+    tokenization: Tokenization[Any] = OneTokenizer(tokenizer, options.sequence_length)
+    teacher = options.teacher
+    if teacher is not None:
+        tokenization = TwoTokenizers(
+            PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer),
+            options.sequence_length,
+            teacher.sequence_length,
+            workers=teacher.workers,
+            unaligned=Unaligned(spec.name, teacher.max_unaligned),
+        )
     return PackedStream(
         _reader(spec, files, options),
-        tokenizer,
+        tokenization,
         order=order,
-        sequence_length=options.sequence_length,
         name=spec.name,
         fingerprint=fingerprint(files),
         epochs=epochs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -50,6 +51,11 @@ class Batch:
     copied_from: Batch | None = None  # the same batch on the host
     # The documents' cumulative lengths, for attention; None: read from document_ids_bS on the host.
     documents: Segments | None = None
+    # A teacher with a tokenizer of its own: the same texts in its tokens, and for each position on
+    # both sides the chunk of its label, int64, numbered over the micro-batch, -1 for none.
+    teacher: Batch | None = None
+    chunks_bs: Tensor | None = None
+    chunk_count: int = 0
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -91,6 +97,8 @@ class Batch:
             sequence_index_s=self.sequence_index_s[index],
             label_weights_bs=None if weights_bs is None else weights_bs[:, index],
             documents=self.segments.sharded(rank, size),
+            teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
+            chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
         )
 
     @property
@@ -118,26 +126,33 @@ class Batch:
 
         Not for copies to the host, which could be read before they are there.
         """
-        rows_n, sources_b = self.trained_rows_n, self.sources_b
-        weights_bs = self.label_weights_bs
-        return Batch(
-            tokens_bs=self.tokens_bs.to(device, non_blocking=True),
-            labels_bs=self.labels_bs.to(device, non_blocking=True),
-            ce_mask_bs=self.ce_mask_bs.to(device, non_blocking=True),
-            kd_mask_bs=self.kd_mask_bs.to(device, non_blocking=True),
-            position_ids_bs=self.position_ids_bs.to(device, non_blocking=True),
-            document_ids_bS=self.document_ids_bS.to(device, non_blocking=True),
-            sequence_index_s=self.sequence_index_s.to(device, non_blocking=True),
-            sample_ids_b=self.sample_ids_b.to(device, non_blocking=True),
-            isolate_documents=self.isolate_documents,
-            trained_rows_n=None if rows_n is None else rows_n.to(device, non_blocking=True),
-            sources_b=None if sources_b is None else sources_b.to(device, non_blocking=True),
-            label_weights_bs=None
-            if weights_bs is None
-            else weights_bs.to(device, non_blocking=True),
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            **{name: moved(getattr(self, name)) for name in _TENSORS},
             copied_from=self.on_host,
             documents=self.segments.to(device),
+            teacher=None if self.teacher is None else self.teacher.to(device),
         )
+
+
+_TENSORS: Final = (
+    "tokens_bs",
+    "labels_bs",
+    "ce_mask_bs",
+    "kd_mask_bs",
+    "position_ids_bs",
+    "document_ids_bS",
+    "sequence_index_s",
+    "sample_ids_b",
+    "trained_rows_n",
+    "sources_b",
+    "label_weights_bs",
+    "chunks_bs",
+)
 
 
 def _weighted(mask_bs: Tensor, weights_bs: Tensor | None) -> Tensor:
@@ -150,6 +165,8 @@ class LabelCounts:
 
     ce: float
     kd: float
+    chunks: int = 0  # that both tokenizers share, and those of one token on each side
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,4 +182,6 @@ class StepBatches:
     ce_tokens: float
     kd_tokens: float
     positions: int  # global_batch_size * S
+    chunks: int = 0  # see `LabelCounts`
+    pairs: int = 0
     by_source: tuple[LabelCounts, ...] = ()

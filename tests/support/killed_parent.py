@@ -7,7 +7,7 @@ import sys
 import time
 from multiprocessing import active_children
 
-from megatron_distill.data.chat.prepare import worker_map
+from megatron_distill.data.worker_processes import worker_map
 
 
 def slowly(item: int) -> int:

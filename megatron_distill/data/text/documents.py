@@ -42,6 +42,12 @@ class Document:
     digest: bytes  # of the content; of the first piece's content for every piece
     is_end: bool
     after: Cursor
+    path: Path
+
+    @property
+    def place(self) -> str:
+        """File and, where documents are rows, row."""
+        return f"{self.path}:{self.after.line}" if self.after.line else str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def read_whole(file: InputFile, start: Cursor) -> Iterator[Record]:
         after = Cursor(start.file + 1)
         if not is_end:
             after = Cursor(start.file, offset, 0, digest.hex())
-        yield Document(text, digest, is_end, after)
+        yield Document(text, digest, is_end, after, file.path)
         if is_end:
             return
 
@@ -168,7 +174,7 @@ def _decoded(content: bytes, path: Path, after: Cursor) -> Record:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         return BadRecord(_not_utf8(path, f"line {after.line}", error), after)
-    return Document(text, content_digest(content), True, after)
+    return Document(text, content_digest(content), True, after, path)
 
 
 def _parsed(line: bytes, path: Path, after: Cursor, text_key: str) -> Record:
@@ -200,7 +206,7 @@ def _text_record(text: object, path: Path, after: Cursor, text_key: str) -> Reco
         content = text.encode("utf-8")
     except UnicodeEncodeError:
         return BadRecord(f"{where}: {text_key!r} contains an unpaired surrogate; correct it", after)
-    return Document(text, content_digest(content), True, after)
+    return Document(text, content_digest(content), True, after, path)
 
 
 def _not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> str:

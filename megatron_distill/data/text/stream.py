@@ -35,6 +35,7 @@ BLOCK_CHARACTERS: Final = 64 << 20  # limit of a shuffled block with long docume
 _ENCODED_CHARACTERS: Final = 1 << 19  # tokenised at once: enough to keep every core busy
 
 Mark = TypeVar("Mark")
+Item = TypeVar("Item")
 
 
 class TextEncoder(Protocol):
@@ -64,9 +65,6 @@ class StreamPosition:
     skipped: int = 0
 
 
-Encoded = tuple[NDArray[np.int32], StreamPosition]
-
-
 @dataclass(frozen=True)
 class Order:
     """Selection and shuffling of documents.
@@ -86,33 +84,102 @@ class Order:
         return is_held_out(digest, self.held_out_fraction) == self.is_held_out
 
 
-class PackedStream:
+Block = Sequence[tuple[Document, StreamPosition]]
+"""Documents in training order, each with its place; batches of documents never cross blocks."""
+
+
+class DocumentPacker(Protocol[Item, Mark]):
+    """Cuts a row of tokenised documents into samples; see `Packer`."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a whole sample can be cut."""
+        ...
+
+    @property
+    def start(self) -> tuple[Mark, int] | None:
+        """Mark and offset of the document where the next sample begins; None if unknown."""
+        ...
+
+    def add(self, tokens: Item, mark: Mark, *, skip: int = 0) -> None:
+        """Append a document without its first `skip` parts; `skip` only for the first document."""
+        ...
+
+    def take(self, sample_id: int) -> Sample:
+        """Cut the next sample; only when `is_ready`."""
+        ...
+
+    def flush(self, sample_id: int) -> Sample | None:
+        """Cut what remains into one padded sample; None if it contains no label."""
+        ...
+
+
+class Tokenization(Protocol[Item]):
+    """How documents become the tokens that are packed: of one tokenizer, or of two."""
+
+    @property
+    def identity(self) -> State:
+        """The tokenizers, as part of a stream's state."""
+        ...
+
+    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[Item, StreamPosition]]:
+        """Tokenise the documents of blocks, in order. Raises DataError."""
+        ...
+
+    def packer(self) -> DocumentPacker[Item, StreamPosition]:
+        """An empty packer."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneTokenizer:
+    """Documents in the tokens of one tokenizer, packed into windows of S + 1 tokens."""
+
+    tokenizer: TextEncoder
+    sequence_length: int
+
+    @property
+    def identity(self) -> State:
+        """See `Tokenization`."""
+        return {"tokenizer": self.tokenizer.identity}
+
+    def encoded(
+        self, blocks: Iterable[Block]
+    ) -> Iterator[tuple[NDArray[np.int32], StreamPosition]]:
+        """See `Tokenization`."""
+        for block in blocks:
+            yield from encoded(block, self.tokenizer)
+
+    def packer(self) -> Packer[StreamPosition]:
+        """See `Tokenization`."""
+        return Packer(self.sequence_length, padding_token=self.tokenizer.eos_id)
+
+
+class PackedStream(Generic[Item]):
     """Samples of one source, epoch after epoch; a `SampleSource`.
 
-    The state is the document, and the token in it, where the next sample begins. Resuming reads
-    one block again. Memory: one block of text and its tokens.
+    The state is the document, and the token or chunk in it, where the next sample begins. Resuming
+    reads one block again. Memory: one block of text and its tokens.
     """
 
     def __init__(
         self,
         reader: DocumentReader,
-        tokenizer: TextEncoder,
+        tokenization: Tokenization[Item],
         *,
         order: Order,
-        sequence_length: int,
         name: str,
         fingerprint: str,
         epochs: int | None = None,
     ) -> None:
         self._reader = reader
-        self._tokenizer = tokenizer
+        self._tokenization = tokenization
         self._order = order
-        self._sequence_length = sequence_length
         self._name = name
         self._epochs = epochs
         self._identity: State = {
             "files": fingerprint,
-            "tokenizer": tokenizer.identity,
+            **tokenization.identity,
             "seed": order.seed,
             "shuffle_buffer": order.shuffle_buffer,
             "validation_fraction": order.held_out_fraction,
@@ -123,11 +190,9 @@ class PackedStream:
         self._reader.skipped = place.skipped
         self._samples = samples
         self._first = (place, token)
-        self._packer: Packer[StreamPosition] = Packer(
-            self._sequence_length, padding_token=self._tokenizer.eos_id
-        )
+        self._packer = self._tokenization.packer()
         self._skip = token
-        self._encoded = self._encoded_from(place)
+        self._encoded = self._tokenization.encoded(self._blocks_from(place))
 
     @property
     def skipped(self) -> int:
@@ -175,14 +240,14 @@ class PackedStream:
         )
         self._begin(place, token=state["token"], samples=state["samples"])
 
-    def _encoded_from(self, place: StreamPosition) -> Iterator[Encoded]:
-        """Tokens of the documents in training order from `place` on, epoch after epoch."""
+    def _blocks_from(self, place: StreamPosition) -> Iterator[Block]:
+        """The shuffled blocks of documents from `place` on, epoch after epoch."""
         while self._epochs is None or place.epoch < self._epochs:
             begins_epoch = place == StreamPosition(epoch=place.epoch, skipped=place.skipped)
             is_empty = True
-            for item in self._epoch(place):
+            for block in self._epoch(place):
                 is_empty = False
-                yield item
+                yield block
             if begins_epoch and is_empty and self._epochs is None:
                 raise DataError(
                     f"data source {self._name}: no document to train on (its files are empty, or "
@@ -190,19 +255,15 @@ class PackedStream:
                 )
             place = StreamPosition(epoch=place.epoch + 1, skipped=self._reader.skipped)
 
-    def _epoch(self, place: StreamPosition) -> Iterator[Encoded]:
+    def _epoch(self, place: StreamPosition) -> Iterator[Block]:
         files = permutation(len(self._reader.files), self._order.seed, place.epoch)
         documents = self._reader.documents(files, place.start)
         while block := self._block(documents):
             order = permutation(len(block), self._order.seed, place.epoch, place.block)
-            # Batches never cross blocks: resuming reads exactly one block again.
-            yield from encoded(
-                (
-                    (block[order[rank]], replace(place, document=rank))
-                    for rank in range(place.document, len(block))
-                ),
-                self._tokenizer,
-            )
+            yield [
+                (block[order[rank]], replace(place, document=rank))
+                for rank in range(place.document, len(block))
+            ]
             after = block[-1].after
             place = StreamPosition(place.epoch, place.block + 1, 0, after, self._reader.skipped)
 
@@ -223,15 +284,16 @@ def encoded(
 ) -> Iterator[tuple[NDArray[np.int32], Mark]]:
     """Tokenise marked documents in batches; the end-of-document token follows each last piece."""
     end = np.array([tokenizer.eos_id], np.int32)
-    for batch in _batches(documents):
+    for batch in document_batches(documents):
         rows = tokenizer.encode_batch([document.text for document, _ in batch])
         for row, (document, mark) in zip(rows, batch, strict=True):
             yield (np.concatenate([row, end]) if document.is_end else row), mark
 
 
-def _batches(
+def document_batches(
     documents: Iterable[tuple[Document, Mark]],
 ) -> Iterator[list[tuple[Document, Mark]]]:
+    """Yield consecutive documents in batches of a size that keeps a tokenizer busy."""
     batch: list[tuple[Document, Mark]] = []
     characters = 0
     for item in documents:

@@ -23,7 +23,8 @@ import pytest
 from megatron_distill.data.chat import cache as conversation_cache
 from megatron_distill.data.chat.cache import PreparedConversations
 from megatron_distill.data.chat.conversations import ConversationSpec
-from megatron_distill.data.chat.prepare import prepared_conversations, worker_map
+from megatron_distill.data.chat.prepare import prepared_conversations
+from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.errors import DataError

@@ -1,0 +1,198 @@
+"""Packing of aligned documents: one plan cuts the samples of both models at common boundaries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.samples import (
+    CE_TRAINED,
+    KD_TRAINED,
+    NO_CHUNK,
+    PADDING_DOCUMENT,
+    Sample,
+    TeacherTokens,
+)
+
+__all__ = ["AlignedPacker", "Window"]
+
+Mark = TypeVar("Mark")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The size of one model's samples: `width` tokens, filled up with `padding_token`."""
+
+    width: int
+    padding_token: int
+
+
+@dataclass(frozen=True)
+class _Segment(Generic[Mark]):
+    document: AlignedDocument
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Cells [first, stop) of a document, after one token of context if `first` is not 0."""
+
+    document: AlignedDocument
+    first: int
+    stop: int
+
+    def tokens(self, side: Side) -> slice:
+        """The piece's tokens on one side."""
+        return slice(int(side.cuts[self.first]) - (self.first > 0), int(side.cuts[self.stop]))
+
+
+class AlignedPacker(Generic[Mark]):
+    """Cuts a row of aligned documents into pairs of windows, one for each model.
+
+    A sample holds the longest run of whole chunks that fits into both windows; the rest of each is
+    padding. A document that does not end in a sample goes on in the next one, as a document of its
+    own after the last token before the cut, so that each label but a document's first is trained
+    once. A chunk is valid if all its labels have a token before them in the sample.
+
+    Each document carries a mark; `start` gives the mark and the number of the cell with which the
+    next sample begins. A chunk longer than a window is left out and counted in `too_long`.
+    """
+
+    def __init__(self, student: Window, teacher: Window) -> None:
+        self._student = student
+        self._teacher = teacher
+        self._segments: deque[_Segment[Mark]] = deque()
+        self._offset = 0  # cell of the first document with which the next sample begins
+        self._available = np.zeros(2, np.int64)  # tokens of both sides from there on
+        self.too_long = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether no further document could join the next sample."""
+        student, teacher = self._available
+        return bool(student >= self._student.width or teacher >= self._teacher.width)
+
+    @property
+    def start(self) -> tuple[Mark, int] | None:
+        """Mark and cell of the document where the next sample begins; None if unknown."""
+        return (self._segments[0].mark, self._offset) if self._segments else None
+
+    def add(self, document: AlignedDocument, mark: Mark, *, skip: int = 0) -> None:
+        """Append a document without its first `skip` cells; `skip` only for the first document."""
+        assert skip == 0 or not self._segments, "only the first document can begin inside"
+        if document.chunks <= skip:
+            return
+        if not self._segments:
+            self._offset = skip
+        self._segments.append(_Segment(document, mark))
+        self._available += _tokens_from(document, skip)
+
+    def take(self, sample_id: int) -> Sample:
+        """Cut the next sample; only when `is_ready`."""
+        assert self.is_ready
+        return self._cut(sample_id)
+
+    def flush(self, sample_id: int) -> Sample | None:
+        """Cut the remaining documents into one padded sample; None if they contain no label."""
+        assert not self.is_ready
+        has_label = self._offset > 0 or bool((self._available > 1).all())
+        sample = self._cut(sample_id) if self._segments and has_label else None
+        self._segments.clear()
+        self._offset = 0
+        self._available[:] = 0
+        return sample
+
+    def _cut(self, sample_id: int) -> Sample:
+        pieces: list[_Piece] = []
+        room = np.array([self._student.width, self._teacher.width])
+        while self._segments:
+            document, first = self._segments[0].document, self._offset
+            stop = _fitting(document, first, room)
+            if stop == first:
+                if pieces:
+                    break
+                self.too_long += 1
+                self._advance(first + 1)
+                continue
+            pieces.append(_Piece(document, first, stop))
+            room -= _tokens_from(document, first) - _tokens_from(document, stop) + (first > 0)
+            self._advance(stop)
+            if stop < document.chunks:
+                break
+        return self._sample(pieces, sample_id)
+
+    def _advance(self, cell: int) -> None:
+        """Begin the next sample at a cell of the first document, or with the next document."""
+        document = self._segments[0].document
+        self._available -= _tokens_from(document, self._offset) - _tokens_from(document, cell)
+        self._offset = cell
+        if cell == document.chunks:
+            self._segments.popleft()
+            self._offset = 0
+
+    def _sample(self, pieces: Sequence[_Piece], sample_id: int) -> Sample:
+        valid = [_valid_chunks(piece) for piece in pieces]
+        sides = [
+            _laid_out(window, [(getattr(piece.document, name), piece) for piece in pieces], valid)
+            for name, window in (("student", self._student), ("teacher", self._teacher))
+        ]
+        (tokens, documents, chunks), teacher = sides
+        is_real = documents != PADDING_DOCUMENT
+        flags = np.where(is_real, CE_TRAINED, 0) | np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
+        return Sample(
+            tokens,
+            documents,
+            flags.astype(np.uint8),
+            sample_id,
+            teacher=TeacherTokens(*teacher, chunks),
+        )
+
+
+def _tokens_from(document: AlignedDocument, cell: int) -> NDArray[np.int64]:
+    """The number of tokens on both sides from a cell on."""
+    sides = (document.student, document.teacher)
+    return np.array([side.cuts[-1] - side.cuts[cell] for side in sides])
+
+
+def _fitting(document: AlignedDocument, first: int, room: NDArray[np.int64]) -> int:
+    """The end of the cells from `first` that fit into the room of both sides."""
+    stops = [document.chunks]
+    for side, free in zip((document.student, document.teacher), room, strict=True):
+        end = side.cuts[first] - (first > 0) + free
+        stops.append(int(np.searchsorted(side.cuts, end, side="right")) - 1)
+    return max(first, min(stops))
+
+
+def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:
+    """Of a piece's chunks, those whose labels all have a token before them: bool [stop - first]."""
+    valid = np.ones(piece.stop - piece.first, np.bool_)
+    if piece.first == 0:
+        for side in (piece.document.student, piece.document.teacher):
+            if side.chunks_n[0] != NO_CHUNK:
+                valid[side.chunks_n[0]] = False
+    return valid
+
+
+def _laid_out(
+    window: Window, pieces: Sequence[tuple[Side, _Piece]], valid: Sequence[NDArray[np.bool_]]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Token ids, document numbers and chunk numbers of one side's window."""
+    tokens = np.full(window.width, window.padding_token, np.int32)
+    documents = np.full(window.width, PADDING_DOCUMENT, np.int32)
+    chunks = np.full(window.width, NO_CHUNK, np.int32)
+    filled = count = 0
+    for number, (side, piece) in enumerate(pieces):
+        part = piece.tokens(side)
+        place = slice(filled, filled + part.stop - part.start)
+        tokens[place], documents[place] = side.tokens_n[part], number
+        ranks = np.where(valid[number], np.cumsum(valid[number]) - 1 + count, NO_CHUNK)
+        inside = side.chunks_n[part] - piece.first
+        chunks[place] = np.where(inside >= 0, ranks[np.maximum(inside, 0)], NO_CHUNK)
+        filled, count = place.stop, count + int(valid[number].sum())
+    return tokens, documents, chunks

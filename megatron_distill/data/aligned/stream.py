@@ -1,0 +1,109 @@
+"""Text documents in the tokens of two tokenizers, as the input of a packed stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.samples import State
+from megatron_distill.data.text.documents import Document
+from megatron_distill.data.text.stream import Block, StreamPosition, document_batches
+from megatron_distill.data.worker_processes import worker_map
+from megatron_distill.errors import DataError
+from megatron_distill.log import get_logger
+
+__all__ = ["TwoTokenizers", "Unaligned"]
+
+_LOG = get_logger(__name__)
+_REPORTED = 10  # documents that are logged one by one
+_FEWEST = 100  # a share of fewer documents is not judged
+
+
+class Unaligned:
+    """Counts documents whose tokens cannot be aligned; more than a share of them is an error."""
+
+    def __init__(self, name: str, share: float) -> None:
+        self.documents = 0
+        self.count = 0
+        self._name = name
+        self._share = share
+        self._last = ""
+
+    def add(self, place: str, error: DataError | None) -> None:
+        """Count a document, with the reason for which it is left out if there is one.
+
+        Raises DataError: more documents were left out than the share allows.
+        """
+        self.documents += 1
+        if error is not None:
+            self.count += 1
+            self._last = f"{place}: {error}"
+            if self.count <= _REPORTED or self.count.bit_count() == 1:
+                _LOG.warning("%s: left out: %s", self._name, self._last)
+        if self.count > self._share * max(self.documents, _FEWEST):
+            raise DataError(
+                f"data.max_unaligned={self._share:g}: {self.count} of {self.documents} documents "
+                f"of data source {self._name} have no chunk that both tokenizers share; the last "
+                f"is {self._last}. Correct the text, or raise data.max_unaligned to leave them out"
+            )
+
+
+@dataclass(frozen=True)
+class TwoTokenizers:
+    """Documents in the student's and the teacher's tokens; a `Tokenization`.
+
+    Texts are tokenised and aligned in `workers` processes; 0: in this one.
+    """
+
+    encoder: PairEncoder
+    student_length: int
+    teacher_length: int
+    workers: int
+    unaligned: Unaligned
+
+    @property
+    def identity(self) -> State:
+        """See `Tokenization`."""
+        return {
+            "tokenizer": self.encoder.student.identity,
+            "teacher_tokenizer": self.encoder.teacher.identity,
+            "teacher_sequence_length": self.teacher_length,
+        }
+
+    def packer(self) -> AlignedPacker[StreamPosition]:
+        """See `Tokenization`."""
+        student, teacher = self.encoder.student, self.encoder.teacher
+        return AlignedPacker(
+            Window(self.student_length + 1, student.eos_id),
+            Window(self.teacher_length + 1, teacher.eos_id),
+        )
+
+    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, StreamPosition]]:
+        """See `Tokenization`; a document that cannot be aligned is left out and counted."""
+        in_work: deque[list[tuple[Document, StreamPosition]]] = deque()
+
+        def texts() -> Iterator[list[tuple[str, bool]]]:
+            for block in blocks:
+                for batch in document_batches(block):
+                    in_work.append(batch)
+                    yield [(document.text, document.is_end) for document, _ in batch]
+
+        with worker_map(partial(_encode, self.encoder), texts(), workers=self.workers) as results:
+            for found in results:
+                for (document, place), item in zip(in_work.popleft(), found, strict=True):
+                    if isinstance(item, AlignedDocument):
+                        self.unaligned.add(document.place, None)
+                        yield item, place
+                    else:
+                        self.unaligned.add(document.place, item)
+
+
+def _encode(
+    encoder: PairEncoder, batch: list[tuple[str, bool]]
+) -> list[AlignedDocument | DataError]:
+    texts, ends = zip(*batch, strict=True)
+    return encoder(texts, ends)

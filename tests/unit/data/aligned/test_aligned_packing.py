@@ -1,0 +1,183 @@
+"""Laws of the packing of aligned documents: whole chunks on both sides, each label once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.collation import count_labels, micro_batch, pack_samples, unpack_samples
+from megatron_distill.data.samples import KD_TRAINED, NO_CHUNK, PADDING_DOCUMENT, Sample
+
+PAD = 999_999
+Sizes = list[tuple[int, int, int, int]]  # per chunk: tokens without text before it, tokens; twice
+
+chunk_sizes = st.tuples(
+    st.sampled_from([0, 0, 0, 1]),
+    st.integers(1, 4),
+    st.sampled_from([0, 0, 0, 1]),
+    st.integers(1, 4),
+)
+documents_of_chunks = st.lists(
+    st.lists(chunk_sizes, min_size=1, max_size=9), min_size=1, max_size=6
+)
+
+
+def side(sizes: Sequence[tuple[int, int]], first_token: int) -> Side:
+    """A side whose token ids count up from `first_token`."""
+    ranges, place = [], 0
+    for gap, size in sizes:
+        ranges.append((place + gap, place + gap + size))
+        place += gap + size
+    tokens = np.arange(first_token, first_token + place, dtype=np.int32)
+    return Side.of(tokens, np.array(ranges, np.int64))
+
+
+def documents(shapes: Sequence[Sizes]) -> list[AlignedDocument]:
+    """Documents whose tokens are all different: thousands per document."""
+    return [
+        AlignedDocument(
+            side([(gap, size) for gap, size, _, _ in sizes], 1000 * (number + 1)),
+            side([(gap, size) for _, _, gap, size in sizes], 1000 * (number + 1)),
+        )
+        for number, sizes in enumerate(shapes)
+    ]
+
+
+def cut_all(
+    packer: AlignedPacker[int], given_documents: Sequence[AlignedDocument]
+) -> Iterator[Sample]:
+    """All samples of the documents, the padded rest last."""
+    for number, document in enumerate(given_documents):
+        packer.add(document, number)
+        while packer.is_ready:
+            yield packer.take(0)
+    while packer.is_ready:
+        yield packer.take(0)
+    last = packer.flush(0)
+    if last is not None:
+        yield last
+
+
+def chunk_texts(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The label tokens of each chunk on both sides."""
+    teacher = sample.teacher
+    assert teacher is not None
+    pairs = ((teacher.student_chunks_S1, sample.tokens_S1), (teacher.chunks_U1, teacher.tokens_U1))
+    return [
+        (tuple(pairs[0][1][pairs[0][0] == chunk]), tuple(pairs[1][1][pairs[1][0] == chunk]))
+        for chunk in range(teacher.chunks)
+    ]
+
+
+def expected(document: AlignedDocument) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The chunks of a document whose labels all have a token before them."""
+    sides = (document.student, document.teacher)
+    found = []
+    for chunk in range(document.chunks):
+        labels = [one.tokens_n[one.chunks_n == chunk] for one in sides]
+        if all(one.chunks_n[0] != chunk for one in sides):
+            found.append((tuple(labels[0]), tuple(labels[1])))
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(documents_of_chunks, st.integers(12, 30), st.integers(12, 30))
+def test_each_chunk_is_in_one_sample_and_whole_on_both_sides(
+    shapes: list[Sizes], student_width: int, teacher_width: int
+) -> None:
+    made = documents(shapes)
+    packer = AlignedPacker[int](Window(student_width, PAD), Window(teacher_width, PAD))
+    found = []
+    for sample in cut_all(packer, made):
+        assert sample.teacher is not None
+        assert (len(sample.tokens_S1), len(sample.teacher.tokens_U1)) == (
+            student_width,
+            teacher_width,
+        )
+        found += chunk_texts(sample)
+        labelled = sample.teacher.student_chunks_S1 != NO_CHUNK
+        assert ((sample.flags_S1 & KD_TRAINED > 0) == labelled).all()
+        for tokens, chunks, numbers in (
+            (sample.tokens_S1, sample.teacher.student_chunks_S1, sample.document_ids_S1),
+            (sample.teacher.tokens_U1, sample.teacher.chunks_U1, sample.teacher.document_ids_U1),
+        ):
+            assert chunks[0] == NO_CHUNK
+            labels = np.nonzero(chunks != NO_CHUNK)[0]
+            # A label follows the token before it, in one document.
+            assert (tokens[labels] == tokens[labels - 1] + 1).all()
+            assert (numbers[labels] == numbers[labels - 1]).all()
+            assert (numbers[labels] != PADDING_DOCUMENT).all()
+    assert packer.too_long == 0
+    assert found == [chunk for document in made for chunk in expected(document)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(documents_of_chunks, st.integers(12, 20), st.integers(0, 3))
+def test_a_packer_resumes_where_the_next_sample_begins(
+    shapes: list[Sizes], width: int, samples: int
+) -> None:
+    made = documents(shapes)
+    windows = Window(width, PAD), Window(width, PAD)
+    whole, place = AlignedPacker[int](*windows), (0, 0)
+    remaining = list(enumerate(made))
+    for _ in range(samples):
+        while not whole.is_ready and remaining:
+            number, document = remaining.pop(0)
+            whole.add(document, number)
+        if not whole.is_ready:
+            break
+        whole.take(0)
+        place = whole.start or (remaining[0][0] if remaining else len(made), 0)
+    resumed = AlignedPacker[int](*windows)
+    rest = made[place[0] :]
+    for number, document in enumerate(rest):
+        resumed.add(document, number, skip=place[1] if number == 0 else 0)
+    expected_samples = [chunk_texts(one) for one in cut_all(whole, [made[n] for n, _ in remaining])]
+    found = []
+    while resumed.is_ready:
+        found.append(chunk_texts(resumed.take(0)))
+    last = resumed.flush(0)
+    found += [] if last is None else [chunk_texts(last)]
+    assert found == expected_samples
+
+
+def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed() -> None:
+    made = documents([[(0, 1, 0, 1), (0, 9, 0, 1), (0, 2, 0, 2)]])
+    packer = AlignedPacker[int](Window(6, PAD), Window(6, PAD))
+    found = [chunk for sample in cut_all(packer, made) for chunk in chunk_texts(sample)]
+    assert packer.too_long == 1
+    assert found == [((1010, 1011), (1002, 1003))]
+
+
+def test_a_batch_has_both_sides_and_counts_chunks() -> None:
+    shapes: list[Sizes] = [[(0, 1, 1, 1), (0, 1, 0, 1), (0, 3, 0, 1)], [(0, 2, 0, 1), (0, 1, 0, 1)]]
+    samples = [
+        sample
+        for document in documents(shapes)
+        for sample in cut_all(AlignedPacker[int](Window(9, PAD), Window(5, PAD)), [document])
+    ]
+    packed = pack_samples(samples)
+    (counts,) = count_labels(packed, isolate_documents=True)
+    assert (counts.chunks, counts.pairs) == (3, 2)
+    batch = micro_batch(packed, slice(0, 2), isolate_documents=True)
+    assert batch.teacher is not None and batch.chunks_bs is not None
+    assert batch.chunk_count == 3
+    assert batch.chunks_bs.tolist() == [
+        [0, 1, 1, 1, -1, -1, -1, -1],
+        [-1, 2, -1, -1, -1, -1, -1, -1],
+    ]
+    assert batch.teacher.chunks_bs is not None
+    assert batch.teacher.chunks_bs.tolist() == [[-1, 0, 1, -1], [2, -1, -1, -1]]
+    assert batch.kd_mask_bs.tolist() == (batch.chunks_bs >= 0).tolist()
+    shard = batch.context_shard(1, 2)
+    assert shard.teacher is not None and shard.teacher.chunks_bs is not None
+    again = unpack_samples(packed, slice(0, 2))
+    for sample, read in zip(samples, again, strict=True):
+        assert sample.teacher is not None and read.teacher is not None
+        for name in vars(sample.teacher):
+            assert (getattr(sample.teacher, name) == getattr(read.teacher, name)).all(), name
