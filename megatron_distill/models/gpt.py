@@ -180,18 +180,25 @@ def run_model(
     )
 
 
-def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups) -> Tensor:
+def hidden_for_head(hidden_sbh: Tensor, *, groups: Groups, whole_context: bool = False) -> Tensor:
     """Prepare the last hidden state for the vocabulary-sharded head.
 
     hidden [s, b, h] (the sequence split over tensor ranks under sequence parallelism) becomes
     [N, H], tokens in (b, s) order. Its gradient is the sum of the tensor ranks' partial gradients.
+    With `whole_context` N has the positions of all context ranks, one rank after the other, and the
+    gradient is the sum of those ranks' too.
 
     Collective: tensor group. Sequence parallel: one all-gather forward, one reduce-scatter
-    backward; otherwise one all-reduce backward; h elements per token.
+    backward; otherwise one all-reduce backward; h elements per token. `whole_context`: context
+    group, one all-gather forward, one reduce-scatter backward, h elements per token.
     """
     if groups.layout.sequence:
         hidden_sbh = gather_from_sequence_parallel_region(
             hidden_sbh, tensor_parallel_output_grad=True, group=groups.tensor
+        )
+    if whole_context and groups.context.size() > 1:
+        hidden_sbh = gather_from_sequence_parallel_region(
+            hidden_sbh, tensor_parallel_output_grad=True, group=groups.context
         )
     hidden_NH = hidden_sbh.transpose(0, 1).reshape(-1, hidden_sbh.shape[-1])
     if groups.layout.sequence:

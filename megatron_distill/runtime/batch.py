@@ -56,6 +56,8 @@ class Batch:
     teacher: Batch | None = None
     chunks_bs: Tensor | None = None
     chunk_count: int = 0
+    # The batch before context sharding, if it has chunks, whose rows may be on several ranks.
+    unsharded: Batch | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -99,6 +101,7 @@ class Batch:
             documents=self.segments.sharded(rank, size),
             teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
             chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
+            unsharded=None if self.chunks_bs is None else self,
         )
 
     @property

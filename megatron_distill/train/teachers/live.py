@@ -316,7 +316,8 @@ class OnlineTeacher:
     one micro-batch's hidden states exist at a time. With several it runs before the student's
     schedule, and the last stage holds the hidden states of a whole step, on the device or in
     `host_states`. They are in the model's output layout (split along the sequence under sequence
-    parallelism); no logits are stored.
+    parallelism); no logits are stored. A batch with tokens of the teacher's own is read in these;
+    `sequence_length` is theirs.
     """
 
     model: HiddenStateGPT
@@ -399,6 +400,7 @@ class OnlineTeacher:
         self, iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., ModelOutput]]:
         number, batch = next(iterator)
+        batch = batch.teacher or batch
         context_size = self.groups.context.size()
         output = run_model(model, batch, context_size=context_size, micro_batch=number)
         return output, partial(self._collected, number=number, tokens=batch.tokens_bs.numel())
