@@ -33,9 +33,8 @@ def _models(job: JobConfig) -> Iterator[Problem]:
     for role, model in job.models.items():
         yield from source_problems(model, role)
         if model.architecture is not None:
-            yield from architecture_problems(
-                model.architecture, role, job.parallel, job.data.sequence_length
-            )
+            length = model.sequence_length or job.data.sequence_length
+            yield from architecture_problems(model.architecture, role, job.parallel, length)
 
 
 def _pipeline(job: JobConfig) -> Iterator[Problem]:
@@ -272,6 +271,12 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
             "teacher.store: a capture runs a model and cannot read a store; set teacher.hf or "
             "teacher.checkpoint, and store.path to the folder of the new store",
         )
+    for name in ("tokenizer", "sequence_length"):
+        if teacher is not None and getattr(teacher, name) is not None:
+            yield Problem(
+                (f"teacher.{name}", f"data.{name}"),
+                f"teacher.{name}: a capture has one model; set data.{name} instead",
+            )
     if store.job >= store.jobs:
         yield Problem(
             ("store.job", "store.jobs"),

@@ -271,6 +271,14 @@ def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
             yield Problem(
                 (hf, key), f"{hf} = {model.hf!r} and {key} are both given; set only one of the two"
             )
+    for name, instead in (
+        ("tokenizer", "data.tokenizer"),
+        ("sequence_length", "data.sequence_length"),
+    ):
+        if role == "student" and getattr(model, name) is not None:
+            yield Problem(
+                (f"{role}.{name}",), f"{role}.{name}: the student's is {instead}; set that instead"
+            )
     yield from _kept_layers(model, role)
 
 

@@ -8,6 +8,7 @@ from megatron_distill.config.messages import (
     raise_problems,
     without_effect,
 )
+from megatron_distill.config.rules.alignment import alignment_problems
 from megatron_distill.config.rules.job import (
     capture_problems,
     job_problems,
@@ -282,6 +283,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     job_problems,
     store_problems,
     objective_problems,
+    alignment_problems,
     balance_problems,
     _length,
     _schedule,

@@ -257,6 +257,13 @@ class DataConfig(Section):
         default=None,
         ge=0,
         le=256,
-        description="Processes that prepare conversations; 0: none; null: from the cores and the "
-        "amount of data.",
+        description="Processes that prepare conversations, and that tokenise and align the texts "
+        "of two tokenizers; 0: none; null: from the cores and the amount of data.",
+    )
+    max_unaligned: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Two tokenizers: largest share of documents without a chunk of both; they are "
+        "left out and counted, and more of them stop the run.",
     )

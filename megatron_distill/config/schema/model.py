@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from megatron_distill.config.schema.data import TokenizerConfig
 from megatron_distill.config.schema.section import SOURCE_NAME, Section, name_of_path
 
 __all__ = [
@@ -272,6 +273,18 @@ class ModelConfig(Section):
         "keys of `teacher` are compared with the store.",
     )
 
+    tokenizer: TokenizerConfig | None = Field(
+        default=None,
+        examples=[{"path": "tokenizers/qwen3"}],
+        description="Teacher only: its tokenizer where that is not `data.tokenizer`; null: that "
+        "of `teacher.hf`. Used by terms with `alignment`.",
+    )
+    sequence_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="Teacher only, with terms that have `alignment`: tokens of its own in one "
+        "packed sequence; null: `data.sequence_length`. Samples are cut where both are full.",
+    )
     offload_hidden: bool = Field(
         default=False,
         description="Teacher only: with pipeline stages, keep its hidden states of a step in "

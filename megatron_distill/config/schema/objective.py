@@ -9,6 +9,7 @@ from pydantic import Field
 from megatron_distill.config.schema.section import Section
 
 __all__ = [
+    "Alignment",
     "BalanceConfig",
     "Divergence",
     "FeatureConfig",
@@ -83,6 +84,8 @@ class ProjectorConfig(Section):
         description="Weight decay of the matrices; null: `optimizer.weight_decay`.",
     )
 
+
+Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
 
 Divergence = Literal[
     "forward_kl",
@@ -174,6 +177,31 @@ class TermConfig(Section):
         lt=1,
         description="`adaptive_kl`: largest probability of the teacher's tail, 1 - mu in the "
         "paper; the token that crosses the boundary belongs to the head. null: 0.5.",
+    )
+
+    alignment: Alignment | None = Field(
+        default=None,
+        description="A teacher with another tokenizer: the loss between both models on chunks, "
+        "texts that end at a token of both. `likelihood`: probability of the chunk's text; "
+        "`common`: tokens that both vocabularies have, at chunks of one token each; `projection`: "
+        "chunk means on the teacher's tokens; `gold`: common tokens and sorted probabilities of "
+        "the rest; `uld`: sorted probabilities of all tokens. null: one tokenizer. "
+        "docs/cross_tokenizer.md compares them.",
+    )
+    partition: Literal["strict", "relaxed"] = Field(
+        default="strict",
+        description="`gold`: common tokens are those of equal bytes (`strict`), or also those "
+        "whose first piece has a projection weight of 0.6 or more (`relaxed`).",
+    )
+    uncommon_top_k: int = Field(
+        default=256,
+        ge=1,
+        description="`gold`, `uld`: number of sorted probabilities compared on each side.",
+    )
+    published: bool = Field(
+        default=False,
+        description="`projection`: the loss as published by X-Token, with geometric means and "
+        "T^2; it can be negative.",
     )
 
     @property

@@ -1,0 +1,150 @@
+"""Rules on terms between two tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, get_args
+
+from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.schema import ModelConfig, RunConfig, TermConfig
+from megatron_distill.config.schema.data import TokenizedFormat
+
+__all__ = ["alignment_problems", "is_aligned"]
+
+# Divergences between two classes whose gradient does not depend on an order of tokens.
+_UNORDERED: Final = "adaptive_kl"
+# Keys of a term that only some alignments use, with their defaults.
+_USERS: Final[dict[str, tuple[tuple[str, ...], object]]] = {
+    "partition": (("gold",), "strict"),
+    "uncommon_top_k": (("gold", "uld"), 256),
+    "published": (("projection",), False),
+}
+_NOT_USED: Final[dict[str, tuple[tuple[str, ...], object]]] = {
+    "divergence": (("uld",), "forward_kl"),
+    "top_k": (("likelihood", "gold", "uld"), None),
+    "support": (("likelihood", "projection", "gold", "uld"), "tail"),
+}
+
+
+def is_aligned(config: RunConfig) -> bool:
+    """Whether a term is between two tokenizers."""
+    return any(term.alignment is not None for term in config.objective.terms)
+
+
+def alignment_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find contradictions of terms with `alignment`, and settings that only these use."""
+    for index, term in enumerate(config.objective.terms):
+        yield from _term(f"objective.terms.{index}", term)
+    teacher = config.teacher
+    if not is_aligned(config):
+        yield from _without(config, teacher)
+        return
+    for index, term in enumerate(config.objective.terms):
+        if term.alignment is None:
+            key = f"objective.terms.{index}.alignment"
+            yield Problem(
+                (key,),
+                f"{key} = null beside terms with an alignment: a teacher has one tokenizer; give "
+                "this term an alignment, or remove it from the others",
+            )
+    if config.objective.features:
+        yield Problem(
+            ("objective.features", "objective.terms"),
+            "objective.features compare layers position by position, and terms with an alignment "
+            "have a teacher with other positions; remove one of the two",
+        )
+    if teacher is not None and teacher.store is not None:
+        yield Problem(
+            ("teacher.store", "objective.terms"),
+            "teacher.store holds signals for the student's tokens, and a term has an alignment; "
+            "set teacher.hf or teacher.checkpoint in its place, or remove the alignment",
+        )
+    yield from _sources(config)
+    yield from _lengths(config, teacher)
+
+
+def _term(path: str, term: TermConfig) -> Iterator[Problem]:
+    for name, (users, default) in _USERS.items():
+        value = getattr(term, name)
+        if term.alignment not in users and value != default:
+            reason = f"with {path}.alignment = {term.alignment!r}"
+            yield without_effect(f"{path}.{name}", value, reason, instead=default)
+    if term.alignment is None:
+        return
+    for name, (others, default) in _NOT_USED.items():
+        value = getattr(term, name)
+        if term.alignment in others and value != default:
+            reason = f"with {path}.alignment = {term.alignment!r}"
+            yield without_effect(f"{path}.{name}", value, reason, instead=default)
+    if term.divergence == _UNORDERED and term.alignment != "uld":
+        yield Problem(
+            (f"{path}.divergence", f"{path}.alignment"),
+            f"{path}.divergence = {term.divergence!r} divides one vocabulary into head and tail; "
+            f"it is not defined with {path}.alignment = {term.alignment!r}; use another divergence",
+        )
+    if (
+        term.temperature != 1
+        and term.alignment == "likelihood"
+        and term.scale_by_temperature_squared
+    ):
+        reason = f"with {path}.alignment = 'likelihood', whose temperature is of chunks"
+        yield without_effect(
+            f"{path}.scale_by_temperature_squared", value=True, reason=reason, instead=False
+        )
+
+
+def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
+    reason = "without a term that has an alignment"
+    if teacher is not None and teacher.tokenizer is not None:
+        yield Problem(
+            ("teacher.tokenizer", "objective.terms"),
+            "teacher.tokenizer is set, but no term of the objective has an alignment; set "
+            "objective.terms.0.alignment (docs/cross_tokenizer.md), or remove teacher.tokenizer",
+        )
+    if teacher is not None and teacher.sequence_length is not None:
+        value = teacher.sequence_length
+        yield without_effect("teacher.sequence_length", value, reason, instead=None)
+    if config.data.max_unaligned != type(config.data).model_fields["max_unaligned"].default:
+        value = config.data.max_unaligned
+        yield without_effect("data.max_unaligned", value, reason, instead=0.01)
+
+
+def _sources(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    for name in ("sources", "validation_sources"):
+        for index, source in enumerate(getattr(data, name)):
+            key = f"data.{name}.{index}"
+            if source.format in get_args(TokenizedFormat):
+                yield Problem(
+                    (f"{key}.format", "objective.terms"),
+                    f"{key}.format = {source.format!r}: its tokens are of one tokenizer, and terms "
+                    "with an alignment need texts; use a source of text",
+                )
+            if source.conversation is not None:
+                yield Problem(
+                    (f"{key}.conversation", "objective.terms"),
+                    f"{key}.conversation: terms with an alignment read documents only, as yet; "
+                    "remove the section, or the alignment",
+                )
+    if not data.isolate_documents:
+        yield Problem(
+            ("data.isolate_documents", "objective.terms"),
+            "data.isolate_documents = false: a chunk's tokens must not be predicted from another "
+            "document; set it to true for terms with an alignment",
+        )
+
+
+def _lengths(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
+    length = None if teacher is None else teacher.sequence_length
+    parallel = config.parallel
+    if length is None:
+        return
+    factor = parallel.context * 2 if parallel.context > 1 else 1
+    if parallel.sequence:
+        factor = max(factor, parallel.tensor * parallel.context)
+    if length % factor:
+        yield Problem(
+            ("teacher.sequence_length", "parallel.context", "parallel.sequence"),
+            f"teacher.sequence_length = {length}: with parallel.context = {parallel.context} and "
+            f"parallel.tensor = {parallel.tensor} it must be a multiple of {factor}",
+        )
