@@ -125,14 +125,16 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
     documents = (marks >> _FLAG_BITS) + PADDING_DOCUMENT
     flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
     sample_ids, sources = batch.sample_ids_G[rows].tolist(), batch.sources_G[rows].tolist()
-    teachers = _unpack_teachers(batch.teacher, rows) or [None] * len(sample_ids)
+    teachers = _unpack_teachers(batch.teacher, rows, count=len(sample_ids))
     columns = (tokens, documents, flags, sample_ids, sources, teachers)
     return [Sample(*parts) for parts in zip(*columns, strict=True)]
 
 
-def _unpack_teachers(teacher: TeacherRows | None, rows: slice) -> list[TeacherTokens]:
+def _unpack_teachers(
+    teacher: TeacherRows | None, rows: slice, *, count: int
+) -> Sequence[TeacherTokens | None]:
     if teacher is None:
-        return []
+        return [None] * count
     columns = (
         teacher.tokens_GU1[rows].numpy(),
         (teacher.marks_GU1[rows].numpy() >> _FLAG_BITS) + PADDING_DOCUMENT,

@@ -380,7 +380,7 @@ class Wire:
         teacher = None
         if own:
             student_chunks, *rows = own
-            teacher = TeacherRows(*rows, student_chunks_GS1=student_chunks)
+            teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks)
         return GlobalBatch(tokens, marks, sample_ids, sources, teacher)
 
 

@@ -12,6 +12,7 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
+from megatron_distill.losses.chunk_terms import ChunkTerm, SharedVocabularies
 from megatron_distill.losses.cross_tokenizer import (
     AlignedSide,
     CommonLoss,
@@ -41,6 +42,7 @@ __all__ = [
     "BalanceMode",
     "BalanceState",
     "CommonLoss",
+    "ChunkTerm",
     "FeatureLoss",
     "FeaturePair",
     "LikelihoodLoss",
@@ -51,6 +53,7 @@ __all__ = [
     "Scales",
     "ScheduleKind",
     "ScoreRule",
+    "SharedVocabularies",
     "Term",
     "ValueSchedule",
     "add_gradients",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -130,12 +130,15 @@ class Batch:
         Not for copies to the host, which could be read before they are there.
         """
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
+        held = {name: getattr(self, name) for name in _TENSORS}
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in held.items()
+            if tensor is not None
+        }
         return replace(
             self,
-            **{name: moved(getattr(self, name)) for name in _TENSORS},
+            **moved,
             copied_from=self.on_host,
             documents=self.segments.to(device),
             teacher=None if self.teacher is None else self.teacher.to(device),

@@ -9,13 +9,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import LossWeights, Term, fused_linear_objective, token_weights
+from megatron_distill.losses import (
+    ChunkTerm,
+    LossWeights,
+    Term,
+    fused_linear_objective,
+    token_weights,
+)
 from megatron_distill.models.gpt import hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Signal
+from megatron_distill.signals import HiddenState, Signal
+from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.metrics import BY_SOURCE, source_keys, split_report
 
@@ -76,7 +83,7 @@ class TokenObjective:
     """
 
     ce_weight: float
-    terms: Sequence[Term]
+    terms: Sequence[Term | ChunkTerm]
     metrics: tuple[str, ...]  # entries of a report besides the losses; empty without a teacher
     chunk_tokens: int | None
     shard: VocabShard
@@ -86,6 +93,8 @@ class TokenObjective:
     features: FeatureLosses | None = None
     # Weights of the feature pairs in the gradient; replaced in each step whose weights change.
     feature_weights: tuple[float, ...] = ()
+    # The loss of terms between two tokenizers; None where the teacher has the student's.
+    aligned: AlignedLoss | None = None
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -99,7 +108,7 @@ class TokenObjective:
 
     @property
     def _token_names(self) -> tuple[str, ...]:
-        if not self.metrics:
+        if not self.metrics and not self.terms:
             return ("ce",)
         return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
 
@@ -131,9 +140,48 @@ class TokenObjective:
         the trained tokens of the global batch. A source's entries have the same divisor; tokens of
         the remaining sources add zero to them.
 
-        Collective: those of `hidden_for_head` and of `fused_linear_objective`.
+        Collective: those of `hidden_for_head`, and of `fused_linear_objective` or `AlignedLoss`.
         """
-        total, report = fused_linear_objective(
+        if self.aligned is not None and self.terms:
+            total, report = self._on_chunks(self.aligned, hidden_sbh, head, batch, signal, step)
+        else:
+            total, report = self._on_tokens(hidden_sbh, head, batch, signal, step)
+        return total, split_report(report, self._token_names) if self.source_names else report
+
+    def _on_chunks(
+        self,
+        aligned: AlignedLoss,
+        hidden_sbh: Tensor,
+        head: Head,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective with a teacher whose tokenizer differs from the student's."""
+        assert signal is not None, "a teacher was asked"
+        hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups, whole_context=True)
+        rule = self.logit_rule
+        return aligned(
+            HiddenState(hidden_NH, head.head_weight(), rule.softcap, rule.scale),
+            signal.logit_source(),
+            batch,
+            step,
+            ce_weight=self.ce_weight,
+            terms=[term for term in self.terms if isinstance(term, ChunkTerm)],
+            sources=len(self.source_names),
+            weight_gradient_sum=head.weight_gradient_sum(),
+        )
+
+    def _on_tokens(
+        self,
+        hidden_sbh: Tensor,
+        head: Head,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective with a teacher of the same tokens, or without one."""
+        return fused_linear_objective(
             hidden_for_head(hidden_sbh, groups=self.groups),
             head.head_weight(),
             signal,
@@ -141,7 +189,7 @@ class TokenObjective:
             ce_weights=token_weights(batch.ce_weights_bs.reshape(-1), step.ce_tokens),
             kd_weights=token_weights(batch.kd_weights_bs.reshape(-1), step.kd_tokens),
             ce_coefficient=self.ce_weight,
-            terms=self.terms,
+            terms=[term for term in self.terms if isinstance(term, Term)],
             chunk_tokens=self.chunk_tokens,
             shard=self.shard,
             group=self.groups.tensor,
@@ -151,7 +199,6 @@ class TokenObjective:
             partition=self._partition(batch),
             weight_gradient_sum=head.weight_gradient_sum(),
         )
-        return total, split_report(report, self._token_names) if self.source_names else report
 
     def _partition(self, batch: Batch) -> Partition | None:
         if not self.source_names:

@@ -104,9 +104,12 @@ def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
     if teacher is not None and teacher.sequence_length is not None:
         value = teacher.sequence_length
         yield without_effect("teacher.sequence_length", value, reason, instead=None)
-    if config.data.max_unaligned != type(config.data).model_fields["max_unaligned"].default:
-        value = config.data.max_unaligned
-        yield without_effect("data.max_unaligned", value, reason, instead=0.01)
+    share, default = (
+        config.data.max_unaligned,
+        type(config.data).model_fields["max_unaligned"].default,
+    )
+    if share != default:
+        yield without_effect("data.max_unaligned", share, reason, instead=default)
 
 
 def _sources(config: RunConfig) -> Iterator[Problem]:

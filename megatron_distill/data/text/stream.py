@@ -36,6 +36,7 @@ _ENCODED_CHARACTERS: Final = 1 << 19  # tokenised at once: enough to keep every 
 
 Mark = TypeVar("Mark")
 Item = TypeVar("Item")
+Added = TypeVar("Added", contravariant=True)
 
 
 class TextEncoder(Protocol):
@@ -88,7 +89,7 @@ Block = Sequence[tuple[Document, StreamPosition]]
 """Documents in training order, each with its place; batches of documents never cross blocks."""
 
 
-class DocumentPacker(Protocol[Item, Mark]):
+class DocumentPacker(Protocol[Added, Mark]):
     """Cuts a row of tokenised documents into samples; see `Packer`."""
 
     @property
@@ -101,7 +102,7 @@ class DocumentPacker(Protocol[Item, Mark]):
         """Mark and offset of the document where the next sample begins; None if unknown."""
         ...
 
-    def add(self, tokens: Item, mark: Mark, *, skip: int = 0) -> None:
+    def add(self, tokens: Added, mark: Mark, *, skip: int = 0) -> None:
         """Append a document without its first `skip` parts; `skip` only for the first document."""
         ...
 

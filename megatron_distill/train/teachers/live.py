@@ -276,24 +276,28 @@ class ModelOutput:
     `logit_source`, and exists as long as its result.
 
     Attributes:
-        tokens: number of tokens N.
+        tokens: number of tokens N on this rank.
         take: returns the hidden states [s, b, h] on the device.
+        whole_context: whether the loss needs the tokens of all context ranks.
     """
 
     tokens: int
     take: Callable[[], Tensor]
     teacher: OnlineTeacher
+    whole_context: bool = False
 
     @torch.no_grad()
     def logit_source(self) -> HiddenState:
         """Return the hidden states [N, H] of all tokens, and the head.
 
-        Collective: tensor group, under sequence parallelism one all-gather of h values per token.
+        Collective: that of `hidden_for_head` forward.
         """
         weight, shape = self.teacher.head_weight, self.teacher.architecture
         assert weight is not None, "the last stage has the head"
         return HiddenState(
-            hidden=hidden_for_head(self.take(), groups=self.teacher.groups),
+            hidden=hidden_for_head(
+                self.take(), groups=self.teacher.groups, whole_context=self.whole_context
+            ),
             weight=weight,
             logit_softcap=shape.logit_softcap,
             logit_scale=shape.logit_scale,
@@ -400,20 +404,33 @@ class OnlineTeacher:
         self, iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., ModelOutput]]:
         number, batch = next(iterator)
+        has_own_tokens = batch.teacher is not None
         batch = batch.teacher or batch
         context_size = self.groups.context.size()
         output = run_model(model, batch, context_size=context_size, micro_batch=number)
-        return output, partial(self._collected, number=number, tokens=batch.tokens_bs.numel())
+        collected = partial(
+            self._collected,
+            number=number,
+            tokens=batch.tokens_bs.numel(),
+            whole_context=has_own_tokens,
+        )
+        return output, collected
 
     def _collected(
-        self, hidden_sbh: Tensor, *, number: int, tokens: int, non_loss_data: bool
+        self,
+        hidden_sbh: Tensor,
+        *,
+        number: int,
+        tokens: int,
+        whole_context: bool,
+        non_loss_data: bool,
     ) -> ModelOutput:
         assert non_loss_data
         states = self.host_states
         if states is None or self.runs_in_step:
-            return ModelOutput(tokens, lambda: hidden_sbh, self)
+            return ModelOutput(tokens, lambda: hidden_sbh, self, whole_context)
         states.put(number, hidden_sbh)
-        return ModelOutput(tokens, partial(states.take, number), self)
+        return ModelOutput(tokens, partial(states.take, number), self, whole_context)
 
 
 def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:

@@ -1,0 +1,120 @@
+"""A term between models with different tokenizers, and both vocabularies on a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.aligned.common import CommonTerm
+from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
+from megatron_distill.ops.aligned.tile import AlignedTerm
+from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
+from megatron_distill.ops.vocab import VocabShard
+
+__all__ = ["Alignment", "ChunkTerm", "SharedVocabularies"]
+
+Alignment = Literal["likelihood", "common"]
+
+# Alignments that are defined on chunks of one token on each side alone.
+_OF_PAIRS: Final = ("common",)
+
+
+@dataclass(frozen=True)
+class SharedVocabularies:
+    """The student's and the teacher's vocabulary on this rank.
+
+    Attributes:
+        student_shard: this rank's columns of the student's vocabulary.
+        teacher_shard: this rank's columns of the teacher's, in the numbering of its head.
+        common: the columns of tokens that both have; None if no term uses them.
+        new_ids: ``[V]`` int64, the number of each of the teacher's ids in its head, where that was
+            rearranged (`TeacherLayout`); None where numbers are ids.
+        group: the ranks that share the vocabularies; None if this rank holds all of them.
+    """
+
+    student_shard: VocabShard
+    teacher_shard: VocabShard
+    common: CommonColumns | None
+    new_ids: Tensor | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def widest(self) -> int:
+        """Columns of the wider of both shards."""
+        return max(self.student_shard.width, self.teacher_shard.width)
+
+    def teacher_numbers(self, ids: Tensor) -> Tensor:
+        """The teacher's ids in the numbering of its head."""
+        return ids if self.new_ids is None else self.new_ids[ids]
+
+
+@dataclass(frozen=True)
+class ChunkTerm:
+    """One loss between both models on chunks, with its weight; fields shared with `Term` are equal.
+
+    ``alignment`` is the kind of loss. The ``temperature`` of ``likelihood`` is of the chunk's
+    probability, that of all further kinds of both softmaxes.
+
+    Raises:
+        ValueError: an unknown alignment, divergence or parameter, or a number out of range.
+    """
+
+    alignment: Alignment
+    divergence: str = "forward_kl"
+    weight: float = 1.0
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = False
+    top_k: int | None = None
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    temperatures: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.alignment not in get_args(Alignment):
+            known = ", ".join(get_args(Alignment))
+            raise ValueError(f"alignment is {self.alignment!r}; known: {known}")
+        if self._divergence.head_mass is not None:
+            raise ValueError(f"{self.divergence} is not defined with alignment {self.alignment!r}")
+        for name, value in (("temperature", self.temperature), ("weight", self.weight)):
+            if not math.isfinite(value) or (name == "temperature" and value <= 0):
+                raise ValueError(f"{name} of {self.alignment} is {value}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k of {self.alignment} is {self.top_k}; it must be at least 1")
+
+    @property
+    def _divergence(self) -> Divergence:
+        return divergence_named(self.divergence, **self.parameters)
+
+    @property
+    def name(self) -> str:
+        """Name in reports: alignment and divergence, with settings that are not the default."""
+        name = f"{self.alignment}_{self._divergence.name}"
+        if self.temperatures is not None:
+            first, last = self.temperatures
+            name += f"_t{first:g}to{last:g}"
+        elif self.temperature != 1.0:
+            name += f"_t{self.temperature:g}"
+        return name if self.top_k is None else f"{name}_top{self.top_k}"
+
+    @property
+    def temperature_factor(self) -> float:
+        """T^2 if configured, else 1."""
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether the term is defined on chunks of one token on each side alone."""
+        return self.alignment in _OF_PAIRS
+
+    def on(self, vocabularies: SharedVocabularies) -> AlignedTerm:
+        """The loss of one tile, without its weight."""
+        if self.alignment == "likelihood":
+            return LikelihoodTerm(self.name, self._divergence, self.temperature)
+        assert vocabularies.common is not None, "a term on common tokens needs their columns"
+        weighted = WeightedDivergence(self._divergence, self.temperature, 1.0)
+        return CommonTerm(self.name, vocabularies.common, weighted, self.top_k)
