@@ -1,0 +1,118 @@
+"""The objective on chunks: context ranks share the rows, and each chunk and label counts once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
+from megatron_distill.losses import ChunkTerm, SharedVocabularies
+from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
+from megatron_distill.signals import HiddenState
+from megatron_distill.train.aligned_loss import AlignedLoss
+
+STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
+TERMS = (ChunkTerm("likelihood"), ChunkTerm("common", divergence="js_divergence", weight=0.7))
+
+
+def two_sided_batch() -> tuple[Batch, StepBatches]:
+    """A micro-batch of two samples in tokens of both models, chunks of one to three tokens."""
+    rng = np.random.default_rng(5)
+    packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(LENGTH + 1, 0))
+    samples = []
+    number = 0
+    while len(samples) < 2:
+        packer.add(AlignedDocument(*(_side(rng, size) for size in (STUDENT, TEACHER))), number)
+        number += 1
+        while packer.is_ready and len(samples) < 2:
+            samples.append(packer.take(len(samples)))
+    packed = pack_samples(samples)
+    (counts,) = count_labels(packed, isolate_documents=True)
+    assert counts.chunks > counts.pairs > 0
+    batch = micro_batch(packed, slice(0, 2), isolate_documents=True)
+    step = StepBatches(
+        (batch,), counts.ce, counts.kd, 2 * LENGTH, chunks=counts.chunks, pairs=counts.pairs
+    )
+    return batch, step
+
+
+def _side(rng: np.random.Generator, vocabulary: int) -> Side:
+    sizes = rng.choice([1, 1, 1, 2, 3], 7)
+    stops = sizes.cumsum()
+    tokens = rng.integers(0, vocabulary, int(stops[-1])).astype(np.int32)
+    return Side.of(tokens, np.stack([stops - sizes, stops], 1))
+
+
+def vocabularies() -> SharedVocabularies:
+    shards = VocabShard(STUDENT, 0, STUDENT), VocabShard(TEACHER, 0, TEACHER)
+    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
+    columns = CommonColumns.of(torch.arange(4, 15), ids, [shards[0]], [shards[1]], 0)
+    return SharedVocabularies(*shards, columns, None, None)
+
+
+def loss_of(
+    batch: Batch, step: StepBatches, rank: int, size: int, leaves: list[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one context rank from hidden states [b, S, H] of both models."""
+    student_bSH, weight, teacher_bSH, teacher_weight = leaves
+    order = torch.cat([zigzag_index(LENGTH, rank=one, size=size) for one in range(size)])
+
+    def rows(hidden_bSH: Tensor) -> Tensor:
+        return hidden_bSH[:, order].reshape(-1, HIDDEN)
+
+    aligned = AlignedLoss(vocabularies(), 7, rank, size)
+    return aligned(
+        HiddenState(rows(student_bSH), weight),
+        HiddenState(rows(teacher_bSH), teacher_weight),
+        batch.context_shard(rank, size).with_trained_rows(),
+        step,
+        ce_weight=0.5,
+        terms=TERMS,
+        sources=0,
+        weight_gradient_sum=None,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
+    batch, step = two_sided_batch()
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    whole, report = loss_of(batch, step, 0, 1, leaves)
+    expected = torch.autograd.grad(whole, leaves[:2])
+    parts = [loss_of(batch, step, rank, size, leaves) for rank in range(size)]
+    total = sum(part for part, _ in parts)
+    assert isinstance(total, Tensor)
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
+    for name, value in report.items():
+        summed = torch.stack([part[name] for _, part in parts]).sum()
+        torch.testing.assert_close(summed, value, rtol=1e-12, atol=0)
+    for found, gradient in zip(torch.autograd.grad(total, leaves[:2]), expected, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-14)
+    names = {"ce", "kd", "likelihood_forward_kl", "common_js_divergence"}
+    assert set(report) == names
+    assert min(float(report[name]) for name in names) > 0
+
+
+def test_rows_without_a_chunk_or_label_change_nothing() -> None:
+    batch, step = two_sided_batch()
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    expected, _ = loss_of(batch, step, 0, 1, leaves)
+    assert batch.teacher is not None
+    for hidden, used in (
+        (leaves[0], batch.ce_mask_bs),
+        (leaves[2], batch.teacher.kd_mask_bs),
+    ):
+        assert not used.all()
+        hidden[~used] = torch.nan
+    changed, _ = loss_of(batch, step, 0, 1, leaves)
+    assert torch.equal(changed, expected)
