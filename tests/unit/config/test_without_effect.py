@@ -40,6 +40,15 @@ objective.terms=[{}]
 objective.terms=[{divergence: reverse_kl, beta: 0.3}]
     -> objective.terms.0.beta = 0.3 has no effect with objective.terms.0.divergence =
        'reverse_kl'
+objective.terms=[{uncommon_top_k: 9}]
+    -> objective.terms.0.uncommon_top_k = 9 has no effect with objective.terms.0.alignment = None
+objective.terms=[{alignment: uld, divergence: reverse_kl}]
+    -> objective.terms.0.divergence = 'reverse_kl' has no effect with objective.terms.0.alignment =
+       'uld'
+teacher.sequence_length=32
+    -> teacher.sequence_length = 32 has no effect without a term that has an alignment
+data.max_unaligned=0.5
+    -> data.max_unaligned = 0.5 has no effect without a term that has an alignment
 teacher=null
 parallel.layers_per_stage.teacher=[4]
     -> parallel.layers_per_stage.teacher = [4] has no effect because this job has no live teacher
