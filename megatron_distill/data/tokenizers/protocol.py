@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
     chat_template: str | None
     reads_special_tokens: bool
 
+    def __hash__(self) -> int:
+        """Equal for equal tokenizers only."""
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Token ids of each text, int32, without special tokens before or after.
 

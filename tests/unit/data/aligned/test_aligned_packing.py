@@ -165,7 +165,8 @@ def test_a_batch_has_both_sides_and_counts_chunks() -> None:
     (counts,) = count_labels(packed, isolate_documents=True)
     assert (counts.chunks, counts.pairs) == (3, 2)
     batch = micro_batch(packed, slice(0, 2), isolate_documents=True)
-    assert batch.teacher is not None and batch.chunks_bs is not None
+    assert batch.teacher is not None
+    assert batch.chunks_bs is not None
     assert batch.chunk_count == 3
     assert batch.chunks_bs.tolist() == [
         [0, 1, 1, 1, -1, -1, -1, -1],
@@ -175,9 +176,11 @@ def test_a_batch_has_both_sides_and_counts_chunks() -> None:
     assert batch.teacher.chunks_bs.tolist() == [[-1, 0, 1, -1], [2, -1, -1, -1]]
     assert batch.kd_mask_bs.tolist() == (batch.chunks_bs >= 0).tolist()
     shard = batch.context_shard(1, 2)
-    assert shard.teacher is not None and shard.teacher.chunks_bs is not None
+    assert shard.teacher is not None
+    assert shard.teacher.chunks_bs is not None
     again = unpack_samples(packed, slice(0, 2))
     for sample, read in zip(samples, again, strict=True):
-        assert sample.teacher is not None and read.teacher is not None
+        assert sample.teacher is not None
+        assert read.teacher is not None
         for name in vars(sample.teacher):
             assert (getattr(sample.teacher, name) == getattr(read.teacher, name)).all(), name

@@ -24,9 +24,9 @@ from megatron_distill.data.chat import cache as conversation_cache
 from megatron_distill.data.chat.cache import PreparedConversations
 from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.prepare import prepared_conversations
-from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.errors import DataError
 from tests.support.chat_fixtures import FOLDER, chat_tokenizer, tool_dialogue, turns, write_rows
 from tests.support.worker_functions import dying, refusing, slow
