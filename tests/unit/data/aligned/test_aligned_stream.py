@@ -1,0 +1,166 @@
+"""Aligned samples of real tokenizers: chunks of equal text, resume anywhere, workers, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.samples import NO_CHUNK, Sample
+from megatron_distill.data.sources import (
+    DataOptions,
+    TeacherReading,
+    open_training,
+    read_held_out,
+)
+from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import DataError
+from tests.support.tokenizer_kinds import tokenizer_of, training_texts
+
+KINDS = ("hf_bytes", "sp_bpe")
+TEXTS = [text[:700] for text in training_texts()[:12]] + ["naïve 中文 \N{GRINNING FACE}", "x" * 9]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> tuple[Tokenizer, Tokenizer]:
+    return tokenizer_of(KINDS[0]), tokenizer_of(KINDS[1])
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> SourceSpec:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return SourceSpec("jsonl", (str(rows),))
+
+
+def options(teacher: Tokenizer, *, workers: int = 0, **changes: object) -> DataOptions:
+    reading = TeacherReading(teacher, 40, max_unaligned=0.01, workers=workers)
+    given = {"sequence_length": 48, "shuffle_buffer": 5, "shuffle_samples": 2, "teacher": reading}
+    return DataOptions(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def same(left: Sample, right: Sample) -> bool:
+    assert left.teacher is not None
+    assert right.teacher is not None
+    pairs = [(vars(left.teacher)[name], vars(right.teacher)[name]) for name in vars(left.teacher)]
+    pairs += [(left.tokens_S1, right.tokens_S1), (left.flags_S1, right.flags_S1)]
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+def test_chunks_are_the_same_text_in_both_tokenizers(
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec
+) -> None:
+    student, teacher = tokenizers
+    source = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
+    bytes_of = [one.token_bytes() for one in tokenizers]
+    chunks = shared = labels = 0
+    for _ in range(40):
+        sample = source.next_sample()
+        assert sample.teacher is not None
+        sides = (
+            (sample.teacher.student_chunks_S1, sample.tokens_S1),
+            (sample.teacher.chunks_U1, sample.teacher.tokens_U1),
+        )
+        for chunk in range(sample.teacher.chunks):
+            texts = [
+                [bytes_of[side][token] for token in tokens[numbers == chunk]]
+                for side, (numbers, tokens) in enumerate(sides)
+            ]
+            if texts[0] == [None]:  # the end of a document on both sides
+                ends = [int(tokens[numbers == chunk][0]) for numbers, tokens in sides]
+                assert ends == [student.eos_id, teacher.eos_id]
+                continue
+            left, right = (b"".join(part or b"" for part in side) for side in texts)
+            assert left == right
+            chunks += 1
+        shared += int((sides[0][0] != NO_CHUNK).sum())
+        labels += int((sample.flags_S1 > 0)[1:].sum())
+    assert chunks > 100
+    # What is missing are the labels at the beginnings of documents.
+    assert shared > 0.85 * labels
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7])
+def test_a_stream_resumes_bit_for_bit_also_with_worker_processes(
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec, samples: int
+) -> None:
+    student, teacher = tokenizers
+    whole = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
+    for _ in range(samples):
+        whole.next_sample()
+    state = json.loads(json.dumps(whole.state_dict()))
+    workers = 2 if samples == 1 else 0
+    resumed = open_training(
+        [spec], tokenizer=student, options=options(teacher, workers=workers), seed=3
+    )
+    resumed.load_state_dict(state)
+    for _ in range(12):
+        assert same(whole.next_sample(), resumed.next_sample())
+
+
+def test_a_state_of_another_teacher_s_tokenizer_is_refused(
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec
+) -> None:
+    student, teacher = tokenizers
+    source = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
+    other = open_training(
+        [spec], tokenizer=student, options=options(tokenizer_of("tiktoken")), seed=3
+    )
+    with pytest.raises(DataError, match="teacher_tokenizer differs from the checkpoint"):
+        other.load_state_dict(source.state_dict())
+
+
+def test_held_out_samples_and_batches_have_both_sides(
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec
+) -> None:
+    student, teacher = tokenizers
+    chosen = options(teacher, validation_fraction=1.0)
+    held_out = read_held_out([spec], tokenizer=student, options=chosen, samples=3)
+    loader = StepLoader(
+        held_out,
+        sequence_length=48,
+        teacher_length=40,
+        global_batch_size=2,
+        micro_batch_size=2,
+        prefetch=0,
+    )
+    first, last = loader.take(1), loader.take(2)
+    assert first.chunks > first.pairs > 0
+    assert 0 < last.chunks < first.chunks  # its second sample is a filler
+    for step in (first, last):
+        (batch,) = step.micro_batches
+        assert batch.teacher is not None
+        assert batch.teacher.tokens_bs.shape == (2, 40)
+        assert batch.chunk_count == step.chunks
+        assert step.kd_tokens == int(batch.kd_mask_bs.sum())
+
+
+def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
+    tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = tokenizers
+    rows = tmp_path / "rows.jsonl"
+    texts = ["one good text", "bad Q row", "a third text", "bad Q again"]
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    # A tokenizer that loses a character cannot be inverted.
+    encode_batch = type(teacher).encode_batch
+    monkeypatch.setattr(
+        type(teacher),
+        "encode_batch",
+        lambda self, given: encode_batch(self, [text.replace("Q", "") for text in given]),
+    )
+    spec = SourceSpec("jsonl", (str(rows),))
+    source = open_training(
+        [spec], tokenizer=student, options=options(teacher, shuffle_buffer=1), seed=3
+    )
+    with pytest.raises(DataError) as caught:
+        for _ in range(9):
+            source.next_sample()
+    text = str(caught.value)
+    assert text.startswith("data.max_unaligned=0.01: 2 of ")
+    assert f"{rows}:" in text
+    assert "raise data.max_unaligned" in text
