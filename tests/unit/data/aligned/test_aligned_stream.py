@@ -142,7 +142,7 @@ def test_held_out_samples_and_batches_have_both_sides(
 def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    student, teacher = tokenizers
+    teacher, student = tokenizers
     rows = tmp_path / "rows.jsonl"
     texts = ["one good text", "bad Q row", "a third text", "bad Q again"]
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -158,8 +158,7 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
         [spec], tokenizer=student, options=options(teacher, shuffle_buffer=1), seed=3
     )
     with pytest.raises(DataError) as caught:
-        for _ in range(9):
-            source.next_sample()
+        list(iter(source.next_sample, None))
     text = str(caught.value)
     assert text.startswith("data.max_unaligned=0.01: 2 of ")
     assert f"{rows}:" in text
