@@ -6,6 +6,7 @@ from megatron_distill.config.load import (
     load_warnings,
     to_yaml,
 )
+from megatron_distill.config.rules.alignment import is_aligned
 from megatron_distill.config.rules.objective import matched_layers
 from megatron_distill.config.rules.run import (
     check_architecture,
@@ -87,6 +88,7 @@ __all__ = [
     "check_layout",
     "data_row",
     "layout_row",
+    "is_aligned",
     "load_capture_config",
     "load_config",
     "load_warnings",

@@ -104,7 +104,7 @@ def _objective(
     for term in shown:
         yield "", f"+ {_term(term)}"
     if len(shown) < len(terms):
-        rest = ", ".join(term.divergence for term in terms[len(shown) :])
+        rest = ", ".join(term.alignment or term.divergence for term in terms[len(shown) :])
         yield "", f"+ {len(terms) - len(shown)} more terms: {rest}"
     if objective.features:
         losses = ", ".join(f"{entry.weight:g} x {entry.loss}" for entry in objective.features)
@@ -120,6 +120,12 @@ def _term(term: TermConfig) -> str:
     name = f"{term.divergence} ({options})" if options else term.divergence
     temperature = _scheduled(term.temperature, term.temperature_schedule)
     squared = ", times T^2" if term.scale_by_temperature_squared else ""
+    if term.alignment is not None:
+        kind = "" if term.alignment == "uld" else f" {term.divergence}"
+        top = "" if term.top_k is None else f", top {term.top_k}"
+        return (
+            f"{term.alignment}{kind} between two tokenizers, temperature {term.temperature:g}{top}"
+        )
     support = "whole vocabulary" if term.top_k is None else f"top {term.top_k}, {term.support}"
     return f"{weight} x {name}, temperature {temperature}{squared}, {support}"
 

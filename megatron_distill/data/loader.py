@@ -216,6 +216,7 @@ def open_loader(
     device: torch.device,
     prefetch: int,
     sources: int = 1,
+    teacher_length: int | None = None,
     exchange: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
@@ -236,6 +237,7 @@ def open_loader(
         group=exchange or groups.world,
         prefetch=prefetch,
         sources=sources,
+        teacher_length=teacher_length,
     )
 
 

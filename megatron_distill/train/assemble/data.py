@@ -37,6 +37,7 @@ class RunSamples:
         stored: the run's stores, if its teacher is stored.
         seed: of the training samples' order.
         held_out: number of held-out samples.
+        teacher_length: of samples in a teacher's own tokens; None with one tokenizer.
     """
 
     data: DataConfig
@@ -45,6 +46,7 @@ class RunSamples:
     seed: int
     stored: Stored | None = None
     held_out: int = 0
+    teacher_length: int | None = None
 
     def names(self, *, held_out: bool) -> tuple[str, ...]:
         """Return the names of the sources in the log."""
@@ -122,5 +124,6 @@ def open_samples(
         device=device,
         prefetch=0 if held_out else 2,
         sources=len(samples.names(held_out=held_out)),
+        teacher_length=samples.teacher_length,
         exchange=exchange,
     )

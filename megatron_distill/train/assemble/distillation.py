@@ -19,12 +19,20 @@ from megatron_distill.config import (
     TrainConfig,
     ValueScheduleConfig,
     check_features,
+    is_aligned,
     matched_layers,
 )
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.losses import FeaturePair, RatioBalance, ScoreRule, Term, ValueSchedule
+from megatron_distill.losses import (
+    ChunkTerm,
+    FeaturePair,
+    RatioBalance,
+    ScoreRule,
+    Term,
+    ValueSchedule,
+)
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
@@ -35,6 +43,7 @@ from megatron_distill.models.pipeline_stages import (
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups, Layout
 from megatron_distill.signals import Teacher
+from megatron_distill.train.assemble.alignment import open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples, open_samples
 from megatron_distill.train.assemble.models import build_terms, resolve_model, teacher_seed
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
@@ -100,13 +109,24 @@ def open_run(
     source = resolve_model(config, "student", vocabulary)
     student = source.architecture
     terms = build_terms(section.terms, vocabulary.size)
-    stored, online = _open_teacher(config, terms, student, vocabulary, groups, execution)
+    own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
+    if own is not None:
+        options = replace(options, teacher=own.reading)
+    stored, online = _open_teacher(
+        config, terms, student, vocabulary if own is None else own.vocabulary, groups, execution
+    )
     if stored is not None:
         resources.callback(stored.close)
     given, length = config.parallel.layers_per_stage.student, config.data.sequence_length
     layers = _student_layers(
         given, student, online, groups.layout, execution, sequence_length=length
     )
+    aligned = None
+    if own is not None:
+        assert online is not None, "the rules ask for a live teacher"
+        online, aligned = own.connect(
+            online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
+        )
     metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
     objective = TokenObjective(
         ce_weight=section.ce_weight,
@@ -116,6 +136,7 @@ def open_run(
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
         groups=groups,
+        aligned=aligned,
     )
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
@@ -140,13 +161,14 @@ def open_run(
             stored=stored,
             seed=config.seed,
             held_out=config.validation.samples,
+            teacher_length=None if own is None else own.sequence_length,
         ),
     )
 
 
 def _open_teacher(
     config: RunConfig,
-    terms: Sequence[Term],
+    terms: Sequence[Term | ChunkTerm],
     student: Architecture,
     vocabulary: Vocabulary,
     groups: Groups,
@@ -157,14 +179,18 @@ def _open_teacher(
     if section is None:
         return None, None
     if section.store is not None:
-        return open_stored(config, terms, student, vocabulary, groups, execution.device), None
+        plain = [term for term in terms if isinstance(term, Term)]
+        return open_stored(config, plain, student, vocabulary, groups, execution.device), None
     layers = config.parallel.layers_per_stage.teacher
+    source = resolve_model(config, "teacher", vocabulary)
+    # The head's rows are those of the student's vocabulary, unless the teacher has another one.
+    of_head = source.architecture if is_aligned(config) else student
     return None, OnlineTeacher.of_source(
-        resolve_model(config, "teacher", vocabulary),
+        source,
         replace(execution, layers_per_stage=layers),
         seed=teacher_seed(config.seed),
-        sequence_length=config.data.sequence_length,
-        shard=vocab_shard(student, groups, tokens=vocabulary.size),
+        sequence_length=section.sequence_length or config.data.sequence_length,
+        shard=vocab_shard(of_head, groups, tokens=vocabulary.size),
         groups=groups,
         offload_hidden=section.offload_hidden,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_distill.config import (
-    PARAMETERS,
     ArchitectureConfig,
     JobConfig,
     ModelConfig,
@@ -19,7 +19,7 @@ from megatron_distill.config import (
 from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.losses import Term
+from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
 from megatron_distill.runtime.collectives import together
@@ -98,7 +98,8 @@ def read_model(
     `vocabulary` None: not known yet, and compared with nothing. `described` is that of the model's
     `hf`, where it is known. Raises ConfigError or CheckpointError.
     """
-    model, length = config.models[role], config.data.sequence_length
+    model = config.models[role]
+    length = model.sequence_length or config.data.sequence_length
     if model.hf is not None:
         folder = Path(model.hf).expanduser()
         found = described or describe_checked(folder)
@@ -184,7 +185,7 @@ def teacher_seed(seed: int) -> int:
     return seed + _TEACHER_SEED_OFFSET
 
 
-def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term, ...]:
+def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term | ChunkTerm, ...]:
     """Translate the configured terms.
 
     Raises ConfigError, on all ranks, for a top-k of more than the tokenizer's `vocab_size` ids.
@@ -195,14 +196,17 @@ def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term, 
                 f"objective.terms.{index}.top_k is {term.top_k}, but the vocabulary has "
                 f"{vocab_size} tokens; lower it, or leave it out to compare all"
             )
-    schedules = {"weight_schedule", "temperature_schedule"}
-    return tuple(
-        Term(
-            **term.model_dump(exclude={*PARAMETERS, *schedules}),
-            parameters=term.parameters,
-            temperatures=_temperatures(term),
-        )
-        for term in sections
+    return tuple(map(_built, sections))
+
+
+def _built(term: TermConfig) -> Term | ChunkTerm:
+    """Translate a term; a field that its kind does not have is left out."""
+    kind = Term if term.alignment is None else ChunkTerm
+    own = {field.name for field in fields(kind)}
+    return kind(
+        **{name: value for name, value in term.model_dump().items() if name in own},
+        parameters=term.parameters,
+        temperatures=_temperatures(term),
     )
 
 

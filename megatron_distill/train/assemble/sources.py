@@ -16,7 +16,9 @@ from megatron_distill.config import (
     DataConfig,
     JobConfig,
     ModelConfig,
+    RunConfig,
     SourceConfig,
+    is_aligned,
 )
 from megatron_distill.data.chat.conversations import (
     PLAIN_TEMPLATE,
@@ -115,7 +117,7 @@ def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer |
     with together():
         if dist.get_rank() == 0:
             tokenizer = read_tokenizer(config, options)
-            for key, folder in _tokenizer_folders(config.models):
+            for key, folder in _tokenizer_folders(_readers(config)):
                 require_same_ids(tokenizer, folder, named=key)
     facts = [None if tokenizer is None else Vocabulary.of(tokenizer)]
     dist.broadcast_object_list(facts, src=0)
@@ -134,7 +136,7 @@ def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
     if wanted.encoding is not None:
         return open_named_encoding(wanted.encoding)
     if wanted.train_vocab_size is None:
-        return load_tokenizer(next(_tokenizer_folders(config.models))[1])
+        return load_tokenizer(next(_tokenizer_folders(_readers(config)))[1])
     specs = source_specs(config.data.sources)
     return trained_in(
         Path(config.folder) / "tokenizer",
@@ -142,6 +144,13 @@ def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
         vocab_size=wanted.train_vocab_size,
         output=config.folder,
     )
+
+
+def _readers(config: JobConfig) -> Mapping[str, ModelConfig]:
+    """Return the models that read the tokens of `data.tokenizer`, by role."""
+    if isinstance(config, RunConfig) and is_aligned(config):
+        return {role: model for role, model in config.models.items() if role != "teacher"}
+    return config.models
 
 
 def _tokenizer_folders(models: Mapping[str, ModelConfig]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.log import get_logger
-from megatron_distill.losses import FeaturePair, Term
+from megatron_distill.losses import ChunkTerm, FeaturePair, Term
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import (
     HiddenStateGPT,
@@ -433,7 +433,9 @@ class OnlineTeacher:
         return ModelOutput(tokens, partial(states.take, number), self, whole_context)
 
 
-def live_metrics(terms: Sequence[Term]) -> tuple[str, ...]:
-    """Return the names of the reported metrics of a live teacher."""
+def live_metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a live teacher, besides the losses."""
+    if any(isinstance(term, ChunkTerm) for term in terms):
+        return ()
     ranked = ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
     return ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement", *ranked)

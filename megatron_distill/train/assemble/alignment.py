@@ -1,0 +1,167 @@
+"""From a configuration to a teacher with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.align import VocabularyMap
+from megatron_distill.config import RunConfig, is_aligned
+from megatron_distill.data.sources import TeacherReading
+from megatron_distill.data.tokenizers.open import (
+    Tokenizer,
+    Vocabulary,
+    holds_tokenizer,
+    load_tokenizer,
+    open_named_encoding,
+)
+from megatron_distill.errors import ConfigError
+from megatron_distill.losses import SharedVocabularies
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
+from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.aligned_loss import AlignedLoss
+from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
+from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
+from megatron_distill.train.teachers.live import OnlineTeacher
+
+__all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher_tokenizer"]
+
+# Alignments that compare tokens, and so need the map between both vocabularies.
+_OF_TOKENS: Final = ("common", "projection", "gold")
+_MANY_CORES: Final = 8  # with fewer, the tokenizers' own threads keep all of them busy
+
+
+@dataclass(frozen=True)
+class TeacherTokens:
+    """The tokens of a teacher with a tokenizer of its own.
+
+    Attributes:
+        vocabulary: of its tokenizer.
+        sequence_length: tokens in one packed sequence.
+        reading: how samples are read in them, on the first rank; None elsewhere.
+        tokens_map: between both vocabularies; None if no term compares tokens.
+    """
+
+    vocabulary: Vocabulary
+    sequence_length: int
+    reading: TeacherReading | None
+    tokens_map: VocabularyMap | None
+
+    def connect(
+        self,
+        online: OnlineTeacher,
+        student: Architecture,
+        vocabulary: Vocabulary,
+        groups: Groups,
+        *,
+        chunk_tokens: int | None,
+    ) -> tuple[OnlineTeacher, AlignedLoss]:
+        """Return the teacher with its head in the layout of the loss, and the loss.
+
+        Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
+        the teacher's head.
+        """
+        device = next(online.model.parameters()).device
+        group = groups.tensor if groups.tensor.size() > 1 else None
+        shard = vocab_shard(student, groups, tokens=vocabulary.size)
+        teacher_shard = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
+        columns = new_ids = None
+        if self.tokens_map is not None:
+            pairs = self.tokens_map.common()
+            ids, teacher_ids = (torch.from_numpy(one) for one in pairs)
+            shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
+            if group is not None:
+                layout = TeacherLayout.of(ids, teacher_ids, shards, teacher_shards, group)
+                if online.head_weight is not None:
+                    rows = layout.rows(online.head_weight)
+                    online = replace(online, head_weight=rows)
+                new_ids, teacher_shard = layout.new_ids, layout.shard
+                teacher_ids, teacher_shards = new_ids[teacher_ids], list(layout.shards)
+            rank = groups.tensor.rank()
+            columns = CommonColumns.of(ids, teacher_ids, shards, teacher_shards, rank).to(device)
+        shared = SharedVocabularies(
+            student_shard=shard,
+            teacher_shard=teacher_shard,
+            common=columns,
+            new_ids=None if new_ids is None else new_ids.to(device),
+            group=group,
+        )
+        context = groups.context
+        return online, AlignedLoss(shared, chunk_tokens, context.rank(), context.size())
+
+
+def open_teacher_tokens(
+    config: RunConfig, student: Tokenizer | None, vocabulary: Vocabulary, device: torch.device
+) -> TeacherTokens | None:
+    """Open the teacher's own tokenizer, and the map from the student's; None with one tokenizer.
+
+    student: on the first rank alone. Raises DataError or ConfigError on all ranks: no tokenizer is
+    named, it is the student's, or both vocabularies have no token in common.
+
+    Collective: world, one broadcast of a short object, and those of `open_vocabulary_map`.
+    """
+    if not is_aligned(config):
+        return None
+    teacher: Tokenizer | None = None
+    with together():
+        if dist.get_rank() == 0:
+            teacher = read_teacher_tokenizer(config)
+            if teacher.identity == vocabulary.identity:
+                raise ConfigError(
+                    f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; "
+                    "remove `alignment` from objective.terms, whose plain divergences compare both "
+                    "models token by token"
+                )
+    facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
+    assert facts is not None
+    length = _length(config)
+    found = None
+    if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
+        folder = Path(config.data.cache or Path(config.output) / "cache")
+        found = open_vocabulary_map(student, teacher, folder=folder, device=device)
+    reading = None
+    if teacher is not None:
+        data = config.data
+        workers = data.workers
+        if workers is None:
+            workers = 2 if (os.cpu_count() or 1) >= _MANY_CORES else 0
+        reading = TeacherReading(teacher, length, data.max_unaligned, workers)
+    return TeacherTokens(facts, length, reading, found)
+
+
+def read_teacher_tokenizer(config: RunConfig) -> Tokenizer:
+    """Read the tokenizer that `teacher` names: its own, that of its folder, or of its checkpoint.
+
+    Raises ConfigError or DataError.
+    """
+    section = config.teacher
+    assert section is not None, "a term needs a teacher"
+    given = section.tokenizer
+    if given is not None and given.path is not None:
+        return load_tokenizer(given.path)
+    if given is not None and given.encoding is not None:
+        return open_named_encoding(given.encoding)
+    folders = [] if section.hf is None else [Path(section.hf).expanduser()]
+    if section.checkpoint is not None:
+        assets = assets_of(resolve_checkpoint(section.checkpoint))
+        folders += [] if assets is None else [assets]
+    for folder in folders:
+        if holds_tokenizer(folder):
+            return load_tokenizer(folder)
+    raise ConfigError(
+        "objective.terms have an alignment, and the teacher's tokenizer is unknown; set "
+        "teacher.tokenizer.path to its folder, or teacher.tokenizer.encoding"
+    )
+
+
+def _length(config: RunConfig) -> int:
+    assert config.teacher is not None
+    return config.teacher.sequence_length or config.data.sequence_length
