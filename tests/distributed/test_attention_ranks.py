@@ -1,8 +1,4 @@
-"""The core attention on context ranks that exchange keys, against a masked softmax in float64.
-
-Regimes: random documents of several samples, windows, soft caps, grouped heads; a gradient that
-stays on the rank of its query.
-"""
+"""The core attention on context ranks that exchange keys, against a masked softmax in float64."""
 
 from __future__ import annotations
 

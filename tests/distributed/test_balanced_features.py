@@ -1,9 +1,4 @@
-"""Feature losses that are balanced with the rest, in every layout, against float64.
-
-Regimes: a ratio of one micro-batch, rank or stage where it should be of the whole batch; features
-of a stage that the ratio leaves out; a share of the sequence counted on every tensor rank; a
-gradient of the pass before the step left in a projector; the projectors' share of a norm.
-"""
+"""Feature losses that are balanced with the rest, in every layout, against float64."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One balanced step of whole models in every layout, against the formula by autograd.
-
-Regimes: ratios of a micro-batch or of a rank where they should be of the whole batch; a sum over
-tensor, pipeline, data or context ranks that is missing or doubled; masks of another dropout in the
-pass before the step; weights that another rank does not have; nothing to scale by.
-"""
+"""One balanced step of whole models in every layout, against the formula by autograd."""
 
 from __future__ import annotations
 

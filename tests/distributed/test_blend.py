@@ -1,9 +1,4 @@
-"""A blend over ranks: the same samples of the same sources in every layout, resumed anywhere.
-
-Regimes: sources that travel with the wrong rows; counts of a source that are those of a rank; an
-order that depends on ranks, micro-batches or the batch size; weights that a long run does not keep;
-a source that is lost when the blend goes on in the middle.
-"""
+"""A blend over ranks: the same samples of the same sources in every layout, resumed anywhere."""
 
 from __future__ import annotations
 

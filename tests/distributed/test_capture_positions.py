@@ -1,9 +1,4 @@
-"""The stored values of a live teacher have the bits of the student's objective.
-
-Regimes: trained rows that are some, all or none; chunks that do not divide them; bf16, soft cap and
-scale; vocabulary shards with padding, one of them nothing else; several temperatures at once; draws
-for one, two and four shards.
-"""
+"""The stored values of a live teacher have the bits of the student's objective."""
 
 from __future__ import annotations
 

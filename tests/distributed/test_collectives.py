@@ -1,8 +1,4 @@
-"""Ranks that fail together, and sums and votes over groups.
-
-Regimes: one rank raises while the remaining ranks wait; ranks raise different errors; the message
-is lost.
-"""
+"""Ranks that fail together, and sums and votes over groups."""
 
 from __future__ import annotations
 

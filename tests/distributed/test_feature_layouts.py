@@ -1,10 +1,4 @@
-"""Feature losses, their sum with the rest, and every gradient, in every layout, against float64.
-
-Regimes: a layer on another stage than the last; a teacher's layer on another stage than the
-student's; two losses of one layer, one teacher's layer for two; a gradient lost or doubled in a
-layer that is recomputed, or taken at another micro-batch; a share of the sequence counted on every
-tensor rank; a projector that one data rank sums and another does not; a division by a size.
-"""
+"""Feature losses, their sum with the rest, and every gradient, in every layout, against float64."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Hugging Face folders into our models, through checkpoints, and out again, in every layout.
-
-Regimes: a rank that takes another's rows or columns; queries, keys or values of another group; a
-transposed matrix read as it lies; an expert or a layer counted from its own stage; padded rows that
-leave with the vocabulary; a value rounded on its way.
-"""
+"""Hugging Face folders into our models, through checkpoints, and out again, in every layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random weights are drawn where they are needed, and are the same bits in every layout.
-
-Regimes: windows that cut tiles anywhere; padding of the vocabulary, which differs between layouts;
-a rank that draws what other ranks hold.
-"""
+"""Random weights are drawn where they are needed, and are the same bits in every layout."""
 
 from __future__ import annotations
 

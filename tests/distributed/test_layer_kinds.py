@@ -1,8 +1,4 @@
-"""Windows and rotary angles of layers, by their definitions; layers per stage.
-
-Regimes: a window or a plane given to another layer; frequencies stretched that should not be; a
-stage without a layer.
-"""
+"""Windows and rotary angles of layers, by their definitions; layers per stage."""
 
 from __future__ import annotations
 

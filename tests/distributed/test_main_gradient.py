@@ -1,8 +1,4 @@
-"""The head's gradient in Megatron's buffer: against autograd, and further tensors of its size.
-
-Regimes: a gradient that is lost or counted twice where the embedding shares the weight, on one
-stage or on two; a hook that finds no gradient and hangs the reductions that overlap.
-"""
+"""The head's gradient in Megatron's buffer: against autograd, and further tensors of its size."""
 
 from __future__ import annotations
 

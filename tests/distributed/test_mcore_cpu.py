@@ -1,8 +1,4 @@
-"""The patches that let Megatron-Core run without CUDA.
-
-Regimes: an upstream release in which a patched place has moved; a patch that changes nothing; a
-second application; an unknown release.
-"""
+"""The patches that let Megatron-Core run without CUDA."""
 
 from __future__ import annotations
 

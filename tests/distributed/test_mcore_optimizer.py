@@ -1,8 +1,4 @@
-"""The patches of Megatron-Core's optimizers: the norm of all gradients, and their clipping.
-
-Regimes: gradients of many shapes and none at all; a norm that waits for the device once per
-gradient; a clipping that does not change the gradients.
-"""
+"""The patches of Megatron-Core's optimizers: the norm of all gradients, and their clipping."""
 
 from __future__ import annotations
 

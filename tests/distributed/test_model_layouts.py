@@ -1,10 +1,4 @@
-"""Hidden states and every gradient of models of many kinds of layers, in every layout.
-
-Regimes: a layer that takes another's mask or angles, because a stage counts its layers from one; a
-post norm whose gradient is one tensor rank's share; a window cut at the wrong end of a context
-shard; planes lost in recomputation; a stage of an uneven pipeline that builds or names other
-layers than its own.
-"""
+"""Hidden states and every gradient of models of many kinds of layers, in every layout."""
 
 from __future__ import annotations
 

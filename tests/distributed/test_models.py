@@ -1,9 +1,4 @@
-"""Models against plain references, in one process and in several.
-
-Regimes: attention that looks into another document or ahead; grouped queries matched to the
-wrong head; a context shard that sees too little; positions that do not restart; a head cut along
-the wrong rows; hidden states that depend on the layout.
-"""
+"""Models against plain references, in one process and in several."""
 
 from __future__ import annotations
 

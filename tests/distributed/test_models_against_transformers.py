@@ -1,10 +1,4 @@
-"""Our GPTs against the same families in `transformers`: logits, loss, and every gradient.
-
-Regimes: heads matched to the wrong group, rotary halves interleaved, stretched or turned too far, a
-norm in another place or with another epsilon, a bias left out, gate and up exchanged, an expert's
-weight normalised otherwise, a tied embedding that gets half of its gradient, a window one key too
-wide or in the wrong layers, a cap behind the mask.
-"""
+"""Our GPTs against the same families in `transformers`: logits, loss, and every gradient."""
 
 from __future__ import annotations
 

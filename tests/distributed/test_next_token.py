@@ -1,9 +1,4 @@
-"""Logits for writing text against a plain forward pass, in one process and in several.
-
-Regimes: the logits of another position or of padding; padded vocabulary columns among them; a rank
-that sees other logits than its neighbour and so writes another text; a soft-cap left out; a length
-that sequence parallelism cannot split.
-"""
+"""Logits for writing text against a plain forward pass, in one process and in several."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The tensors that conversion knows of, against Megatron-Core's own descriptions of built models.
 
-Regimes: a tensor that one side lacks; an axis of layers or experts counted elsewhere; a shape of
-one rank taken for the whole; parameters that Transformer Engine names and places otherwise.
-
 Transformer Engine needs CUDA to be installed. In its place stand torch's modules with its parameter
 names, in the layer specification that Megatron-Core itself makes for Transformer Engine. That shows
 that the names of that specification are those of our checkpoints, and that weights reach them. That

@@ -1,8 +1,4 @@
-"""Steps taken in a thread of each rank, in a group of their own, beside the steps' collectives.
-
-Regimes: collectives of two threads in one group; an error that some ranks see a step early; an end
-in the middle of the stream, after which the world must still work.
-"""
+"""Steps taken in a thread of each rank, in a group of their own, beside the steps' collectives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The architecture in a checkpoint's description, of this release and of older ones.
-
-Regimes: a field that an older release did not know; tuples that JSON turned into lists; a
-difference that the defaults would hide; a field of a newer release.
-"""
+"""The architecture in a checkpoint's description, of this release and of older ones."""
 
 from __future__ import annotations
 

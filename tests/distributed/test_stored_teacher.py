@@ -1,9 +1,4 @@
-"""A stored teacher over ranks: the same signals in every layout, errors on all ranks at once.
-
-Regimes: a rank that reads for another; bytes cut wrongly after a broadcast; a context rank with
-another's positions; records of the next step returned for this one; a failure on the reading rank
-only; a stage that needs no records and waits for no rank.
-"""
+"""A stored teacher over ranks: the same signals in every layout, errors on all ranks at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A teacher's digest: equal for equal weights in any location, different for any other teacher.
-
-Regimes: a Hugging Face folder and the checkpoint imported from it; one, two and four ranks; one
-weight that differs in its last bit; a field that changes the computation, and fields that do not.
-"""
+"""A teacher's digest: equal for equal weights in any location, different for any other teacher."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A live teacher within the student's step: its hidden states in memory, and their way through it.
-
-Regimes: hidden states or features of a whole step where one micro-batch's suffice; whole hidden
-states of all micro-batches on each tensor rank; states that come back from host memory as those of
-another micro-batch.
-"""
+"""A live teacher within the student's step: memory of its hidden states, and their way."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Rows of a model beyond its tokenizer's ids, against float64 over the real ids alone.
-
-Regimes: a column of padding in a normaliser, an entropy, a top-k or a gradient; models of one
-tokenizer with unequal numbers of rows; ranks with nothing but padding; padding of large logits; a
-token beyond the tokenizer's ids that is chosen in generation.
-"""
+"""Rows of a model beyond its tokenizer's ids, against float64 over the real ids alone."""
 
 from __future__ import annotations
 

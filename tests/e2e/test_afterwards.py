@@ -1,8 +1,4 @@
-"""A run that has ended holds nothing: neither models nor process groups, whose threads never rest.
-
-Regimes: an object of a library that keeps a graph, and by it, through the gradient hooks of the
-parameters, the model; garbage that is never collected because it was frozen.
-"""
+"""A run that has ended holds no model and no process group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A step whose loss or gradient is not finite is not applied, on any rank.
-
-Regimes: only one rank sees it; the loss is finite and the gradient is not; some ranks step and
-others do not; moments that are decayed although the weights stay; steps that are not counted.
-"""
+"""A step whose loss or gradient is not finite is not applied, on any rank."""
 
 from __future__ import annotations
 

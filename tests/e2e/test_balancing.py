@@ -1,9 +1,4 @@
-"""Balanced runs: the layout changes nothing, a resumed run is the run, nothing becomes infinite.
-
-Regimes: a state of the balance that a checkpoint forgets or restores twice; a schedule that counts
-its steps from the resumption; a name or a held-out figure that changes with a temperature; a pass
-before the step that leaves a trace in parameters, buffers or random states.
-"""
+"""Balanced runs: the layout changes nothing, a resumed run is the run, nothing becomes infinite."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a run of several sources says of each of them.
-
-Regimes: a figure of a source that is another's, or that of a rank, a micro-batch or a stage; parts
-that are not the whole; held-out figures that change because they are told apart; a source without
-a label; a log that a resumed blend does not repeat.
-"""
+"""What a run of several sources says of each of them."""
 
 from __future__ import annotations
 

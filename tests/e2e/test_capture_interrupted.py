@@ -1,8 +1,4 @@
-"""A capture that is killed, asked to stop, or finds the disk full, goes on to the very same store.
-
-Regimes: SIGKILL at any moment; SIGTERM and SIGINT; a disk that fills up on the reading rank and on
-another; jobs side by side; a start in another layout; other settings; a complete store.
-"""
+"""A capture that is killed, stopped or out of disk goes on to the same store."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a capture writes against whole float64 logits of its teacher, in every layout.
-
-Regimes: padded vocabulary columns; vocabulary, sequence, layers and context split; replicas that
-have no shard left while others have; experts over replicas; a last shard that is short; rows of a
-step that no sample fills; equal files wherever the numbers are equal.
-"""
+"""What a capture writes against whole float64 logits of its teacher, in every layout."""
 
 from __future__ import annotations
 

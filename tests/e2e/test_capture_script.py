@@ -1,8 +1,4 @@
-"""The entry script of a capture: what it says, and the status it ends with.
-
-Regimes: configurations that contradict themselves; layouts that do not fit; one message for all
-ranks; a configuration printed and read again.
-"""
+"""The entry script of a capture: what it says, and the status it ends with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A resumed run says which settings are others, and keeps those of each start.
-
-Regimes: a change that goes unsaid, or that every rank says; a comparison with another start than
-the one that wrote the checkpoint; a start that fails and takes its settings for the run's; a
-checkpoint of an older version.
-"""
+"""A resumed run says which settings are others, and keeps those of each start."""
 
 from __future__ import annotations
 

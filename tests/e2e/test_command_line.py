@@ -1,9 +1,4 @@
-"""`megatron-distill` as a user calls it: its own ranks, signals, chats, and an installed wheel.
-
-Regimes: ranks that compute something else than under torchrun; an error that is not the last text,
-a status that is not the ranks'; a rank left behind; a chat that differs from the one `transformers`
-holds with the exported model; a wheel that needs the repository.
-"""
+"""`megatron-distill` as a user calls it: its own ranks, signals, chats, and an installed wheel."""
 
 from __future__ import annotations
 

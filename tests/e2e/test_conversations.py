@@ -1,8 +1,4 @@
-"""Runs on instruction data: the same losses in every layout, resumed and from a teacher store.
-
-Regimes: masks and weights that a layout, a resumption or a store could lose; a broken row, which
-fails on all ranks alike.
-"""
+"""Runs on instruction data: the same losses in every layout, resumed and from a teacher store."""
 
 from __future__ import annotations
 

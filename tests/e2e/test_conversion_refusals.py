@@ -1,8 +1,4 @@
-"""What a user of the conversion can get wrong ends both ranks with one message, and writes nothing.
-
-Regimes: a traceback; a rank that waits for one that has gone; a folder that is half-written, or
-gone although nothing took its place; a pickle that is opened; a checkpoint of another shape.
-"""
+"""An error of a conversion ends both ranks with one message, and nothing is written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A conversion that is interrupted, killed, or runs out of disk leaves what was there before.
-
-Regimes: a signal in the middle of a file, to one process and to torchrun; a second signal while the
-first is being obeyed; SIGKILL; a real disk that is full sooner than it said; one that is read-only.
-"""
+"""A conversion that is interrupted, killed, or runs out of disk leaves what was there before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What names a stream of samples: all that decides it, and nothing that does not.
-
-Regimes: each setting alone; files that moved, that grew, that are gone; a run and a capture of one
-file; weights that say the same shares.
-"""
+"""What names a stream of samples: all that decides it, and nothing that does not."""
 
 from __future__ import annotations
 

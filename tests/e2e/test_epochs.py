@@ -1,8 +1,4 @@
-"""train.epochs: the steps that it means, for every kind of source, resumed, on one rank and two.
-
-Regimes: a count that misses the samples of a pass; a schedule or a resumption with other steps; a
-source that is not counted; a store that ends before the last epoch.
-"""
+"""train.epochs: the steps that it means, for every kind of source, resumed, on one rank and two."""
 
 from __future__ import annotations
 

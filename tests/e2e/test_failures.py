@@ -1,8 +1,4 @@
-"""What a user can get wrong ends every rank with one message that says what to change.
-
-Regimes: ranks that go on or wait for ever; a message per rank, or none; a traceback instead of a
-sentence; a step that is applied although it was not finite; files left half-written.
-"""
+"""What a user can get wrong ends every rank with one message that says what to change."""
 
 from __future__ import annotations
 

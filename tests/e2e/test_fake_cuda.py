@@ -1,8 +1,7 @@
 """On a GPU every tensor of a step is there, and between its batches and its report the host waits
 twice: for the losses, and for the gradient's norm.
 
-Without a GPU, on tensors that only claim to be on one (`tests.fake_cuda`). Regimes: a tensor that a
-step makes on the host; host memory in a collective, which NCCL refuses; a wait per micro-batch.
+Without a GPU, on tensors that only claim to be on one (`tests.fake_cuda`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs with feature losses that must not go on, or not so: each says why.
-
-Regimes: a run that goes on with other features than it began with; layers that there are not, or
-that see other keys; a step that is not finite in a projector alone.
-"""
+"""Runs with feature losses that must not go on, or not so: each says why."""
 
 from __future__ import annotations
 

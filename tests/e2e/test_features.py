@@ -1,8 +1,4 @@
-"""Runs with feature losses: the same in every layout, and resumed bit for bit.
-
-Regimes: a projector that ranks train apart, that a checkpoint forgets, restores in one layout only
-or hands on to what has no use for it.
-"""
+"""Runs with feature losses: the same in every layout, and resumed bit for bit."""
 
 from __future__ import annotations
 

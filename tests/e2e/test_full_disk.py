@@ -1,8 +1,4 @@
-"""A disk that is full, or fills up while a run writes, ends all ranks and costs no checkpoint.
-
-Regimes: a check that comes after the writing; a failure of one rank that the others do not hear of;
-a folder that looks complete; a log that stops without a word.
-"""
+"""A disk that is full, or fills up while a run writes, ends all ranks and costs no checkpoint."""
 
 from __future__ import annotations
 

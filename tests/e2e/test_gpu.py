@@ -1,8 +1,4 @@
-"""On a real GPU a run is that of a CPU: in fp32 to rounding, in bf16 nearly, and it goes on again.
-
-Regimes: a kernel that differs from the chunked executor; attention that sees other keys; NCCL where
-gloo was; a checkpoint that holds other numbers than the device had.
-"""
+"""A run on a GPU equals that on a CPU: in fp32 to rounding, in bf16 nearly; it can be resumed."""
 
 from __future__ import annotations
 

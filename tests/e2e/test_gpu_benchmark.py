@@ -1,7 +1,4 @@
-"""The benchmark of GPUs runs whole on small shapes, and a part that fails costs no other.
-
-Regimes: every part; no time left for one.
-"""
+"""The benchmark of GPUs runs whole on small shapes, and a part that fails costs no other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A Hugging Face teacher, a student of some of its layers, and the folder that comes out.
-
-Regimes: layers that are not those that were asked for; a student that starts differently in another
-layout; a run that needs its source again; an export without its tokenizer; another tokenizer's ids.
-"""
+"""A Hugging Face teacher, a student of some of its layers, and the folder that comes out."""
 
 from __future__ import annotations
 

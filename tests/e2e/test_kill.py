@@ -1,9 +1,4 @@
-"""A run that is killed or asked to stop, at any moment, loses no step that was saved.
-
-Regimes: SIGKILL of everything in the middle of a save; SIGTERM and SIGINT to one rank and to
-torchrun; a torchrun that is killed and leaves its ranks; processes that stay behind; two starts
-that write into one folder.
-"""
+"""A run that is killed or asked to stop, at any moment, loses no step that was saved."""
 
 from __future__ import annotations
 

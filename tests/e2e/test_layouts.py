@@ -1,9 +1,4 @@
-"""Layout changes nothing: losses and gradient norms per step are those of a single rank.
-
-Regimes: a sum over tensor, pipeline, context, expert or data ranks that is missing, doubled or
-divided by a size; a mean over a micro-batch instead of over the step; a padded vocabulary column
-that counts; a parameter that another layout loads from another place.
-"""
+"""Layout changes nothing: losses and gradient norms per step are those of a single rank."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The learning rate of each step is Megatron's: that of the updates before it.
-
-Regimes: a schedule that is a step ahead, so that the last step, or the only one, does nothing; a
-warm-up from another rate than zero; the forms of a final decay; updates that were not applied; a
-checkpoint of an older release.
-"""
+"""The learning rate of each step is Megatron's: that of the updates before it."""
 
 from __future__ import annotations
 

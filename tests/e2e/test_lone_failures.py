@@ -1,9 +1,4 @@
-"""A rank that fails alone ends the run within seconds, and the run says which rank and why.
-
-Regimes: an exception, and exhausted memory, in one rank while a checkpoint is being written by
-threads of all ranks; peers that no broken connection wakes; a rank that is killed; a rank that
-stops answering. Under torchrun and under `megatron-distill train --processes`.
-"""
+"""A rank that fails alone ends the run within seconds, and the run says which rank and why."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """No tensor has two dimensions of a sequence's length: not in training, validation, capture, or in
-a prompt's pass.
-
-Regimes: documents, one document per sample, sliding windows, soft caps; both pieces of a context
-rank; recomputed layers. Attention maps as features are computed in blocks of 64 MiB, which hold
-such short sequences whole, and are not part of this test.
-"""
+a prompt's pass."""
 
 from __future__ import annotations
 

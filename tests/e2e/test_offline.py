@@ -1,10 +1,4 @@
-"""Training from a store is training from the teacher that it was captured from.
-
-Regimes: a record joined with another sample; another position's distribution; a temperature or a
-top-k that is not the term's; masks or documents lost on the way; a store in one layout and a run
-in another; epochs and orders that a resumed run does not repeat; figures that only a live teacher
-would report.
-"""
+"""Training from a store is training from the teacher that it was captured from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A store that cannot be trusted, or is not this run's, stops every rank with the same sentence.
-
-Regimes: another tokenizer, corpus, packing, teacher, length or vocabulary; a store that is not
-finished; shards missing, cut, exchanged or flipped; terms that the store cannot serve; a step that
-is taken although the record belongs to another sample.
-"""
+"""A store that cannot be trusted, or is not this run's, stops every rank with the same sentence."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Parameters that are gathered late arrive before they are read: by the head, held out, in a save.
-
-Regimes: a head that no module's hook waits for, untied or the embedding's copy on the last stage;
-virtual stages, whose gathers the schedule starts; a validation or a save between two steps. Where
-gathers are deferred each happens only when somebody waits for it, so a read without a wait finds
-the values of an earlier step every time. Padding between buckets, which saved states leave out.
-"""
+"""Parameters that are gathered late arrive before the head, a validation or a save reads them."""
 
 from __future__ import annotations
 

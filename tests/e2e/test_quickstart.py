@@ -1,8 +1,4 @@
-"""The quickstart as a newcomer starts it, with very few steps.
-
-Regimes: a script that the flow calls in a way it does not understand; a stop that leaves processes
-behind or loses the run; a second call that begins anew.
-"""
+"""The quickstart as a newcomer starts it, with very few steps."""
 
 from __future__ import annotations
 

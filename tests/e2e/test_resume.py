@@ -1,9 +1,4 @@
-"""A run that stops and goes on is the run that never stopped.
-
-Regimes: optimizer moments, step counts, schedule, random states or the data's position that are
-lost or restored twice; a layout that reads another's parts from the wrong place; a checkpoint that
-is incomplete, damaged, or of another model; a log that holds a step twice.
-"""
+"""A run that stops and goes on is the run that never stopped."""
 
 from __future__ import annotations
 

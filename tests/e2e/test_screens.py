@@ -1,8 +1,4 @@
-"""The screen of real runs: the banner counts the built model, and the losses of a step add up.
-
-Regimes: a parameter that a rank does not hold, a factor of balancing or of features that the line
-does not apply, a banner that comes twice or not at all.
-"""
+"""The screen of real runs: the banner counts the built model, and the losses of a step add up."""
 
 from __future__ import annotations
 

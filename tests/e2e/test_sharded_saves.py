@@ -1,9 +1,4 @@
-"""Every weight and moment that a layout saves is read by any other, bit by bit.
-
-Regimes: flat ranges of the distributed optimizer that another layout cuts elsewhere; gate and up
-projection in one parameter; padded vocabularies; replicas that write twice or not at all; moments
-without a step; checkpoints of earlier releases; Megatron-Core as reader.
-"""
+"""Every weight and moment that a layout saves is read by any other, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Each configuration that is shipped for large models runs, on small stand-ins for its models.
-
-Regimes: a key that loads and then fails when models, data or objective are assembled; a pair of
-files, capture and run, that no longer fit each other. Only paths, sizes and layout are overridden.
-"""
+"""Each configuration that is shipped for large models runs, on small stand-ins for its models."""
 
 from __future__ import annotations
 

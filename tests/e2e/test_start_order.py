@@ -1,9 +1,6 @@
 """What needs no data is checked before any is read, and a start that fails leaves nothing behind.
 
-The corpus of every case has a broken row, which is what a start that reads it says. Regimes: a
-model that is missing, of no known family, damaged, too small for its tokenizer, of another
-tokenizer or layout; a store or a file that is missing; an earlier run of another model; and, where
-the data itself is wrong, a folder that was there before, one that was not, prepared data.
+The corpus of every case has a broken row, which is what a start that reads it says.
 """
 
 from __future__ import annotations

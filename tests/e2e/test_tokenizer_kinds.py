@@ -1,9 +1,4 @@
-"""A SentencePiece model and tiktoken ranks through every script that a run's tokenizer meets.
-
-Regimes: a run that cannot be continued, or whose text cannot be read, because only Hugging Face
-tokenizers were kept; a run continued with another kind; an export that transformers would read
-with a tokenizer of other ids.
-"""
+"""A SentencePiece model and tiktoken ranks through every script that a run's tokenizer meets."""
 
 from __future__ import annotations
 

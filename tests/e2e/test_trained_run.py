@@ -1,8 +1,4 @@
-"""What is done with a run after its training, in another layout than it was trained in.
-
-Regimes: figures that are not those of the run's own validation; weights of another run or none;
-text that depends on the layout; a sample that ends in an error after a long training.
-"""
+"""What is done with a run after its training, in another layout than it was trained in."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What changes where Transformer Engine is installed: its Adam, its extra state, its absence.
-
-Regimes: a fused Adam, which counts its steps in the group and refuses a step per parameter, saved
-before and after a step that was applied, sharded and whole; a checkpoint of modules with an extra
-state, which other layers lack; a release that cannot be imported.
-"""
+"""What changes where Transformer Engine is installed: its Adam, its extra state, its absence."""
 
 from __future__ import annotations
 

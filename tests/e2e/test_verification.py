@@ -1,8 +1,4 @@
-"""A checkpoint compared with the folder that came out of it, in the dtypes that the files have.
-
-Regimes: an export that was asked to round; files of several dtypes; a model that is another one in
-a bit of the file's dtype; a conversion that ends without a word.
-"""
+"""A checkpoint compared with the folder that came out of it, in the dtypes that the files have."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Teacher and student of one tokenizer with unequal numbers of rows, from start to export.
-
-Regimes: a loss that depends on the padding of either model; a store of one padding for a student of
-another; a store whose vocabulary counts the teacher's padding, as older releases wrote; a row of
-padding that is lost, added or changed on its way out.
-"""
+"""Teacher and student of one tokenizer with unequal numbers of rows, from start to export."""
 
 from __future__ import annotations
 

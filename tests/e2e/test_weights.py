@@ -1,8 +1,4 @@
-"""The weights of a run: drawn alike in every layout, and the teacher's left alone.
-
-Regimes: a random stream that depends on a rank, a stage or a model chunk; padding rows that are
-drawn; replicas that start apart; a teacher that is trained, wrapped, optimised or saved.
-"""
+"""The weights of a run: drawn alike in every layout, and the teacher's left alone."""
 
 from __future__ import annotations
 

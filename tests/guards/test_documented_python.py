@@ -1,8 +1,4 @@
-"""Python code in documents runs as it stands.
-
-Regimes: a name that moved, an argument that changed, a block that leans on nothing before it. The
-blocks of one page are one program, in the order of the page; a signature alone is no block of it.
-"""
+"""Python code in documents runs as it stands."""
 
 import inspect
 import os

@@ -1,8 +1,4 @@
-"""Files, folders and modules that documents name exist, and their links lead somewhere.
-
-Regimes: a module that moved, a page that was renamed, a heading that another page links to, a page
-that the reading order leaves out, a guide with old code, a front page that grows back.
-"""
+"""Files, folders and modules that documents name exist, and their links lead somewhere."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Figures of the front page and of the page on performance are those of the records.
-
-Regimes: a benchmark that was run again without its tables; a figure that was typed wrong.
-"""
+"""Figures of the front page and of the page on performance are those of the records."""
 
 import csv
 import re

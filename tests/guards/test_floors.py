@@ -1,9 +1,4 @@
-"""Floors, fences, cycles: on the tree, and on small sources that break each rule.
-
-Regimes: an upward, a sideways and an unplaced import; relative, lazy and type-checking imports;
-a fenced name inside and outside its places; a circle of two and of three modules; a package whose
-__init__ re-exports what its modules define.
-"""
+"""Floors, fences, cycles: on the tree, and on small sources that break each rule."""
 
 from pathlib import Path
 

@@ -1,8 +1,4 @@
-"""Every key and every option that a message names exists.
-
-Regimes: a key that moved to another section, one of a store's plan that is no key of a
-configuration, an option of another script or of none.
-"""
+"""Every key and every option that a message names exists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Builders of a run take sections of the configuration; only a job's orchestrators take the whole.
 
-An orchestrator hands the whole on, or reads three keys of it or more. Regimes: an annotation by
-name, by a union, in quotes; a field of a class; a nested function; a key read twice.
+An orchestrator hands the whole on, or reads three keys of it or more.
 """
 
 import ast

@@ -1,9 +1,7 @@
 """torchrun leaves the options of our scripts to them.
 
 Its parser takes abbreviations of its own options even behind the script's name, so that an option
-of ours that begins several of torchrun's ends in `ambiguous option`. Regimes: such an option in any
-script; a documented command whose words do not all reach the script; a torchrun whose flags the
-wrapper does not know.
+of ours that begins several of torchrun's ends in `ambiguous option`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""ops, signals, store, losses and data import where Megatron-Core is not installed.
-
-Regimes: the whole tree in one fresh interpreter that refuses `megatron`; a module that needs it,
-directly or through another, which must make the probe fail.
-"""
+"""ops, signals, store, losses and data import where Megatron-Core is not installed."""
 
 import subprocess
 import sys

@@ -1,8 +1,4 @@
-"""The program's table of commands, and each command beside its script.
-
-Regimes: an import of torch before a command is chosen; a command without help; a misspelt one; an
-exit status or an error that a script and its command do not share; `--processes` in a rank.
-"""
+"""The program's table of commands, and each command beside its script."""
 
 from __future__ import annotations
 

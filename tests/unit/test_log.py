@@ -1,8 +1,4 @@
-"""Which rank logs what, in one line format.
-
-Regimes: rank 0 and another rank, INFO and WARNING, a second call for a rank learned later, loggers
-named inside and outside of the package.
-"""
+"""Which rank logs what, in one line format."""
 
 import io
 import logging

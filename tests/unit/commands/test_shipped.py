@@ -1,8 +1,4 @@
-"""Shipped configurations by name.
-
-Regimes: a file of the working directory hidden by a shipped one of its name; a name that leads out
-of the folder; a shipped file that does not load where there is no repository.
-"""
+"""Shipped configurations by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Rules on where a model comes from: each one broken alone, for student and teacher.
-
-Regimes: two sources of one model; layers taken from nowhere, or from a teacher; layers twice, out
-of order or below zero.
-"""
+"""Rules on where a model comes from: each one broken alone, for student and teacher."""
 
 from __future__ import annotations
 

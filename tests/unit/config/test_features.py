@@ -1,8 +1,4 @@
-"""Rules of feature losses, and which layers an entry means.
-
-Regimes: all reported together; depths that the file tells and such that it does not; a student
-deeper than its teacher, one of the same depth, and one that does not divide it.
-"""
+"""Rules of feature losses, and which layers an entry means."""
 
 import pytest
 

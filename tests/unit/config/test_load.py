@@ -1,9 +1,4 @@
-"""Reading a run's YAML, overriding it, printing it.
-
-Regimes: a file that is missing, a folder, not UTF-8, not YAML, empty, not a mapping, with a key
-twice; overrides into sections, lists, null sections and out of a list, with values of every type,
-malformed ones; defaults that depend on other keys; printing and reading back.
-"""
+"""Reading a run's YAML, overriding it, printing it."""
 
 import pytest
 import yaml

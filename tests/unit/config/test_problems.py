@@ -1,9 +1,4 @@
-"""What is said about wrong keys and values, and that all of it is said at once.
-
-Regimes: an unknown key near a sibling, near a key elsewhere, near nothing, inside a list, not even
-text; each kind of type and of bound, from the file and at its edge; required keys; several of
-these together with rules over several keys; no complaint that only follows from another.
-"""
+"""What is said about wrong keys and values, and that all of it is said at once."""
 
 import re
 

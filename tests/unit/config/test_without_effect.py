@@ -1,8 +1,4 @@
-"""Settings without effect: each alone is a warning with its text, and the run does not see it.
-
-Regimes: every rule of that kind; one that only follows from another; a later override of the
-length; errors beside warnings; files of captures and of stored teachers.
-"""
+"""Settings without effect: each alone is a warning with its text, and the run does not see it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The table of formats: complete, equal to the configuration's, and read by every command.
-
-Regimes: a format that the configuration knows and the table does not, or the other way round; a
-rule of the configuration that says otherwise than the table; an identity that forgets a field.
-"""
+"""The table of formats: complete, equal to the configuration's, and read by every command."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Steps taken in a thread, one ahead: the loader's batches and states, errors at their step.
-
-Regimes: the state of the step ahead where that of the step done belongs; an error raised a step
-early; a step after the last; a thread that stays; a defect that leaves the caller waiting.
-"""
+"""Steps taken in a thread, one ahead: the loader's batches and states, errors at their step."""
 
 from __future__ import annotations
 

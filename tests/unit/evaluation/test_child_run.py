@@ -1,5 +1,4 @@
-"""Failure regimes: a finished run made again, a run continued under other settings, a run that was
-stopped or failed taken for finished, an answer asked for twice."""
+"""A child run of the quickstart: made once, continued, or refused."""
 
 import json
 from collections.abc import Sequence

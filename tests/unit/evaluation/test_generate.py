@@ -1,6 +1,4 @@
-"""Failure regimes: text that differs between two runs of one seed, tokens outside the nucleus,
-masked columns chosen, text going on after its end, one row's end stopping another, a context that
-outgrows the model, damaged weights sampled from."""
+"""Sampling of new tokens."""
 
 import pytest
 import torch

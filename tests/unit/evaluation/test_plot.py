@@ -1,5 +1,4 @@
-"""Failure regimes: no file or an empty picture, labels on top of each other, a curve outside the
-picture, a run that has not been validated or has no finite loss."""
+"""The plot of losses."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Failure regimes: students that differ in more than the teacher, a teacher or tokenizer of another
-folder, a finished run made again, --fresh deleting what is not its own, a result with the wrong
-run's figures, a failure or a stop that ends with status 0."""
+"""The flow of the quickstart, with stand-ins for its child processes."""
 
 import json
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Failure regimes: a torn line of a running run read as damage or damage as a torn line, a figure
-in the wrong unit or row, a missing figure shown as 0, a margin with the wrong sign."""
+"""A run's metrics as a summary and as tables."""
 
 import io
 import json

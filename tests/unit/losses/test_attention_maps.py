@@ -1,9 +1,4 @@
-"""The loss between attention maps, against its definition in float64, one query at a time.
-
-Regimes: heads of another number and size; keys shared by queries, soft caps, scales; blocks that do
-not divide the queries; documents and windows; queries that do not count and hold anything;
-chances that are nothing in fp32.
-"""
+"""The loss between attention maps, against its definition in float64, one query at a time."""
 
 from __future__ import annotations
 

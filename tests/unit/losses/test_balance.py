@@ -1,8 +1,4 @@
-"""The balanced total and its gradient, against the formula by autograd in float64.
-
-Regimes: a gradient through a ratio; a weight that the ratio cancels; an infinity where a loss is
-zero; a running mean that begins too small or takes in what is not finite; a clamp on one side only.
-"""
+"""The balanced total and its gradient, against the formula by autograd in float64."""
 
 from __future__ import annotations
 

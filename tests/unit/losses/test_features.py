@@ -1,8 +1,4 @@
-"""Losses between hidden states, against their definition in float64.
-
-Regimes: masked tokens that hold anything; blocks that do not divide the tokens; a state of zeros;
-a projector whose gradient is summed over blocks; half precision; gradients added on the way back.
-"""
+"""Losses between hidden states, against their definition in float64."""
 
 from __future__ import annotations
 

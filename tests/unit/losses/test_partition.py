@@ -1,8 +1,4 @@
-"""Sums of each part of the tokens: what an objective of that part alone says.
-
-Regimes: a part without a token; tokens that count for nothing; what is not finite in another part;
-chunks that cut a part; every kind of teacher and of term; parts that do not add up to the whole.
-"""
+"""Sums of each part of the tokens: what an objective of that part alone says."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Every attention kernel against a masked softmax in float64, with gradients.
-
-Regimes: documents of any length, equal and unequal ones, one per sample; grouped queries matched to
-the wrong key; windows shorter and longer than a block, of one key, across a context piece; soft
-caps; pieces of a context rank in the middle of a document; half precision; dropout; more memory
-than a block's; inputs that belong to another kernel.
-"""
+"""Every attention kernel against a masked softmax in float64, with gradients."""
 
 from __future__ import annotations
 

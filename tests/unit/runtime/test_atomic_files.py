@@ -1,8 +1,4 @@
-"""Files and folders that are written aside.
-
-Regimes: half a file or folder under its name; leftovers of a process that is gone, of one that is
-alive, of another machine; a folder that another process has written meanwhile; a full disk.
-"""
+"""Files and folders that are written aside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A file that is flushed while it is written.
-
-Regimes: bytes lost or out of order; a failed flush that nobody hears of; a file left open.
-"""
+"""A file that is flushed while it is written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Joining the world on GPUs: which device, in which order, and with which variables.
-
-Regimes: an import of Megatron-Core before the device is set, which starts CUDA on the first GPU; a
-rank that sees its own GPU only; two ranks with one GPU; variables that the user has set.
-"""
+"""Joining the world on GPUs: which device, in which order, and with which variables."""
 
 from __future__ import annotations
 

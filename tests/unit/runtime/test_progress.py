@@ -1,8 +1,4 @@
-"""The reporter of progress.
-
-Regimes: control characters in a pipe; a pace that counts the first update or the steps before a
-resumption; a bar wider than the terminal; a figure lost on a wide one; small numbers shown as zero.
-"""
+"""The reporter of progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Documents as lengths: bounds from ids, the pieces of a context rank, the keys of each query.
-
-Regimes: documents of one token; padding; a document across pieces; samples that differ; pieces
-that are adjacent.
-"""
+"""Documents as lengths: bounds from ids, the pieces of a context rank, the keys of each query."""
 
 from __future__ import annotations
 

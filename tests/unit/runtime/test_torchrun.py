@@ -1,5 +1,4 @@
-"""Failure regimes: a rank left running after its launcher, a signal that kills ranks in place of
-letting them finish, a rank that ignores the signal, a failure reported as success."""
+"""Child processes under torchrun: signals, exit statuses, abandoned ranks."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""A kind of signal that docs/adding_a_signal.md adds, in both losses and on vocabulary shards.
-
-Regimes: ids that do not count, an id twice, a shard without any of the ids, tokens of weight zero.
-"""
+"""A kind of signal that docs/adding_a_signal.md adds, in both losses and on vocabulary shards."""
 
 from __future__ import annotations
 

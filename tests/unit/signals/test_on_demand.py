@@ -1,4 +1,4 @@
-"""Regimes: a signal computed twice in a row, or held while the next one is computed."""
+"""Signals that are computed when they are asked for."""
 
 from __future__ import annotations
 

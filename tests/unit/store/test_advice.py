@@ -1,8 +1,4 @@
-"""What a reader says of damage: the sample or the sidecar, and the command that repairs.
-
-Regimes: one damaged record among good ones that are read together; a sidecar that is changed, cut
-off, gone, another shard's, or sealed anew over other figures.
-"""
+"""What a reader says of damage: the sample or the sidecar, and the command that repairs."""
 
 from __future__ import annotations
 

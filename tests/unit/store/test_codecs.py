@@ -1,8 +1,4 @@
-"""Codecs and layout: what comes back is what went in, to the bit or within a bound.
-
-Regimes: vocabularies around every number of id planes; rows of equal and of unequal length; very
-sure and very unsure teachers; nothing left for the tail; masses too small for half precision.
-"""
+"""Codecs and layout: what comes back is what went in, to the bit or within a bound."""
 
 from __future__ import annotations
 

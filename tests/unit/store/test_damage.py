@@ -1,8 +1,4 @@
-"""Reading believes nothing: every damage is a StoreError that names the shard and the sample.
-
-Regimes: bits flipped anywhere; files cut off, missing, swapped, duplicated, of another store, never
-closed; records and manifests of another version; stores of another identity.
-"""
+"""Reading believes nothing: every damage is a StoreError that names the shard and the sample."""
 
 from __future__ import annotations
 

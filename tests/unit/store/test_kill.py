@@ -1,8 +1,4 @@
-"""A writer that is killed or whose disk fills up: what is there is whole, the rest is written anew.
-
-Regimes: SIGKILL before and after every step of a commit; a disk that is full
-from the start, fills up while records are written, and at each later step.
-"""
+"""A writer that is killed or out of disk leaves whole shards, and the next one writes the rest."""
 
 from __future__ import annotations
 

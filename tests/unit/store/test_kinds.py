@@ -1,7 +1,4 @@
-"""Every kind of entries: a blank record fits the plan, survives packing, and gives a signal.
-
-Regimes: one bit plane of ids, an odd number of positions, K of one and K above a byte.
-"""
+"""Every kind of entries: a blank record fits the plan, survives packing, and gives a signal."""
 
 from __future__ import annotations
 

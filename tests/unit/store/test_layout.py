@@ -1,7 +1,4 @@
-"""The bytes are those that docs/store_format.md describes, read here number by number.
-
-Regimes: each codec, rows of equal and unequal length, temperatures, two planes of ids, draws.
-"""
+"""The bytes are those that docs/store_format.md describes, read here number by number."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""MaxText's saved logits become a store that knows what it lacks.
-
-Regimes: packed and unpacked lists, negative and large integers; with and without segments and
-positions; files of earlier eras, of other contents, cut off; a conversion that is interrupted.
-"""
+"""MaxText's saved logits become a store that knows what it lacks."""
 
 from __future__ import annotations
 

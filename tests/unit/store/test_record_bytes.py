@@ -1,8 +1,4 @@
-"""A record's size before there is one, against the records themselves.
-
-Regimes: each codec and mode, ids of 16 bits and more, temperatures; shards that would be too few,
-too large, or of no sample.
-"""
+"""A record's size before there is one, against the records themselves."""
 
 from __future__ import annotations
 

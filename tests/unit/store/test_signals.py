@@ -1,9 +1,4 @@
-"""What losses get from a store: the teacher's own distribution, at every captured temperature.
-
-Regimes: temperatures below and above one, each codec; a smaller k at a temperature; the supports;
-loss and gradient from the store against those from the logits; draws without bias and the same on
-every run.
-"""
+"""What losses get from a store: the teacher's own distribution, at every captured temperature."""
 
 from __future__ import annotations
 

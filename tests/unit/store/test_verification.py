@@ -1,8 +1,4 @@
-"""Verification finds what reading one sample cannot, and repair makes holes that refill the store.
-
-Regimes: values that no teacher can have said inside intact records; several bad shards at once;
-bad sidecars and manifests; stores that are incomplete, and those with nothing wrong.
-"""
+"""Verification finds damage that reading one sample cannot, and repair makes refillable holes."""
 
 from __future__ import annotations
 

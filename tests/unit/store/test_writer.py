@@ -1,8 +1,4 @@
-"""Writing: whole shards or none, the same bytes every time, and only what was planned.
-
-Regimes: one process and several; a store resumed with the same and with other plans; an error, too
-few, too many and wrong samples inside a shard; temporary files that are stale or in use.
-"""
+"""Writing: whole shards or none, the same bytes every time, and only what was planned."""
 
 from __future__ import annotations
 

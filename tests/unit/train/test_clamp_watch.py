@@ -1,5 +1,4 @@
-"""Regimes: a warning for a clamp that is touched now and then, at the wrong end, again and again,
-or about a scale that is free; a mean of micro-batches that rounding moved off the clamp."""
+"""The warning of a balance that stays at its clamp."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Failure regimes: a matrix left out or counted twice, multiply and add counted once, the wrong
-attention, every expert counted as active, the teacher's backward pass, another device's peak."""
+"""FLOPs per token and model FLOPs utilization."""
 
 import dataclasses
 

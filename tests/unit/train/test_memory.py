@@ -1,5 +1,4 @@
-"""Failure regimes: a peak in the wrong unit, a current size in place of the peak, the peak of the
-parent process in a child."""
+"""Peak memory as it is reported."""
 
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-"""Failure regimes: a step twice in the file after a kill, a torn or damaged line, NaN in JSON, a
-sink left open because another failed, a file that cannot be written."""
+"""The log of metrics: JSON lines, resumption, scalars for trackers."""
 
 import json
 import logging

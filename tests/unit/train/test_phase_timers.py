@@ -1,5 +1,4 @@
-"""Regimes: launch time for device time on CUDA; a wait for the device within a phase; signals that
-are computed in the student's schedule and not counted."""
+"""Timers of the phases of a step."""
 
 from __future__ import annotations
 

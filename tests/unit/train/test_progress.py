@@ -1,5 +1,4 @@
-"""Failure regimes: control characters in a log file, a wrong time left, a resumed run that counts
-from nought, a closing line that calls a stopped run finished, a value that is not finite."""
+"""The progress display of a training run."""
 
 import io
 

@@ -1,5 +1,4 @@
-"""Regimes: a change that is not named, or under another key; a file of an earlier start that is
-lost, kept twice or cut short; a start that changed nothing and leaves something."""
+"""Settings that differ between two starts of a run."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""Failure regimes: scalars missing from the event files or at the wrong step, steps twice after
-a resume, wandb reaching for the network, an optional package missing."""
+"""TensorBoard and Weights & Biases."""
 
 import sys
 import time

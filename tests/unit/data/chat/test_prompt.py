@@ -1,8 +1,4 @@
-"""A user message as the prompt of a chat model.
-
-Regimes: a prompt that is not the beginning of a training conversation; an end of turn that is not
-the end of the document; a tokenizer without a template; a template that refuses a system message.
-"""
+"""A user message as the prompt of a chat model."""
 
 from __future__ import annotations
 

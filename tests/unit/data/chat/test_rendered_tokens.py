@@ -1,9 +1,4 @@
-"""Conversations with every kind of tokenizer: ends of turns are tokens, whoever makes them of text.
-
-Regimes: a tokenizer that spells a special token instead of making it; spans that are off behind
-one; special tokens side by side, at the ends, and none at all; a tokenizer that a worker process
-cannot be given.
-"""
+"""Conversations with every kind of tokenizer: ends of turns are tokens."""
 
 from __future__ import annotations
 

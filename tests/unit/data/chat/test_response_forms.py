@@ -1,9 +1,4 @@
-"""What templates differ on: headers that go on, turns without an end, forms of tool calls.
-
-Regimes: a generation prompt that begins a thought or closes an empty one, with tags that are
-special tokens and that are not; a stop token that is the next turn's first one; tool calls that a
-template leaves out, refuses as objects, or writes a null beside.
-"""
+"""What templates differ on: headers that go on, turns without an end, forms of tool calls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Every chat template of TRL's package: what of it is trained, and what TRL trains in its place.
-
-Regimes: one turn and several, system prompts, thoughts in the last and in earlier answers, tool
-calls with and without a text, tags of thoughts and calls that are special tokens and that are not.
-"""
+"""Every chat template of TRL's package: what of it is trained, and what TRL trains in its place."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One interface for every kind of tokenizer.
-
-Regimes: normal forms, emoji with joiners, CJK, right-to-left text, code, control characters, long
-white space, nothing; spans of tokens that are parts of characters, of spaces that the tokenizer
-adds, of characters that it rewrites; ids that are no text; folders kept and found again.
-"""
+"""One interface for every kind of tokenizer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Files that we write, as the safetensors library reads them, and how tensors are put into files.
-
-Regimes: a header that ends off its alignment; tensors of no element or no axis; a cap below the
-largest tensor; a file above the cap; a size in the index that is not the files'.
-"""
+"""Safetensors files that we write, and how tensors are put into files."""
 
 from __future__ import annotations
 

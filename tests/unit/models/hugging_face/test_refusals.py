@@ -1,8 +1,4 @@
-"""Folders that are no model, or not one that is computed here: each refused by file and by value.
-
-Regimes: an entry that is ignored and changes the model; a traceback of a library; a tensor that is
-left out or read from another file; a pickle that is opened.
-"""
+"""Folders that are no supported model, each refused by file and value."""
 
 from __future__ import annotations
 

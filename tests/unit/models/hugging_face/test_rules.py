@@ -1,8 +1,4 @@
-"""Rows of ours and of theirs: each one covered once, and read as if assembled by hand.
-
-Regimes: groups of one query and of several; a window that starts or ends inside a query, a key, a
-value, a gate; a transposed matrix; padding below the vocabulary; more read than the window.
-"""
+"""Rows of ours and of theirs: each one covered once, and read as if assembled by hand."""
 
 from __future__ import annotations
 

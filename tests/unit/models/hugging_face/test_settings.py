@@ -1,8 +1,4 @@
-"""Configurations of `transformers` into architectures and back, for every family.
-
-Regimes: an entry read and not written, or written and not read; a default of the family in place of
-the model's own value; an entry that a later release adds and nobody looks at.
-"""
+"""Configurations of `transformers` into architectures and back, for every family."""
 
 from __future__ import annotations
 

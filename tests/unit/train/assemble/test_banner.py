@@ -1,8 +1,4 @@
-"""The lines that a run and a capture begin with.
-
-Regimes: more than 14 lines; a parameter that is not counted, or an expert counted as active; a
-term, a schedule or a factor that is left out; memory that ignores a layout or a precision.
-"""
+"""The lines that a run and a capture begin with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which sample stands where, and that the source brings them so, reading as little as it can.
-
-Regimes: one and several replicas; fewer holes than replicas; a short last shard; shards that are no
-multiple of a step; holes with gaps, behind known places and without them; memory.
-"""
+"""Which sample stands where, and that the source brings them so, reading as little as it can."""
 
 from __future__ import annotations
 

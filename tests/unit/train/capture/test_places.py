@@ -1,7 +1,4 @@
-"""Where a stream stood, kept on disk: found again, and refused where it is not what it was.
-
-Regimes: a file of another store; one under another name; a byte changed; one being written.
-"""
+"""Where a stream stood, kept on disk: found again, and refused where it is not what it was."""
 
 from __future__ import annotations
 

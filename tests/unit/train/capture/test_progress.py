@@ -1,8 +1,4 @@
-"""What a capture says of itself.
-
-Regimes: control characters in a log; a line for every step; a pace that counts the first step; a
-resumed start; sizes before there is a shard.
-"""
+"""What a capture says of itself."""
 
 from __future__ import annotations
 

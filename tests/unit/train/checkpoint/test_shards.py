@@ -1,8 +1,4 @@
-"""Flat ranges as windows of a tensor, and the shares of replicas.
-
-Regimes: ranges inside a row, across rows and across matrices; leading axes of one layer; windows
-larger than a block; shares of tensors smaller than a row per rank; a buffer filled anew per save.
-"""
+"""Flat ranges as windows of a tensor, and the shares of replicas."""
 
 from __future__ import annotations
 

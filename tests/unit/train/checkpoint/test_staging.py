@@ -1,8 +1,4 @@
-"""The buffer of asynchronous saves on a GPU, on tensors that claim to be there.
-
-Regimes: memory that is page-locked anew in every save, or never unlocked; a copy that is not waited
-for, or waited for once per tensor; a driver that refuses.
-"""
+"""The buffer of asynchronous saves on a GPU, on tensors that claim to be there."""
 
 from __future__ import annotations
 
