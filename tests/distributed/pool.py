@@ -1,4 +1,7 @@
-"""A persistent pool of gloo workers: a spawn per test costs seconds, a pooled call milliseconds."""
+"""A persistent pool of gloo workers: a start per test costs seconds, a pooled call milliseconds.
+
+The workers are forked from one server, which has imported torch and Megatron-Core for all of them.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,8 @@ class Pool:
         atexit.register(self.close)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preloaded"])
         with _worker_environment():
             for rank in range(self.size):
                 ours, theirs = context.Pipe()

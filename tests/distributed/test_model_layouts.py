@@ -205,8 +205,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[Any, ...]]] = {
     ),
 }  # fmt: skip
 CASES = [
-    *[(name, layout) for name in ("gemma2", "gemma3") for layout in LAYOUTS],
-    ("biased", "TP2"),
+    *[("gemma3", layout) for layout in LAYOUTS],
+    ("gemma2", "TP2+sequence"),
+    ("gemma2", "PP2+virtual"),
+    ("gemma2", "CP2"),
+    ("gemma2", "TP2+sequence x PP2, recompute"),
+    ("gemma2", "recompute modules TP2+sequence"),
     ("biased", "TP2+sequence"),
     ("biased", "TP4+sequence on fewer KV heads, recompute"),
     ("one KV head", "TP4 on fewer KV heads"),

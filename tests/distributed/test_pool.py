@@ -1,11 +1,8 @@
 """The pool itself: results by rank, readable failures, crashes and hangs that cost one call."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,19 +27,9 @@ def fail_on_last_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def abort_on_first_rank(rank: int, world_size: int) -> None:
-    if rank == 0:
-        os.abort()
-    dist.barrier()
-
-
 def hang_on_first_rank(rank: int, world_size: int) -> None:
     if rank == 0:
         time.sleep(600)
-
-
-def unpicklable(rank: int, world_size: int) -> object:
-    return lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +47,6 @@ def test_results_come_by_rank_from_a_group_of_the_asked_size(pool: Pool, world_s
     assert pool.run(world_size, summed_rank, 10) == expected
 
 
-def test_workers_persist_between_calls(pool: Pool) -> None:
-    first = pool.run(4, process_id)
-    assert len(set(first)) == 4
-    assert pool.run(2, process_id) == first[:2]
-
-
 def test_a_rank_without_a_collective_waits_until_all_have_connected(pool: Pool) -> None:
     for _ in range(10):
         assert len(pool.run(4, process_id)) == 4
@@ -77,43 +58,7 @@ def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None
     assert len(pair.run(2, summed_rank, 0)) == 2
 
 
-def test_a_signal_shows_where_it_came(pair: Pool) -> None:
-    said = "rank 0: process ended with exit code -6\nFatal Python error: Aborted"
-    with pytest.raises(AssertionError, match=f"{said}(.|\n)*in abort_on_first_rank"):
-        pair.run(2, abort_on_first_rank)
-    assert len(pair.run(2, summed_rank, 0)) == 2
-
-
 def test_hang_shows_where_it_hangs_and_the_next_call_works(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="no answer in time(.|\n)*hang_on_first_rank"):
         pair.run(2, hang_on_first_rank, timeout=4.0)  # time enough to be asked, on a busy machine
     assert len(pair.run(2, summed_rank, 0)) == 2
-
-
-def test_result_that_does_not_pickle_is_reported(pair: Pool) -> None:
-    with pytest.raises(AssertionError, match="rank 0: Traceback(.|\n)*unpicklable"):
-        pair.run(1, unpicklable)
-
-
-@pytest.mark.slow
-def test_workers_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
-    program = tmp_path / "leave.py"
-    program.write_text(
-        "import os, signal\n"
-        "from tests.distributed.pool import Pool\n"
-        "from tests.distributed.test_pool import process_id\n"
-        "if __name__ == '__main__':\n"
-        "    print(*Pool(2).run(2, process_id), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    root = str(Path(__file__).parents[2])
-    environment = dict(os.environ, PYTHONPATH=root, TMPDIR=str(tmp_path))
-    finished = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=240
-    )
-    workers = [int(word) for word in finished.stdout.split()]
-    assert len(workers) == 2, finished.stderr
-    deadline = time.monotonic() + 120
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, f"workers {workers} outlive the killed parent"
-        time.sleep(0.05)

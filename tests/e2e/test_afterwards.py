@@ -23,8 +23,7 @@ def modules_left(rank: int, world: int, config: Path, overrides: list[str]) -> i
     ("name", "options"),
     [
         ("dense", ["train.recompute=full"]),
-        ("moe", ["parallel.expert=2"]),
-        ("moe", ["train.recompute=full"]),
+        ("moe", ["parallel.expert=2", "train.recompute=full"]),
     ],
 )
 def test_no_part_of_a_model_outlives_its_run(

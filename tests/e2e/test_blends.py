@@ -150,7 +150,7 @@ BALANCED: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "gradient norms, TP2": (2, ("objective.balance.mode=gradient_norm", "parallel.tensor=2")),
 }  # fmt: skip
-QUICK_BALANCED = ("schedule", "magnitude, DP2", "gradient norms, TP2")
+QUICK_BALANCED = ("schedule", "magnitude, DP2")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(BALANCED, QUICK_BALANCED))

@@ -54,13 +54,3 @@ def test_the_signatures_of_the_page_are_those_of_the_functions() -> None:
         ]
         words = (word.strip().partition("=")[0] for word in listed.split(","))
         assert [word for word in words if word != "*"] == wanted
-
-
-def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n\n```python\nvalue = 1\n```\n\n```python\nassert value == 2\n```\n")
-    lines = program(page).split("\n")
-    assert lines[3] == "value = 1"
-    assert lines[7] == "assert value == 2"
-    with pytest.raises(AssertionError):
-        exec("\n".join(lines), {})

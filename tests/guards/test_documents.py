@@ -127,17 +127,3 @@ def test_the_front_page_stays_short_and_lists_what_is_not_measured() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= FRONT_PAGE_LINES
     assert "not yet measured on GPUs" in " ".join(lines[:25])
-
-
-def test_a_path_a_module_and_an_anchor_that_are_not_there_are_found(tmp_path: Path) -> None:
-    text = "`ops/native/rows.c`, `train/capture*.py`, `nowhere.py`, `train/step.py`, `runs/x/y`"
-    assert [path for path in named_paths(text) if not exists(path)] == [
-        "ops/native/rows.c",
-        "train/capture*.py",
-    ]
-    assert module_exists("megatron_distill.config.reference")
-    assert module_exists("megatron_distill.losses.objective.token_weights")
-    assert not module_exists("megatron_distill.attic.box")
-    page = tmp_path / "page.md"
-    page.write_text("# One thing, two\n")
-    assert anchors(page) == {"one-thing-two"}

@@ -120,9 +120,3 @@ def test_the_losses_are_those_of_the_record(page: Path) -> None:
         for subject, text in zip((ours, peer), memory, strict=False):
             extra = record[f"{CASES[0]}/TP{ranks}", loss, subject][2]
             assert rounded(extra, text), (name, subject, extra, text)
-
-
-def test_a_figure_is_rounded_to_its_digits() -> None:
-    assert rounded(5.446, "5.4x")
-    assert not rounded(5.446, "5.5x")
-    assert rounded(2761.4, "2,761")

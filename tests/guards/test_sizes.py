@@ -7,7 +7,6 @@ from tests.guards.sizes import (
     FUNCTION_LINES,
     long_files,
     long_functions,
-    needless_exceptions,
 )
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
@@ -35,11 +34,6 @@ def test_no_function_is_too_long():
     assert not found, "\n".join(found)
 
 
-def test_the_tables_of_exceptions_hold_nothing_needless():
-    found = list(needless_exceptions(PROJECT))
-    assert not found, "\n".join(found)
-
-
 def test_the_file_limit_is_sharp():
     assert list(long_files([source("x = 1\n" * FILE_LINES)])) == []
     assert len(list(long_files([source("x = 1\n" * (FILE_LINES + 1))]))) == 1
@@ -53,13 +47,3 @@ def test_the_function_limit_is_sharp_and_spares_the_docstring():
         f"    {line}\n" for line in function(FUNCTION_LINES + 1).splitlines()
     )
     assert len(list(long_functions([source(nested)]))) == 1
-
-
-def test_a_named_exception_is_spared_and_an_outlived_one_is_found():
-    long = source(function(FUNCTION_LINES + 1) + "x = 1\n" * FILE_LINES)
-    name = f"{long.place}::f"
-    assert list(long_functions([long], [name])) == []
-    assert list(long_files([long], [long.place])) == []
-    assert list(needless_exceptions([long], [long.place], [name])) == []
-    short = source("x = 1\n")
-    assert len(list(needless_exceptions([short], [short.place], [name]))) == 2

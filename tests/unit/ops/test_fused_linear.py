@@ -18,7 +18,7 @@ from tests.reference.tracing import Trace, traced
 from tests.support.divergence_runs import EACH, NAMES, term_of
 from tests.support.objective_runs import run as run_once
 
-TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 4096, 16
+TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 1024, 16
 
 
 def step(
@@ -130,6 +130,10 @@ def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
     assert peak < 1.25 * 2 * 4 * 256 * 40_000
 
 
+# One divergence that is linear in its slope, a mixture and a blend, on every support.
+KINDS = [one for one in EACH if one[0] in ("forward_kl", "js_divergence", "adaptive_kl")]
+
+
 def products_of(problem: Problem, terms: list[Term], signal: Any = None) -> Trace:
     return traced(partial(run_once, problem, terms, signal=signal, chunk_tokens=8))
 
@@ -142,7 +146,7 @@ def dtypes_of(trace: Trace) -> set[torch.dtype]:
 def test_defect_10_products_run_in_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
     # NeMo-RL's path from hidden states ran the products of backward in fp32.
     problem = Problem.random(24, HIDDEN, 64, dtype=dtype)
-    for name, support in EACH if dtype is torch.bfloat16 else EACH[:1]:
+    for name, support in KINDS if dtype is torch.bfloat16 else KINDS[:1]:
         trace = products_of(problem, [term_of(name, support, temperature=2.0)])
         assert len(trace.products) == 3 * 4  # logits of both models, both gradients
         assert dtypes_of(trace) == {dtype}
