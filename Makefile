@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
+# Each of them computes with one thread: together they are as many as the cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: help venv peers quickstart quickstart-offline test slow lint format docs pins clean
 .DEFAULT_GOAL := help
@@ -49,12 +51,11 @@ quickstart-offline: $(STAMP)
 	$(BIN)/python launch/quickstart.py --offline
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST)
 
 # Status 5 of pytest says that no test is marked slow, which is no failure.
 slow: $(STAMP)
-	$(BIN)/python -m pytest tests -m 'slow and not gpu' \
-		--numprocesses $(TEST_PROCESSES) --dist loadfile || [ $$? -eq 5 ]
+	$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))

@@ -52,6 +52,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_bias": True,
         "rotary_fraction": 0.5,
     },
+    "gpt2": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "positions": "learned",
+        "qkv_bias": True,
+        "linear_bias": True,
+        "tied_embeddings": True,
+    },
     "one KV head": {"num_kv_heads": 1, "qk_norm": True, "qkv_bias": True},
     "uneven": {"num_layers": 5, "sliding_window": 6, "sliding_layers": (1, 4)},
 }
@@ -212,6 +220,8 @@ CASES = [
     ("gemma2", "TP2+sequence x PP2, recompute"),
     ("gemma2", "recompute modules TP2+sequence"),
     ("biased", "TP2+sequence"),
+    ("gpt2", "TP2"),
+    ("gpt2", "TP2+sequence"),
     ("biased", "TP4+sequence on fewer KV heads, recompute"),
     ("one KV head", "TP4 on fewer KV heads"),
     ("one KV head", "TP4+sequence on fewer KV heads, recompute"),

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
 from megatron_distill.runtime.batch import Batch
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
-from tests.reference.attention import masked_attention, visible_keys
 
 LENGTH = 32
-SCALE = 8**-0.5
 
 
 def packed_batch(*, isolate: bool) -> Batch:
@@ -43,128 +38,6 @@ def packed_batch(*, isolate: bool) -> Batch:
         sample_ids_b=torch.arange(2),
         isolate_documents=isolate,
     )
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What differs between layers' attention."""
-
-    isolate: bool = True
-    window: int | None = None
-    softcap: float | None = None
-
-
-def _attention(
-    rank: int, world: int, scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
-    with megatron_groups(context=world) as groups:
-        from megatron.core.transformer.enums import AttnMaskType
-
-        from megatron_distill.models.architecture import Execution, transformer_config
-        from megatron_distill.models.attention import TorchAttention
-        from megatron_distill.models.taps import LayerCall
-
-        execution = Execution(torch.float32, torch.device("cpu"))
-        config = transformer_config(small_architecture(), groups.layout, execution)
-        core = TorchAttention(
-            config,
-            1,
-            AttnMaskType.causal,
-            "self",
-            softmax_scale=SCALE,
-            pg_collection=groups.megatron,
-            softcap=scores.softcap,
-        )
-        core.window = scores.window
-        whole, weight = _tensors()
-        batch = packed_batch(isolate=scores.isolate).context_shard(rank, world)
-        index = batch.sequence_index_s
-        local = [tensor[index].float().requires_grad_() for tensor in whole]
-        out = core(*local, None, attention_bias=LayerCall(batch.segments))
-        (out * weight[index]).sum().backward()
-        return out.detach(), index, [tensor.grad for tensor in local]
-
-
-def _tensors() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Queries, keys and values of the whole sequences, and a weight of the result."""
-    generator = torch.Generator().manual_seed(5)
-    whole = [torch.randn(LENGTH, 2, heads, 8, generator=generator) for heads in (4, 2, 2)]
-    return whole, torch.randn(LENGTH, 2, 32, generator=generator)
-
-
-def _gathered(shards: list[Any], pick: Any) -> torch.Tensor:
-    order = torch.cat([index for _, index, _ in shards])
-    return torch.cat([pick(shard) for shard in shards])[order.argsort()]
-
-
-@pytest.mark.parametrize(
-    "scores",
-    [
-        Scores(),
-        Scores(isolate=False),
-        Scores(window=6),
-        Scores(isolate=False, window=3),
-        Scores(softcap=1.5, window=6),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_attention_equals_its_definition_for_any_context_split(
-    pool: Pool, world: int, scores: Scores
-) -> None:
-    shards = pool.run(world, _attention, scores)
-    whole, weight = _tensors()
-    tensors = [tensor.double().requires_grad_() for tensor in whole]
-    documents = packed_batch(isolate=scores.isolate).document_ids_bS
-    visible = visible_keys(documents, torch.arange(LENGTH), scores.window)
-    expected = masked_attention(*tensors, visible, scale=SCALE, softcap=scores.softcap).flatten(2)
-    (expected * weight).sum().backward()
-    found = _gathered(shards, lambda shard: shard[0])
-    torch.testing.assert_close(found.double(), expected.detach(), atol=2e-6, rtol=0)
-    for number, tensor in enumerate(tensors):
-        assert tensor.grad is not None
-        found = _gathered(shards, lambda shard, n=number: shard[2][n])
-        torch.testing.assert_close(found.double(), tensor.grad, atol=5e-6, rtol=0)
-
-
-def _hidden(rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any]) -> torch.Tensor:
-    with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt, hidden_for_head, run_model
-
-        execution = Execution(torch.float32, torch.device("cpu"))
-        (model,) = build_gpt(
-            small_architecture(**changes), groups=groups, execution=execution, seed=11
-        )
-        batch = packed_batch(isolate=True)
-        with torch.no_grad():
-            return hidden_for_head(run_model(model, batch, context_size=1), groups=groups)
-
-
-ARCHITECTURES = {
-    "llama": {},
-    "gpt2": {
-        "norm": "layernorm",
-        "activation": "gelu",
-        "positions": "learned",
-        "qkv_bias": True,
-        "linear_bias": True,
-        "tied_embeddings": True,
-    },
-    "qwen3": {"qk_norm": True, "head_size": 12, "qkv_bias": True},
-    "gemma": {"activation": "geglu", "tied_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("sequence", [False, True])
-def test_hidden_states_do_not_depend_on_tensor_parallelism(
-    pool: Pool, name: str, sequence: bool
-) -> None:
-    (whole,) = pool.run(1, _hidden, {}, ARCHITECTURES[name])
-    layout = {"tensor": 2, "sequence": sequence}
-    for shard in pool.run(2, _hidden, layout, ARCHITECTURES[name]):
-        torch.testing.assert_close(shard, whole, atol=2e-5, rtol=0)
 
 
 def _document_alone(rank: int, world: int, positions: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,19 +71,11 @@ def train(pool: Pool, inputs: Inputs, initial: dict[str, list[str]]) -> Runner:
 
 
 LAYOUTS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
-    "micro-batch 4": ("dense", 1, MAGNITUDE, ("train.micro_batch_size=4",)),
     "TP2+sequence x PP2": ("dense", 4, MAGNITUDE, (TENSOR, SEQUENCE, PIPELINE)),
-    "DP2, parameters gathered late": ("dense", 2, MAGNITUDE, (LATE,)),
     "PP2+virtual x DP2, gathered late": ("dense", 4, MAGNITUDE, (LATE, PIPELINE, VIRTUAL)),
-    "CP2, recompute": ("dense", 2, MAGNITUDE, ("parallel.context=2", "train.recompute=full")),
     "experts EP2": ("moe", 2, MAGNITUDE, ("parallel.expert=2",)),
-    "previous DP2 x TP2": ("dense", 4, PREVIOUS, (TENSOR,)),
     "gradient norms TP2+sequence x DP2": ("dense", 4, NORMS, (TENSOR, SEQUENCE)),
-    "gradient norms PP2+virtual": ("dense", 2, NORMS, (PIPELINE, VIRTUAL)),
     "schedule TP2xPP2": ("dense", 4, SCHEDULE, (TENSOR, PIPELINE)),
-    "schedule and magnitude DP2": (
-        "dense", 2, (*MAGNITUDE, *CHANGING), ("train.micro_batch_size=1",),
-    ),
 }  # fmt: skip
 
 

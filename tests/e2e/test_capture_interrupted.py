@@ -121,17 +121,6 @@ def test_a_start_goes_on_where_the_first_hole_begins(
     assert contents(store) == undisturbed
 
 
-@pytest.mark.slow
-def test_without_any_place_the_stream_is_read_from_its_beginning(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
-    store = tmp_path / "store"
-    assert run_in(pool, 1, config, store, stop_after=30) is False
-    shutil.rmtree(store / "capture")
-    assert run_in(pool, 2, config, store) is True
-    assert contents(store) == undisturbed
-
-
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_file_that_one_rank_cannot_write_ends_all(
     pool: Pool, inputs: Inputs, tmp_path: Path, failing: int
@@ -175,21 +164,6 @@ def test_jobs_write_one_store_and_the_last_one_finishes_it(
     assert [int(name[-6:]) % 2 for name in shards_of(store)] == [1] * (SHARDS // 2)
     assert not (store / "manifest.json").exists()
     assert run_in(pool, 1, config, store, "store.jobs=2", "store.job=0") is True
-    assert contents(store) == undisturbed
-
-
-@pytest.mark.slow
-def test_jobs_side_by_side(config: Path, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    store, folders = tmp_path / "store", [tmp_path / f"job{job}" for job in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    given = [arguments(config, store, "store.jobs=2", f"store.job={job}") for job in range(2)]
-    with (
-        torchrun(folders[0], given[0], script=SCRIPT) as one,
-        torchrun(folders[1], given[1], script=SCRIPT) as other,
-    ):
-        assert one.wait() == 0, one.log.read_text()
-        assert other.wait() == 0, other.log.read_text()
     assert contents(store) == undisturbed
 
 

@@ -81,8 +81,9 @@ def is_writing(output: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["import", "export"])
+@pytest.mark.parametrize(
+    ("command", "number"), [("import", signal.SIGINT), ("export", signal.SIGTERM)]
+)
 def test_an_interrupted_conversion_leaves_the_old_folder(
     large: Sources, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
@@ -109,8 +110,11 @@ def test_an_interrupted_conversion_leaves_the_old_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, SIGNALLING_TORCHRUN], ids=["torchrun", "wrapper"])
-@pytest.mark.parametrize("command", ["import", "export"])
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [("import", TORCHRUN), ("export", SIGNALLING_TORCHRUN)],
+    ids=["import, torchrun", "export, wrapper"],
+)
 def test_two_interrupted_ranks_leave_the_old_folder(
     large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
 ) -> None:

@@ -21,7 +21,7 @@ from tests.e2e.runs import Inputs, course, failure, run, step_records
 from tests.e2e.test_conversations import SECTIONS, write_chat
 from tests.support.indexed_corpus import write_indexed
 
-BATCH, LENGTH, HELD_OUT = 32, 32, 0.1
+BATCH, LENGTH, HELD_OUT = 16, 32, 0.1
 COMMON = (
     f"train.global_batch_size={BATCH}",
     "train.micro_batch_size=16",
@@ -37,10 +37,10 @@ def tokenizer(inputs: Inputs) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def corpus(inputs: Inputs) -> Path:
-    """A fifth of the session's, so that two epochs are few steps."""
+    """A tenth of the session's, so that two epochs are few steps."""
     lines = inputs.corpus.read_text().splitlines(keepends=True)
     path = inputs.folder / "few.jsonl"
-    path.write_text("".join(lines[::5]))
+    path.write_text("".join(lines[::10]))
     return path
 
 

@@ -120,7 +120,7 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    with_bad_lines(inputs, corpus, [70])
+    with_bad_lines(inputs, corpus, [30])
     output = tmp_path / "run"
     data = (f"data.sources.0.paths={corpus}", "data.shuffle_buffer=4")
     data += ("data.shuffle_samples=4", "train.steps=200")
@@ -128,7 +128,7 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
         call(pool, inputs.folder / "dense.yaml", output, *data, SAVE, "checkpoint.interval=5",
              "checkpoint.asynchronous=true")
     )  # fmt: skip
-    assert f"{corpus}:70: not a JSON object" in said
+    assert f"{corpus}:30: not a JSON object" in said
     assert "data.on_error=skip" in said
     steps = [record["step"] for record in step_records(output)]
     assert steps == list(range(1, len(steps) + 1))
@@ -142,17 +142,17 @@ def test_corrupt_lines_are_skipped_counted_and_reported(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    bad = list(range(3, 60, 3))
+    bad = list(range(2, 34, 2))
     with_bad_lines(inputs, corpus, bad)
     endings = call(
-        pool, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=40",
+        pool, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=20",
         f"data.sources.0.paths={corpus}", "data.on_error=skip",
     )  # fmt: skip
     assert [ending.status for ending in endings] == [0, 0]
     for number in bad[:10]:
         assert f"skipped: {corpus}:{number}: not a JSON object" in endings[0].said
     assert "skipped 16 records so far" in endings[0].said
-    assert len(step_records(tmp_path / "run")) == 40
+    assert len(step_records(tmp_path / "run")) == 20
 
 
 def test_a_sequence_beyond_the_positions_of_a_checkpoint(

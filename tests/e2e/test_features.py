@@ -49,20 +49,11 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "maps, TP2+sequence x PP2, recompute attention": (
         4, (MAPS,), (TENSOR, SEQUENCE, PIPELINE, "train.recompute=selective"),
     ),
-    "maps, CP2": (2, (MAPS,), (CONTEXT,)),
-    "maps of plain causality, TP2": (2, (MAPS, "data.isolate_documents=false"), (TENSOR,)),
-    "TP2+sequence x PP2, recompute": (4, (), (TENSOR, SEQUENCE, PIPELINE, RECOMPUTE)),
     "PP2+virtual, recompute": (2, (), (PIPELINE, VIRTUAL, RECOMPUTE)),
-    "MLP, TP2xPP2": (4, (MLP,), (TENSOR, PIPELINE)),
     "shared, DP2": (2, (SHARED,), ()),
-    "TP2": (2, (), (TENSOR,)),
-    "PP2": (2, (), (PIPELINE,)),
-    "CP2": (2, (), (CONTEXT,)),
-    "DP2, whole optimizer": (2, (), ("optimizer.distributed=false",)),
     "DP2xPP2, parameters gathered late": (
         4, (), (PIPELINE, VIRTUAL, "optimizer.overlap_param_gather=true"),
     ),
-    "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
     "no accumulation": (1, (), ("train.micro_batch_size=8",)),
 }  # fmt: skip
 

@@ -37,10 +37,8 @@ FULL = "free disk space or change `output`"
 @pytest.mark.parametrize(
     ("failing", "asynchronous"),
     [
-        pytest.param(0, "true", marks=pytest.mark.slow),
         (1, "false"),
-        pytest.param(0, "false", marks=pytest.mark.slow),
-        pytest.param(1, "true", marks=pytest.mark.slow),
+        pytest.param(0, "true", marks=pytest.mark.slow),
     ],
 )
 def test_a_disk_that_fills_up_on_one_rank_ends_all(
@@ -49,7 +47,7 @@ def test_a_disk_that_fills_up_on_one_rank_ends_all(
     # The first file of a tensor-parallel rank that grows beyond this is its part of a checkpoint.
     config = inputs.folder / "dense.yaml"
     overrides = (TENSOR, SAVE, "checkpoint.interval=2", f"checkpoint.asynchronous={asynchronous}")
-    overrides += ("train.steps=8",)
+    overrides += ("train.steps=5",)
     run(pool, 2, config, tmp_path, *overrides, stop_after=2)
     assert checkpoints(tmp_path) == ["step_0000002"]
     endings = call(pool, config, tmp_path, *overrides, limits={failing: 60_000})
@@ -60,7 +58,7 @@ def test_a_disk_that_fills_up_on_one_rank_ends_all(
     assert FULL in said
     assert checkpoints(tmp_path) == ["step_0000002"]
     after = run(pool, 2, config, tmp_path, *overrides)
-    assert [record["step"] for record in after] == list(range(1, 9))
+    assert [record["step"] for record in after] == list(range(1, 6))
 
 
 def failure_on_a_disk_that_looks_empty(

@@ -70,7 +70,6 @@ CONTEXT = "parallel.context=2"
 EXPERT = "parallel.expert=2"
 
 LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
-    "TP2": ("dense", 2, (TENSOR,)),
     "TP2+sequence": ("dense", 2, (TENSOR, SEQUENCE)),
     "PP2": ("dense", 2, (PIPELINE,)),
     "PP2+virtual": ("dense", 2, (PIPELINE, VIRTUAL)),
@@ -79,8 +78,6 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
     "TP2xPP2": ("dense", 4, (TENSOR, PIPELINE)),
     "TP4 on 2 KV heads": ("dense", 4, (FOUR,)),
     "EP2": ("moe", 2, (EXPERT,)),
-    "micro-batch 1": ("dense", 1, ("train.micro_batch_size=1",)),
-    "micro-batch 4": ("dense", 1, ("train.micro_batch_size=4",)),
     "no accumulation": ("dense", 1, ("train.micro_batch_size=8",)),
 }
 
@@ -119,22 +116,16 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
         "dense", 4, (), ("optimizer.overlap_param_gather=true", PIPELINE, VIRTUAL),
     ),
     "whole optimizer on every rank": ("dense", 2, (), ("optimizer.distributed=false",)),
-    "no overlap": ("dense", 2, (), ("optimizer.overlap_grad_reduce=false",)),
     "recompute attention": ("dense", 1, (), ("train.recompute=selective",)),
     "recompute layers": ("dense", 2, (), ("train.recompute=full", TENSOR, SEQUENCE)),
     "teacher padded otherwise": (
         "dense", 2, (), (TENSOR, "teacher.architecture.vocab_divisible_by=8"),
     ),
-    "student padded otherwise": (
-        "dense", 2, (), (TENSOR, "student.architecture.vocab_divisible_by=8"),
-    ),
     "documents see each other": ("dense", 2, ("data.isolate_documents=false",), (CONTEXT,)),
-    "six terms TP2": ("dense", 2, (TERMS,), (TENSOR,)),
     "six terms CP2": ("dense", 2, (TERMS,), (CONTEXT, "train.micro_batch_size=4")),
     "six terms TP2xPP2": ("dense", 4, (TERMS,), (TENSOR, SEQUENCE, PIPELINE)),
     "CP2xTP2": ("dense", 4, (), (CONTEXT, TENSOR, SEQUENCE)),
     "CP2xPP2": ("dense", 4, (), (CONTEXT, PIPELINE)),
-    "GPT-like TP2": ("gpt", 2, (), (TENSOR,)),
     "GPT-like TP2+sequence": ("gpt", 2, (), (TENSOR, SEQUENCE)),
     "GPT-like PP2": ("gpt", 2, (), (PIPELINE,)),
     "experts TP2xEP2": ("moe", 4, (), (TENSOR, SEQUENCE, EXPERT)),
@@ -204,14 +195,10 @@ SWITCH = (
     f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 1, ffn_hidden_size: 24, renormalize: false}}",
 )
 FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
-    "tied TP2": (2, TIED, (TENSOR,)),
-    "tied PP2": (2, TIED, (PIPELINE,)),
     "tied PP2+virtual": (2, TIED, (PIPELINE, VIRTUAL)),
     "normed heads TP2+sequence": (2, NORMED, (TENSOR, SEQUENCE)),
-    "one KV head TP4": (4, SHARED, (FOUR,)),
     "one KV head TP2+sequence, PP2": (4, SHARED, (TENSOR, SEQUENCE, PIPELINE)),
     "capped logits TP2": (2, CAPPED, (TENSOR,)),
-    "uneven PP2": (2, UNEVEN, (PIPELINE,)),
     "uneven PP2+virtual": (2, UNEVEN, (PIPELINE, VIRTUAL)),
     "layers per stage PP2": (
         2,
@@ -225,7 +212,6 @@ FAMILIES: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     ),
     "uneven PP4": (4, (*UNEVEN, "teacher.architecture.num_layers=4"), ("parallel.pipeline=4",)),
     "one expert each EP2": (2, SWITCH, (EXPERT,)),
-    "Gemma-like CP2": (2, GEMMA, (CONTEXT,)),
     "Gemma-like TP2+sequence": (2, GEMMA, (TENSOR, SEQUENCE)),
     "Gemma-like PP2+virtual, recompute": (2, GEMMA, (PIPELINE, VIRTUAL, "train.recompute=full")),
 }

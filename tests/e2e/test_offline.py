@@ -111,15 +111,10 @@ def test_temperatures_that_were_captured_are_exact(
 
 READERS = {
     "TP2": (2, ("parallel.tensor=2",)),
-    "TP2+sequence": (2, ("parallel.tensor=2", "parallel.sequence=true")),
     "PP2": (2, ("parallel.pipeline=2",)),
-    "PP2+virtual": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "DP2": (2, ()),
     "CP2": (2, ("parallel.context=2",)),
     "TP2xPP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
-    "TP2xCP2": (4, ("parallel.tensor=2", "parallel.context=2")),
-    "micro-batch 1": (1, ("train.micro_batch_size=1",)),
-    "micro-batch 8": (1, ("train.micro_batch_size=8",)),
 }
 
 

@@ -44,10 +44,7 @@ WHOLE = "optimizer.distributed=false"
 UNEVEN = ("student.architecture.num_layers=5", "teacher.architecture.num_layers=3")
 
 SAME: dict[str, tuple[str, int, Sequence[str]]] = {
-    "one rank": ("dense", 1, ()),
-    "DP2": ("dense", 2, ()),
     "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
-    "DP2, whole optimizer": ("dense", 2, (WHOLE,)),
     "DP2, saved meanwhile": ("dense", 2, ("checkpoint.asynchronous=true", "checkpoint.interval=2")),
     "DP2 in bf16": ("dense", 2, ("train.precision=bf16",)),
     "PP2+virtual": ("dense", 2, (PIPELINE, VIRTUAL)),
@@ -95,31 +92,16 @@ def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
 OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]]] = {
     "one rank to TP2xPP2": ("dense", (1, ()), (4, (TENSOR, PIPELINE))),
     "PP2 to DP2": ("dense", (2, (PIPELINE,)), (2, ())),
-    "TP2 to CP2": ("dense", (2, (TENSOR,)), (2, (CONTEXT,))),
     "PP2+virtual to TP2+sequence": ("dense", (2, (PIPELINE, VIRTUAL)), (2, (TENSOR, SEQUENCE))),
-    "DP2xTP2 to PP2+virtual": ("dense", (4, (TENSOR,)), (2, (PIPELINE, VIRTUAL))),
-    "layers per stage PP2 to PP2+virtual": (
-        "dense", (2, (PIPELINE, LATE)), (2, (PIPELINE, VIRTUAL)),
-    ),
     "TP4 on 2 KV heads to one rank": ("dense", (4, (FOUR,)), (1, ())),
-    "one rank to TP4 on 2 KV heads": ("dense", (1, ()), (4, (FOUR, SEQUENCE))),
-    "whole optimizer, DP2 to TP2": ("dense", (2, (WHOLE,)), (2, (WHOLE, TENSOR))),
     "to a whole optimizer": ("dense", (2, ()), (2, (WHOLE,))),
-    "from a whole optimizer": ("dense", (2, (WHOLE,)), (2, ())),
-    "to a whole optimizer in bf16": (
-        "dense", (2, ("train.precision=bf16",)), (2, (WHOLE, "train.precision=bf16")),
-    ),
     "from a whole optimizer in bf16": (
         "dense", (2, (WHOLE, "train.precision=bf16")), (2, ("train.precision=bf16",)),
     ),
     "uneven PP2+virtual to DP2": (
         "dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN),
     ),
-    "experts EP2 to one rank": ("moe", (2, (EXPERT,)), (1, ())),
     "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
-    "DP2 to one rank in bf16": (
-        "dense", (2, ("train.precision=bf16",)), (1, ("train.precision=bf16",)),
-    ),
 }  # fmt: skip
 
 

@@ -42,9 +42,7 @@ def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) 
 @pytest.mark.parametrize(
     "overrides",
     [
-        (FEATURES,),
         (TERMS, "objective.ce_weight=0.25", FEATURES),
-        (FEATURES, "objective.balance={mode: magnitude, alpha: 0.5}"),
         (FEATURES, "objective.balance={mode: gradient_norm}"),
     ],
 )

@@ -18,11 +18,6 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 ROOT = Path(__file__).parents[2]
 CASES = "tests/kernels/row_kernel_cases.py"
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q")
-# Of the interpreter's bf16 too little is left for them, or they draw too many samples for it.
-NOT_INTERPRETED = (
-    "not dtype1 and not bf16 and not bfloat16 and not samples_estimate"
-    " and not defect_03 and not defect_04 and not defect_06 and not defect_07"
-)
 SECONDS = 1500
 
 
@@ -68,10 +63,9 @@ def test_interpreted(some: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_oracles_of_all_losses_interpreted() -> None:
-    tests = ("divergences", "objective_terms", "degenerate_rows")
-    files = [f"tests/unit/losses/test_{name}.py" for name in tests]
-    assert_passed(child(*PYTEST, "-k", NOT_INTERPRETED, *files, interpreted=True))
+def test_degenerate_rows_interpreted() -> None:
+    file = "tests/unit/losses/test_degenerate_rows.py"
+    assert_passed(child(*PYTEST, file, interpreted=True))
 
 
 @pytest.mark.gpu

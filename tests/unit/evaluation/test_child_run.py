@@ -129,19 +129,3 @@ def test_an_answer_is_asked_for_once_and_a_failure_leaves_none(
     assert ask(Path("launch/speak.py"), ["--x"], answer=answer) == "an answer"
     assert ask(Path("launch/speak.py"), ["--x"], answer=answer) == "an answer"
     assert calls == [["launch/speak.py", "--x"]] * 2
-
-
-@pytest.mark.parametrize(
-    ("outcome", "error", "said"),
-    [
-        (ChildOutcome(0, 2), RunStoppedError, "stopped by a signal"),
-        (ChildOutcome(1, None), TrainingError, "the teacher: failed with exit status 1"),
-    ],
-)
-def test_neither_a_signal_nor_a_failure_is_an_end(
-    tmp_path: Path, children: Children, outcome: ChildOutcome, error: type[Exception], said: str
-) -> None:
-    children.outcome = outcome
-    with pytest.raises(error, match=said):
-        make(a_run(tmp_path))
-    assert not a_run(tmp_path).finished

@@ -53,21 +53,6 @@ def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(
     assert share_near(picture, "#FFFFFF") > 0.8
 
 
-def drawn(runs: list[RunLog], tmp_path: Path, monkeypatch, **arguments):
-    """The figure that plot_losses saves, laid out."""
-    kept = []
-    figure_type = plot.Figure
-
-    class Kept(figure_type):
-        def savefig(self, *positional, **named):
-            kept.append(self)
-            super().savefig(*positional, **named)
-
-    monkeypatch.setattr(plot, "Figure", Kept)
-    plot.plot_losses(runs, tmp_path / "curves.png", title="T", **arguments)
-    return kept[0]
-
-
 def test_smoothing_keeps_a_line_and_the_length_and_lessens_noise() -> None:
     line = np.linspace(5.0, 3.0, 400)
     # Only the end, where the window is lopsided, may leave a sloping line.
@@ -82,28 +67,3 @@ def test_nothing_to_draw_is_a_data_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "empty", 3.0, steps=0)
     with pytest.raises(DataError, match="no run has a loss to draw"):
         plot.plot_losses([run], tmp_path / "curves.png", title="T")
-
-
-def test_points_and_labels_of_close_ends_lie_inside_and_apart(
-    runs: list[RunLog], tmp_path: Path, monkeypatch
-) -> None:
-    figure = drawn(runs, tmp_path, monkeypatch, teacher_ce=3.57)
-    (axes,) = figure.axes
-    named = ("student alone", "distilled student", "teacher")
-    boxes = [
-        text.get_window_extent() for text in axes.texts if text.get_text().split("\n")[0] in named
-    ]
-    assert len(boxes) == 3
-    for place, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
-        assert box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
-    low, high = axes.get_ylim()
-    assert low < 3.57
-    assert high > max(run.held_out("ce_loss").values.max() for run in runs)
-    assert axes.get_xlim()[1] >= 200_000
-    assert ("nats per token" in axes.get_ylabel(), "tokens" in axes.get_xlabel()) == (True, True)
-    # A run without validation, of one step, is drawn by its training loss.
-    short = write_run(tmp_path / "run", "only trained", 3.0, steps=1, every=0)
-    figure = drawn([short], tmp_path, monkeypatch)
-    assert figure.axes[0].texts[0].get_text().split("\n")[0] == "only trained"

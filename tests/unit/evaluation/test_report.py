@@ -11,7 +11,6 @@ from megatron_distill.errors import DataError
 from megatron_distill.evaluation.runs import (
     RunSummary,
     margin,
-    markdown_table,
     read_run,
     result_table,
     summarize,
@@ -106,23 +105,6 @@ def test_a_summary_takes_the_last_validation_the_median_speed_and_the_largest_pe
     )
     bare = summarize(read_run(write(tmp_path / "bare", step(1)), label="a run"))
     assert bare == RunSummary("a run", 1, 100, None, None, None, None, None, None)
-
-
-def test_the_markdown_table_holds_each_figure_in_its_column() -> None:
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in markdown_table([ALONE, DISTILLED]).splitlines()
-    ]
-    assert {len(line) for line in lines} == {6}
-    rows = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
-    distilled, alone = rows["distilled student"], rows["student alone"]
-    assert distilled["held-out CE (nats/token)"] == "3.5624"
-    assert distilled["agreement (top-1)"] == "45.7%"
-    assert distilled["trained on (tokens)"] == "614,400"
-    assert distilled["speed (tokens/s)"] == "6,021"
-    assert distilled["memory (peak GB)"] == "0.81"
-    assert alone["held-out CE (nats/token)"] == "3.8033"
-    assert alone["agreement (top-1)"] == "-"
 
 
 def test_the_terminal_table_fits_80_columns_with_every_figure_whole() -> None:

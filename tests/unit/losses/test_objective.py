@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, HiddenState
-from tests.reference.distillation import Problem, capped, row_error, solve
-from tests.support.objective_runs import Rule, assert_same, run
+from tests.reference.distillation import Problem, row_error, solve
+from tests.support.objective_runs import Rule, run
 
 
 @pytest.mark.parametrize("ce_coefficient", [0.0, 0.7])
@@ -34,21 +34,6 @@ def test_total_report_and_gradients_equal_the_oracle(
         assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
         assert not report[name].requires_grad
     assert float(report[term.name]) == pytest.approx(float(answer.report["kd"]) / 0.3, rel=1e-6)
-
-
-def test_terms_add_up_with_their_weights() -> None:
-    problem = Problem.random(seed=2)
-    terms = [Term(weight=0.3), Term(weight=2.0, temperature=2.0, scale_by_temperature_squared=True)]
-    total, report, hidden, weight = run(problem, terms)
-    answer = solve(problem, [(0.3, 1.0), (8.0, 2.0)])
-    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
-    assert row_error(hidden, answer.hidden_gradient) < 2e-6
-    kd = 0.3 * report["forward_kl"] + 2.0 * report["forward_kl_t2"]
-    assert float(report["kd"]) == pytest.approx(float(kd), rel=1e-6)
-    assert float(report["kd"]) == pytest.approx(float(answer.report["kd"]), rel=1e-6)
-    # The factor T^2 is part of the reported term as it is of the loss.
-    plain = run(problem, [Term(temperature=2.0)])[1]["forward_kl_t2"]
-    assert float(report["forward_kl_t2"]) == pytest.approx(4 * float(plain), rel=1e-6)
 
 
 def test_bf16_products_with_fp32_statistics() -> None:
@@ -100,26 +85,6 @@ def test_bf16_weight_gradient_is_accumulated_in_fp32() -> None:
     assert float((many - 400 * one).abs().max()) < 2**-7 * float((400 * one).abs().max())
 
 
-@pytest.mark.parametrize("student_rule", [(None, 1.0), (3.0, 1.0), (None, 0.25), (3.0, 0.5)])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_softcap_and_scale_in_loss_and_gradient(student_rule: Rule, temperature: float) -> None:
-    problem, teacher_rule = Problem.random(seed=4), (5.0, 1.5)
-    terms = [Term(temperature=temperature)]
-    total, report, hidden, weight = run(
-        problem, terms, student_rule=student_rule, teacher_rule=teacher_rule
-    )
-    answer = solve(
-        problem, [(1.0, temperature)], student_rule=student_rule, teacher_rule=teacher_rule
-    )
-    assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
-    assert row_error(hidden, answer.hidden_gradient) < 2e-6
-    assert float((weight - answer.weight_gradient).abs().max()) < 2e-6 * float(
-        answer.weight_gradient.abs().max()
-    )
-    for name, expected in answer.report.items():
-        assert float(report[name]) == pytest.approx(float(expected), rel=1e-6), name
-
-
 def test_gradcheck_through_the_public_entry() -> None:
     rule: Rule = (2.0, 0.5)
     problem = Problem.random(6, 3, 11, seed=5, dtype=torch.float64)
@@ -143,14 +108,6 @@ def test_gradcheck_through_the_public_entry() -> None:
 
     leaves = problem.hidden_NH.requires_grad_(), problem.weight_GH.requires_grad_()
     assert torch.autograd.gradcheck(objective, leaves)
-
-
-def test_given_logits_equal_the_head_that_makes_them() -> None:
-    problem = Problem.random(seed=12)
-    logits = capped(problem.teacher_hidden @ problem.teacher_weight.t(), 4.0, 0.5)
-    assert_same(
-        run(problem, signal=DenseLogits(logits)), run(problem, teacher_rule=(4.0, 0.5)), 2e-6
-    )
 
 
 def test_labels_alone_need_no_teacher() -> None:

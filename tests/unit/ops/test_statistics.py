@@ -77,17 +77,6 @@ def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: f
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=1e-7, atol=0)
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), cut=st.integers(0, 200), scale=st.sampled_from([1e-3, 1, 30]))
-def test_equal_models_diverge_by_exactly_zero(seed: int, cut: int, scale: float) -> None:
-    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(seed)) * scale
-    merged, _ = split_statistics(
-        logits, logits.clone(), torch.zeros(6, dtype=torch.long), [0, cut, 200], 1.0
-    )
-    assert merged.forward_kl(1.0).tolist() == [0.0] * 6
-    assert merged.agreement().tolist() == [1.0] * 6
-
-
 def test_divergence_does_not_suffer_from_large_common_offsets() -> None:
     student, teacher = torch.randn(2, 4, 500, generator=torch.Generator().manual_seed(1))
     offset = torch.tensor([[0.0], [64.0], [-1024.0], [4096.0]])
@@ -123,16 +112,3 @@ def test_sums_lose_less_than_their_last_rounding_in_fp32(columns: int, dtype: to
     found = row_sums(values)
     assert found.dtype == torch.float64
     assert bool(((found - expected).abs() <= 2e-8 * expected).all())
-
-
-def test_local_statistics_have_the_rows_of_the_spec_and_no_more() -> None:
-    term = WeightedDivergence(KL, 2.0, 1.0)
-    assert len(StatisticsSpec(("student", "teacher"), (term,), full=False).names) == 5
-    one = WeightedDivergence(KL, 1.0, 1.0)
-    assert len(StatisticsSpec(("student", "teacher"), (one,), full=True).names) == 10
-    assert len(StatisticsSpec(("student", "teacher"), (one, term), full=True).names) == 13
-    assert len(StatisticsSpec(("student",), (), full=True).names) == 4
-    nonlinear = WeightedDivergence(divergence_named("js_divergence"), 2.0, 1.0)
-    # Forward KL of any term says which tokens are near their teacher.
-    assert len(StatisticsSpec(("student", "teacher"), (nonlinear,), full=False).names) == 6
-    assert len(StatisticsSpec(("student",), (), full=False, student_temperatures=(2.0,)).names) == 2

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_distill.runtime.progress import Field, ProgressReporter, significant, size
+from megatron_distill.runtime.progress import Field, ProgressReporter, significant
 from tests.support.terminals import Clock, Terminal
 
 FIELDS = (
@@ -74,34 +74,6 @@ def test_a_bar_has_the_figures_that_fit_its_terminal(
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(80, "a long text"), (34, "a text"), (20, "short")])
-def test_a_text_that_does_not_fit_gives_way_to_a_shorter_one(
-    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    terminal, clock = Terminal(), Clock()
-    field = Field("a long text", shorter=("a text", "short"))
-    reporter = ProgressReporter(terminal, label="step", total=9, clock=clock)
-    clock.now += 1.0
-    reporter.update(1, lambda: (field,))
-    reporter.close()
-    assert drawn(terminal)[-1].endswith(shown)
-
-
-def test_a_terminal_is_not_drawn_more_than_ten_times_a_second() -> None:
-    terminal, clock = Terminal(), Clock()
-    play(ProgressReporter(terminal, label="step", total=100, clock=clock), clock, 99, 0.01)
-    assert 5 < len([frame for frame in drawn(terminal) if "first" in frame]) < 25
-
-
-def test_a_job_whose_bar_is_not_wanted_writes_lines_on_a_terminal_too() -> None:
-    terminal, clock = Terminal(), Clock()
-    reporter = ProgressReporter(terminal, label="a", total=2, every=1, shows_bar=False, clock=clock)
-    play(reporter, clock, 2, 1.0)
-    assert "\x1b" not in terminal.getvalue()
-    assert len(terminal.getvalue().splitlines()) == 2
-
-
 def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = ProgressReporter(stream, label="step", total=110, done=100, every=1, clock=clock)
@@ -117,10 +89,3 @@ def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
 )
 def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
     assert significant(value) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(5, "5 bytes"), (1234, "1.23 kB"), (256e6, "256 MB"), (2.5e12, "2.5 TB")]
-)
-def test_sizes_are_in_the_unit_that_fits(count: float, text: str) -> None:
-    assert size(count) == text

@@ -56,16 +56,6 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> 
     assert "\r" not in stream.getvalue()
 
 
-def test_a_log_line_during_a_live_bar_lands_on_a_line_of_its_own() -> None:
-    stream = Terminal()
-    display = TrainingProgress(stream, total_steps=2, start_step=0)
-    display.write(record(1))
-    display.stream.write("a line of the log\n")
-    display.close()
-    (line,) = [line for line in stream.getvalue().splitlines() if "a line of the log" in line]
-    assert line.endswith("a line of the log")
-
-
 def test_a_run_that_was_finished_before_is_reported() -> None:
     stream = io.StringIO()
     play(stream, total=10, start=10, last=10)
@@ -112,25 +102,6 @@ def test_the_total_is_the_sum_of_its_weighted_parts(
     if "balance" in values:
         values = {**values, "total_loss": 1.0 + 2.0 + 4.0}
     assert total_texts(record(1, **values), ce_weight=ce_weight)[0] == text
-
-
-def test_the_sum_is_shorter_on_a_narrow_terminal_and_adds_up_there_too() -> None:
-    balance = {"alpha": 0.5, "ce_weight": 0.25, "kd_scale": 8.0, "feature_scale": 4.0}
-    values = record(1, features_loss=0.25, total_loss=7.0, balance=balance)
-    _, shorter, shortest = total_texts(values, ce_weight=1.0)
-    assert shorter == "total_loss 7.000 = w*ce 1.000 + w*kd 2.000 + w*features 4.000"
-    assert shortest == "total_loss 7.000"
-
-
-def test_a_terminal_of_eighty_columns_shows_the_sum_and_the_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    stream = Terminal()
-    play(stream, total=100_000, start=99_000, last=99_004)
-    frames = [line for line in stream.getvalue().splitlines() if "99004/100000" in line]
-    assert "total_loss 4.500 = ce 4.000 + kd 0.5000" in frames[-1]
-    assert "eta 33:12" in frames[-1]
 
 
 BALANCE = {"alpha": 1.0, "ce_weight": 1.0, "kd_scale": 2.0}

@@ -78,53 +78,6 @@ def test_tiny_is_described_in_aligned_lines() -> None:
     ]
 
 
-def test_a_mixture_names_its_experts_and_the_active_parameters() -> None:
-    text = banner("tiny_moe.yaml", "parallel.expert=2", world_size=2)
-    assert "4 experts of 96, 2 per token; 474k parameters (326k active)" in text
-    assert "2 ranks = data 2, expert 2; fp32" in text
-
-
-def test_a_run_with_everything_has_fourteen_lines_of_a_hundred_columns() -> None:
-    term = "{divergence: %s, weight: 0.5, temperature: 2, scale_by_temperature_squared: true}"
-    schedule = "{divergence: js_divergence, top_k: 8, beta: 0.3, weight: 0.1, "
-    schedule += "weight_schedule: {to: 1, steps: 5}}"
-    terms = ", ".join([term % "forward_kl", schedule, term % "reverse_kl", term % "adaptive_kl"])
-    text = banner(
-        "tiny.yaml",
-        f"objective.terms=[{terms}]",
-        "objective.features=[{match: uniform, weight: 0.1}, "
-        "{student: 4, teacher: 4, loss: cosine}]",
-        "objective.balance={mode: magnitude, alpha: 0.5, clamp: 100}",
-        "data.sources=[{format: python_stdlib, name: a}, {format: text, paths: b, weight: 3}, "
-        "{format: text, paths: c}, {format: text, paths: d}]",
-        "parallel={tensor: 2, pipeline: 2, virtual_pipeline: 2, sequence: true}",
-        world_size=8,
-        pairs=5,
-        start=10,
-    )
-    lines = text.splitlines()
-    assert len(lines) == 14
-    assert max(map(len, lines)) <= 100
-    for words in (
-        "+ 0.5 x forward_kl, temperature 2, times T^2, whole vocabulary",
-        "+ (0.1 to 1, linear) x js_divergence (beta 0.3), temperature 1, top 8, tail",
-        "+ 2 more terms: reverse_kl, adaptive_kl",
-        "+ features: 0.1 x mse, 1 x cosine; 5 pairs of layers",
-        "magnitude, alpha 0.5",
-        "a 16.7%, b 50.0%, 2 more sources",
-        "8 ranks = tensor 2 x pipeline 2 x data 2, virtual pipeline 2, sequence parallel",
-        "20; from step 10;",
-        "(the loss chunk: of the last stage)",
-    ):
-        assert words in text, words
-
-
-def test_a_stored_teacher_is_named_with_its_samples() -> None:
-    text = banner("tiny.yaml", "teacher=null", "teacher={store: stores/x}")
-    assert "  teacher    stored, 2,000 samples: stores/x" in text
-    assert "teacher 8 MB" not in text
-
-
 @pytest.mark.parametrize(
     ("overrides", "world", "optimizer", "gradients"),
     [

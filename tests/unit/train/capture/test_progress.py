@@ -8,7 +8,6 @@ import logging
 import pytest
 
 from megatron_distill import log
-from megatron_distill.runtime.progress import duration, short_count
 from megatron_distill.train.progress import CaptureProgress, Done, Work
 from tests.support.terminals import Clock, Terminal
 
@@ -51,19 +50,8 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> 
     ]
 
 
-def test_a_short_capture_logs_one_line(lines: list[str]) -> None:
-    play(io.StringIO(), seconds=1.0)
-    assert len(lines) == 1
-    assert lines[0].startswith("samples 600/600  shards 10/10  5000 tok/s")
-
-
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(lines: list[str]) -> None:
     stream = Terminal()
     play(stream, seconds=40.0)
     assert "shards 8/10" in stream.getvalue()
     assert len(lines) == 1, "the log gets the last line alone"
-
-
-def test_counts_and_times() -> None:
-    assert [short_count(n) for n in (999, 12_345, 2.5e6, 3e9)] == ["999", "12.3k", "2.5M", "3G"]
-    assert [duration(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
