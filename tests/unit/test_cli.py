@@ -37,9 +37,9 @@ def status_of(call: Callable[[], int]) -> int:
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
 def test_every_command_has_help(path: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(lambda: main([*path, "--help"])) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"usage: megatron-distill {' '.join(path)} ")
-    assert said.err == ""
+    text = capsys.readouterr()
+    assert text.out.startswith(f"usage: megatron-distill {' '.join(path)} ")
+    assert text.err == ""
 
 
 def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["trian"], "megatron-distill: 'trian' is no command; did you mean train? "),
         (["evalaute", "runs/a"], "'evalaute' is no command; did you mean evaluate? "),
@@ -62,10 +62,10 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_a_misspelt_command_gets_the_nearest_name(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["convert", "--help"]])
@@ -165,9 +165,9 @@ def test_a_command_ends_as_its_script_does(
     by_script = capsys.readouterr()
     assert by_command.out == by_script.out
     assert "Traceback" not in by_command.err
-    said = [text.strip().rpartition("error: ")[2] for text in (by_command.err, by_script.err)]
+    reported = [text.strip().rpartition("error: ")[2] for text in (by_command.err, by_script.err)]
     if status:
-        assert said[0] == said[1] != ""
+        assert reported[0] == reported[1] != ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,13 +177,13 @@ def test_ranks_are_not_started_in_a_rank(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert status_of(lambda: main(["train", CONFIG, "--processes", "2"])) == 2
-    said = capsys.readouterr().err
-    assert "--processes 2: torchrun has started this process already (rank 1 of 2)" in said
-    assert said.endswith("leave --processes out\n")
+    text = capsys.readouterr().err
+    assert "--processes 2: torchrun has started this process already (rank 1 of 2)" in text
+    assert text.endswith("leave --processes out\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["train", CONFIG, "--processes", "0"], "--processes 0: must be 1 or more"),
         (["train", "--processes=many", CONFIG], "invalid int value: 'many'"),
@@ -191,10 +191,10 @@ def test_ranks_are_not_started_in_a_rank(
     ],
 )
 def test_a_wrong_number_of_processes_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(lambda: main(words)) == 2
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

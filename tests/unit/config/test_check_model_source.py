@@ -55,7 +55,7 @@ def tree(student: dict[str, Any], teacher: dict[str, Any] | None) -> dict[str, A
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_contradiction_is_reported(tmp_path: Path, case: str) -> None:
     student, teacher, expected = BROKEN[case]
-    assert any(expected in said for said in complaints(load_tree, tmp_path, tree(student, teacher)))
+    assert any(expected in text for text in complaints(load_tree, tmp_path, tree(student, teacher)))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_values_without_contradiction_pass(tmp_path: Path, student: dict[str, An
 
 @pytest.mark.parametrize("count", [0, -2, "two"])
 def test_a_number_of_layers_is_positive(tmp_path: Path, count: object) -> None:
-    (said,) = complaints(load_tree, tmp_path, tree(HF | {"num_layers": count}, None))
-    assert "student.num_layers" in said
+    (text,) = complaints(load_tree, tmp_path, tree(HF | {"num_layers": count}, None))
+    assert "student.num_layers" in text
 
 
 def test_a_list_without_a_layer_is_refused(tmp_path: Path) -> None:
-    (said,) = complaints(load_tree, tmp_path, tree(HF | {"keep_layers": []}, None))
-    assert "student.keep_layers" in said
+    (text,) = complaints(load_tree, tmp_path, tree(HF | {"keep_layers": []}, None))
+    assert "student.keep_layers" in text

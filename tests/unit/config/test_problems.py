@@ -1,4 +1,4 @@
-"""What is said about wrong keys and values, and that all of it is said at once."""
+"""Errors about wrong keys and values, and that all of them are reported at once."""
 
 import re
 

@@ -350,12 +350,12 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "said"), BROKEN)
+@pytest.mark.parametrize(("overrides", "text"), BROKEN)
 def test_a_broken_rule_is_the_only_complaint(
-    tmp_path: Path, overrides: list[str], said: list[str]
+    tmp_path: Path, overrides: list[str], text: list[str]
 ) -> None:
     found = complaints(load_tree, tmp_path, TAUGHT, *overrides)
-    (words,) = said
+    (words,) = text
     assert [line[: len(words)] for line in found] == [words]
 
 

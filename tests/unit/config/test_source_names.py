@@ -33,17 +33,17 @@ def test_a_name_that_is_given_and_a_source_without_paths() -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "a@b", "-a", "\u00fc"])
 def test_a_name_that_would_confuse_the_log_is_refused(tmp_path: Path, name: str) -> None:
-    (said,) = complaints(load_tree, tmp_path, MINIMAL, f"data.sources.0.name='{name}'")
+    (reported,) = complaints(load_tree, tmp_path, MINIMAL, f"data.sources.0.name='{name}'")
     pattern = r"`^[A-Za-z0-9][A-Za-z0-9_.-]*$`"
-    assert said == f"data.sources.0.name = {name!r}: must be text matching {pattern}, or null"
+    assert reported == f"data.sources.0.name = {name!r}: must be text matching {pattern}, or null"
 
 
 def test_names_repeat_between_lists_and_not_within_one(tmp_path: Path) -> None:
     same = "[{format: python_stdlib, name: code}, {format: jsonl, paths: wiki.jsonl}]"
     load_tree(tmp_path, TAUGHT, f"data.sources={same}", f"data.validation_sources={same}")
     twice = "teacher={architecture: null, store: [{path: a/stores}, {path: b/stores}]}"
-    said = complaints(load_tree, tmp_path, TAUGHT, "data.sources=[]", twice)
+    text = complaints(load_tree, tmp_path, TAUGHT, "data.sources=[]", twice)
     assert any(
         problem.startswith("teacher.store.1.name = 'stores': teacher.store.0 has the same name")
-        for problem in said
+        for problem in text
     )

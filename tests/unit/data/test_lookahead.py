@@ -15,21 +15,21 @@ LAST = 6
 STORES = ("0a", "0b")
 
 
-def ahead_of(source: Numbers, said: list[Sequence[Batch]] | None = None) -> Lookahead:
-    said = [] if said is None else said
-    return Lookahead(loader_of(source), last_step=LAST, expect=said.append, stores=STORES)
+def ahead_of(source: Numbers, text: list[Sequence[Batch]] | None = None) -> Lookahead:
+    text = [] if text is None else text
+    return Lookahead(loader_of(source), last_step=LAST, expect=text.append, stores=STORES)
 
 
 def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before() -> None:
-    plain, said = loader_of(Numbers()), []
-    ahead = ahead_of(Numbers(), said)
+    plain, text = loader_of(Numbers()), []
+    ahead = ahead_of(Numbers(), text)
     for step in range(1, LAST + 1):
         batches = ahead.take(step)
         assert sample_ids(batches) == sample_ids(plain.take(step))
         assert ahead.state_dict() == {**plain.state_dict(), "teacher_stores": list(STORES)}
-        assert len(said) == min(step + 2, LAST)
+        assert len(text) == min(step + 2, LAST)
         # The very object, by which a teacher knows what it was told about.
-        assert said[step - 1] is batches.micro_batches
+        assert text[step - 1] is batches.micro_batches
 
 
 def test_no_step_after_the_last_is_taken() -> None:

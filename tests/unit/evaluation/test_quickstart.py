@@ -125,16 +125,16 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
         *("teacher", "student_alone", "student_distilled"),
         *("evaluation", "export", "sample"),
     ]
-    said = capsys.readouterr().out
-    rows = [line.split() for line in said.splitlines()]
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
     assert ["teacher", "3.0000", "50.0%", "400", "1,000", "0.50"] in rows
     assert ["student", "alone", "4.0000", "25.0%", "400", "1,000", "0.50"] in rows
     assert ["distilled", "student", "3.5000", "50.0%", "400", "1,000", "0.50"] in rows
-    assert "ends 0.5000 nats per token lower (12.5%)" in said
-    assert "50% of the way to its teacher" in said
-    assert f"{tmp_path}/curves.png" in said
-    assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in said
-    assert "def __init__(self, [x]):" in said
+    assert "ends 0.5000 nats per token lower (12.5%)" in text
+    assert "50% of the way to its teacher" in text
+    assert f"{tmp_path}/curves.png" in text
+    assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in text
+    assert "def __init__(self, [x]):" in text
     assert (tmp_path / "curves.png").stat().st_size > 0
     assert "| distilled student | 3.5000 |" in (tmp_path / "result.md").read_text()
 

@@ -80,8 +80,8 @@ def test_total_and_gradient_of_the_objective_equal_the_formula(
     ]
     total, _, *found = run(problem, terms, ce_coefficient=weights.ce)
     assert float(total) == pytest.approx(float(expected.detach()), rel=1e-12)
-    for ours, theirs in zip(found, gradients, strict=True):
-        assert float((ours - theirs).abs().max()) < 1e-11 * float(theirs.abs().max())
+    for ours, other in zip(found, gradients, strict=True):
+        assert float((ours - other).abs().max()) < 1e-11 * float(other.abs().max())
     if clamp is None:
         # The value of a ratio-balanced total is the task's alone.
         assert float(total) == pytest.approx((1 + alpha) * ce_weight * raw.ce, rel=1e-12)

@@ -41,8 +41,8 @@ def defined(
 ) -> Tensor:
     """The sum over tokens, one after another, of those that count."""
     terms = [
-        weight.double() * distance(projected(mine, maps), theirs.double(), loss)
-        for mine, theirs, weight in zip(student, teacher, weights, strict=True)
+        weight.double() * distance(projected(own, maps), other.double(), loss)
+        for own, other, weight in zip(student, teacher, weights, strict=True)
         if weight
     ]
     return torch.stack(terms).sum()
@@ -158,13 +158,13 @@ def test_states_of_nearly_one_direction_have_six_digits(noise: float) -> None:
     teacher = states(40, 256, 1)
     student = 0.7 * (teacher + noise * states(40, 256, 2))
     for row in range(40):
-        mine, theirs = student[row : row + 1], teacher[row : row + 1]
-        found = FeatureLoss("cosine", theirs, torch.ones(1), None)
-        leaf = mine.double().requires_grad_()
-        expected = distance(leaf[0], theirs[0].double(), "cosine")
+        own, other = student[row : row + 1], teacher[row : row + 1]
+        found = FeatureLoss("cosine", other, torch.ones(1), None)
+        leaf = own.double().requires_grad_()
+        expected = distance(leaf[0], other[0].double(), "cosine")
         (gradient,) = torch.autograd.grad(expected, leaf)
         expected = expected.detach()
-        value = float(found.value(mine))
+        value = float(found.value(own))
         assert value == pytest.approx(float(expected), rel=1e-6)
-        error = (found.gradient(mine, coefficient=1.0) - gradient).abs().amax()
+        error = (found.gradient(own, coefficient=1.0) - gradient).abs().amax()
         assert float(error) < 1e-6 * float(gradient.abs().amax())

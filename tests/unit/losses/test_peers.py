@@ -49,11 +49,11 @@ def answers(loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return value.detach().double(), gradient.double()
 
 
-def assert_same(mine: Loss, theirs: Loss) -> None:
+def assert_same(local: Loss, other: Loss) -> None:
     """Ours in fp32 and fp64 is theirs in fp64; most peers lose digits in fp32."""
-    their_value, their_gradient = answers(theirs, torch.float64)
+    their_value, their_gradient = answers(other, torch.float64)
     for own in (torch.float32, torch.float64):
-        value, gradient = answers(mine, own)
+        value, gradient = answers(local, own)
         if their_value.dim() == 0:
             value = value.sum()
         assert float(((value - their_value) / their_value).abs().max()) < 1e-6
@@ -65,12 +65,12 @@ def assert_same(mine: Loss, theirs: Loss) -> None:
 def test_trl_generalized_jsd(beta: float, temperature: float) -> None:
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
 
-    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+    def other(student: Tensor, teacher: Tensor) -> Tensor:
         return gkd.GKDTrainer.generalized_jsd_loss(
             student, teacher, beta=beta, temperature=temperature, reduction="none"
         ).sum(-1)
 
-    assert_same(ours("js_divergence", beta=beta, temperature=temperature), theirs)
+    assert_same(ours("js_divergence", beta=beta, temperature=temperature), other)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
@@ -79,10 +79,10 @@ def test_liger_jsd(beta: float) -> None:
         "liger_kernel.chunked_loss.jsd_loss", reason="Liger is not installed: make peers"
     )
 
-    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+    def other(student: Tensor, teacher: Tensor) -> Tensor:
         return losses.LigerFusedLinearJSDFunction.distillation_loss_fn(student, teacher, beta=beta)
 
-    assert_same(ours("js_divergence", beta=beta), theirs)
+    assert_same(ours("js_divergence", beta=beta), other)
 
 
 def test_liger_cosine() -> None:
@@ -91,11 +91,11 @@ def test_liger_cosine() -> None:
         reason="Liger is not installed: make peers",
     )
 
-    def mine(student: Tensor, teacher: Tensor) -> Tensor:
+    def own(student: Tensor, teacher: Tensor) -> Tensor:
         return feature_loss(student, teacher, student.new_ones(TOKENS), loss="cosine")
 
-    theirs = losses.LigerFusedLinearCosineSimilarityFunction.distillation_loss_fn
-    assert_same(mine, lambda student, teacher: theirs(student, teacher))
+    other = losses.LigerFusedLinearCosineSimilarityFunction.distillation_loss_fn
+    assert_same(own, lambda student, teacher: other(student, teacher))
 
 
 def modelopt_loss(name: str, **given: Any) -> Loss:
@@ -117,36 +117,36 @@ def modelopt_loss(name: str, **given: Any) -> Loss:
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
 def test_modelopt_kl(divergence: str, reverse: bool, temperature: float) -> None:
-    theirs = modelopt_loss("LogitsKLLoss", temperature=temperature, reverse=reverse)
-    assert_same(ours(divergence, temperature=temperature), theirs)
+    other = modelopt_loss("LogitsKLLoss", temperature=temperature, reverse=reverse)
+    assert_same(ours(divergence, temperature=temperature), other)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
 def test_modelopt_top_k(divergence: str, reverse: bool, temperature: float) -> None:
-    theirs = modelopt_loss("TopKLogitsKLLoss", temperature=temperature, reverse=reverse, top_k=32)
-    mine = ours(divergence, temperature=temperature, top_k=32, support="renormalized")
-    assert_same(mine, theirs)
+    other = modelopt_loss("TopKLogitsKLLoss", temperature=temperature, reverse=reverse, top_k=32)
+    own = ours(divergence, temperature=temperature, top_k=32, support="renormalized")
+    assert_same(own, other)
 
 
 def test_modelopt_applies_temperature_squared_outside_of_megatron() -> None:
     losses = pytest.importorskip(
         "modelopt.torch.distill.losses", reason="ModelOpt is not installed: make peers"
     )
-    theirs = losses.LogitsDistillationLoss(temperature=2.0, reduction="none")
-    mine = ours("forward_kl", temperature=2.0, scale_by_temperature_squared=True)
-    assert_same(mine, theirs)
+    other = losses.LogitsDistillationLoss(temperature=2.0, reduction="none")
+    own = ours("forward_kl", temperature=2.0, scale_by_temperature_squared=True)
+    assert_same(own, other)
 
 
 def test_liger_and_trl_apply_no_temperature_squared() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
 
-    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+    def other(student: Tensor, teacher: Tensor) -> Tensor:
         return gkd.GKDTrainer.generalized_jsd_loss(
             student, teacher, beta=0.0, temperature=2.0, reduction="none"
         ).sum(-1)
 
-    assert_same(ours("forward_kl", temperature=2.0), theirs)
+    assert_same(ours("forward_kl", temperature=2.0), other)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
@@ -166,6 +166,6 @@ def test_modelopt_balancer(scale: float) -> None:
         raw = RawLosses(ce.item(), (kd.item(),), tuple(one.item() for one in features))
         weights = LossWeights(1.0, (1.0,), (0.5, 0.5))
         scales = RatioBalance().scales(raw, weights)
-        mine = scaled_weights(weights, alpha=scale, scales=scales)
-        theirs = [float(gradient) for gradient in gradients]
-        assert [mine.ce, *mine.terms, *mine.features] == pytest.approx(theirs, rel=1e-12)
+        own = scaled_weights(weights, alpha=scale, scales=scales)
+        other = [float(gradient) for gradient in gradients]
+        assert [own.ce, *own.terms, *own.features] == pytest.approx(other, rel=1e-12)

@@ -56,7 +56,7 @@ def test_terms_whose_temperatures_meet_add_up() -> None:
     total, report, hidden, weight = run(problem, terms)
     answer = solve(problem, [(2.3, 1.0)])
     assert float(total) == pytest.approx(float(answer.total), rel=1e-6)
-    for ours, theirs in ((hidden, answer.hidden_gradient), (weight, answer.weight_gradient)):
-        assert float((ours - theirs).abs().max()) < 2e-6 * float(theirs.abs().max())
+    for ours, other in ((hidden, answer.hidden_gradient), (weight, answer.weight_gradient)):
+        assert float((ours - other).abs().max()) < 2e-6 * float(other.abs().max())
     assert float(report["forward_kl"]) == float(report["forward_kl_t4to1"]) > 0
     assert float(report["kd"]) == pytest.approx(2.3 * float(report["forward_kl"]), rel=1e-6)

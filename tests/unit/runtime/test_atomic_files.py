@@ -59,7 +59,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(("replaces", "content"), [(False, "theirs"), (True, "ours")])
+@pytest.mark.parametrize(("replaces", "content"), [(False, "other"), (True, "ours")])
 def test_a_folder_that_came_meanwhile_stays_unless_it_is_to_be_replaced(
     replaces: bool, content: str, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_folder_that_came_meanwhile_stays_unless_it_is_to_be_replaced(
     with whole_folder(folder, replaces=replaces) as partial:
         (partial / "file").write_text("ours")
         folder.mkdir()
-        (folder / "file").write_text("theirs")
+        (folder / "file").write_text("other")
     assert (folder / "file").read_text() == content
     assert names(tmp_path) == ["a"]
 

@@ -31,16 +31,16 @@ def damaged_record(store: Path, sample_id: int) -> None:
 
 def test_a_flipped_byte_names_sample_and_shard_and_remedy(store: Path) -> None:
     damaged_record(store, 6)
-    said = (
+    text = (
         f"{store / SHARD}: sample 6: damaged: its bytes do not match their checksums; "
         f"{repair(store)}"
     )
-    assert refusal(store) == said
+    assert refusal(store) == text
     with StoreReader.open(store) as reader:
         assert [record.sample_id for record in reader.read([4, 5, 7])] == [4, 5, 7]
         with pytest.raises(StoreError) as caught:
             reader.read([4, 5, 6, 7])
-    assert str(caught.value) == said, "of several samples the damaged one is named"
+    assert str(caught.value) == text, "of several samples the damaged one is named"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])

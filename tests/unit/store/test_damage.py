@@ -232,7 +232,7 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
     whole = json.loads(path.read_text())
     del whole["seal"]
     capture = whole["capture"]
-    for changes, said in (
+    for changes, reported in (
         (
             {"capture": capture | {"codec": "u4"}},
             "not in the format of this release (capture settings",
@@ -243,7 +243,7 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
         ({"note": 1}, "contains fields of a later release"),
     ):
         path.write_bytes(sealed(whole | changes))
-        assert f"{path}: {said}" in refusal(store)
+        assert f"{path}: {reported}" in refusal(store)
     for name in ("manifest.json", "shards/logits-000000.json"):
         other = json.loads((store / name).read_text())
         (store / name).write_bytes(
@@ -257,7 +257,7 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "said"),
+    ("expected", "text"),
     [
         ({"teacher": "x"}, "its teacher is sha256:aa, this run's x; name the teacher it was"),
         ({"tokenizer": "x"}, "its tokenizer is sha256:bb, this run's x; use its tokenizer"),
@@ -267,11 +267,11 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
     ],
 )
 def test_a_store_of_another_identity_is_refused(
-    store: Path, expected: dict[str, object], said: str
+    store: Path, expected: dict[str, object], text: str
 ) -> None:
     with pytest.raises(StoreError) as caught:
         StoreReader.open(store, **expected)  # type: ignore[arg-type]
-    assert str(caught.value).startswith(f"{store}: {said}")
+    assert str(caught.value).startswith(f"{store}: {text}")
     StoreReader.open(
         store, teacher="sha256:aa", tokenizer="sha256:bb", dataset="sha256:cc", vocab_size=131_073
     )

@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_costs_no_committed_shard(
     write_store(tmp_path / "undisturbed", wanted, samples=6, per_shard=2)
     expected = contents(tmp_path / "undisturbed")
     sizes = {0, 4, 8, 128, 300, 448, 600, 800, 980, 1100, 1200}
-    said, committed = set(), set()
+    stopped_at, committed = set(), set()
     for size in sorted(sizes):
         folder = small_disk(f"{size or 4}k") / "store"
         if size == 0:
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_costs_no_committed_shard(
             write_store(folder, wanted, samples=6, per_shard=2)
         assert str(folder) in str(caught.value)
         assert "No space left" in str(caught.value)
-        said.add(str(caught.value).partition(":")[0].rpartition("/")[2])
+        stopped_at.add(str(caught.value).partition(":")[0].rpartition("/")[2])
         there = contents(folder) if folder.exists() else {}
         assert {name: expected[name] for name in there} == there
         committed.add(sum(name.endswith("0.json") for name in there))
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_costs_no_committed_shard(
             subprocess.run(["mount", "-o", "remount,size=8m", folder.parent], check=True)
             resume(folder, wanted, samples=6, per_shard=2)
             assert contents(folder) == expected
-    assert {"plan.json", "logits-000000.array_record"} <= said
+    assert {"plan.json", "logits-000000.array_record"} <= stopped_at
     assert committed == {0, 1}
 
 

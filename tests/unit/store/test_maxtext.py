@@ -163,12 +163,12 @@ def refused() -> dict[str, list[bytes]]:
     }
 
 
-@pytest.mark.parametrize("said", list(refused()))
-def test_files_of_another_version_are_refused(tmp_path: Path, said: str) -> None:
-    file = write(tmp_path / "a.array_record", refused()[said])
+@pytest.mark.parametrize("text", list(refused()))
+def test_files_of_another_version_are_refused(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path / "a.array_record", refused()[text])
     with pytest.raises(StoreError) as caught:
         convert(tmp_path / "store", [file])
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -183,8 +183,8 @@ def test_missing_files_and_damaged_ones_are_named(tmp_path: Path) -> None:
 def test_an_interrupted_conversion_is_gone_on_with(tmp_path: Path) -> None:
     files = saved(tmp_path)
     convert(tmp_path / "one", files)
-    said = [np.zeros(12, np.uint8)] * 3 + [KeyboardInterrupt]
-    with patch.object(maxtext, "_flags", side_effect=said), pytest.raises(KeyboardInterrupt):
+    results = [np.zeros(12, np.uint8)] * 3 + [KeyboardInterrupt]
+    with patch.object(maxtext, "_flags", side_effect=results), pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "broken", files)
     assert len(list((tmp_path / "broken/shards").iterdir())) == 2
     for path in (tmp_path / "broken/shards").iterdir():

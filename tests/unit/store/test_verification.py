@@ -34,7 +34,7 @@ def bad(kind: str, record: SampleRecord) -> SampleRecord:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "reported"),
     [
         ("twice", "an id is named twice at position 7"),
         ("outside", "an id is outside of the vocabulary of 131073"),
@@ -42,7 +42,9 @@ def bad(kind: str, record: SampleRecord) -> SampleRecord:
         ("rising", "log-probabilities increase at position 7"),
     ],
 )
-def test_wrong_values_in_an_intact_record_are_found(tmp_path: Path, kind: str, said: str) -> None:
+def test_wrong_values_in_an_intact_record_are_found(
+    tmp_path: Path, kind: str, reported: str
+) -> None:
     # A writer that checks nothing, as one of another program might.
     with (
         patch.object(writer, "value_problems", return_value=[]),
@@ -55,7 +57,7 @@ def test_wrong_values_in_an_intact_record_are_found(tmp_path: Path, kind: str, s
             shard.add(made_up(2, settings(codec="f32")))
         opened.finish()
     report = verify(tmp_path)
-    assert report.problems[0].text == said
+    assert report.problems[0].text == reported
     assert {problem.sample_id for problem in report.problems} == {1}
     assert report.samples == 2
     assert report.bad_shards == (0,)

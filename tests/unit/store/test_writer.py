@@ -88,15 +88,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("said", CHANGES)
-def test_another_plan_is_refused_with_its_differences(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("text", CHANGES)
+def test_another_plan_is_refused_with_its_differences(tmp_path: Path, text: str) -> None:
     fill(begin(tmp_path, settings()), [0])
     before = contents(tmp_path)
-    changes = dict(CHANGES[said])
+    changes = dict(CHANGES[text])
     with pytest.raises(StoreError) as caught:
         begin(tmp_path, changes.pop("wanted", settings()), **changes)
     assert str(caught.value).startswith(
-        f"{tmp_path}: the store was started with other settings ({said})"
+        f"{tmp_path}: the store was started with other settings ({text})"
     )
     assert contents(tmp_path) == before
 
@@ -160,18 +160,18 @@ def wrong_records() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("said", list(wrong_records()))
-def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("text", list(wrong_records()))
+def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, text: str) -> None:
     writer = begin(tmp_path, settings())
     with pytest.raises(StoreError) as caught, writer.shard(0) as shard:
-        shard.add(wrong_records()[said])
-    assert said in str(caught.value)
+        shard.add(wrong_records()[text])
+    assert text in str(caught.value)
     assert "logits-000000.array_record: sample 0: " in str(caught.value)
     assert writer.holes() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"k": 0}, "k is 0"),
         ({"k": 131_074}, "k is 131074; it must be between 1 and the vocabulary of 131073"),
@@ -185,10 +185,10 @@ def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, said: st
         ({"sequence_length": 0}, "sequence_length is 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict[str, object], said: str) -> None:
+def test_settings_out_of_range_are_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(StoreError) as caught:
         settings(**changes)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
 def test_a_store_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     def run(*words: object) -> tuple[int, str, str]:
         with patch.object(sys, "argv", ["teacher_store.py", *map(str, words)]):
             status = main()
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        text = capsys.readouterr()
+        return status, text.out, text.err
 
     return run
 

@@ -123,9 +123,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         "try: write(SourceSpec('jsonl', (sys.argv[1],)), Path(sys.argv[2]))\n"
         "except DataError as error: print(error)"
     )
-    said = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), str(tmp_path / "pair")],
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=240,
     ).stdout  # fmt: skip
-    assert "cannot be written (File too large); free disk space" in said
+    assert "cannot be written (File too large); free disk space" in reported
     assert not list(tmp_path.glob("pair*"))

@@ -21,10 +21,10 @@ def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed() -> N
         "held = peak_memory_bytes(torch.device('cpu'))\n"
         "del block; print(before, held, peak_memory_bytes(torch.device('cpu')))"
     )
-    said = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
-    before, held, after = map(int, said.stdout.split())
+    before, held, after = map(int, reported.stdout.split())
     assert 0.9 * SIZE < held - before < 1.2 * SIZE
     assert after > before + 0.9 * SIZE
 

@@ -86,8 +86,8 @@ def reference(conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
         thought = "<think>\n\n</think>\n\n" if index == len(messages) - 1 else ""
         header = f"<|im_start|>{message['role']}\n"
         body = f"{thought}{message['content']}<|im_end|>"
-        is_said = message["role"] == "assistant"
-        for text, flag in ((header, 0), (body, FULLY_TRAINED * is_said), ("\n", 0)):
+        is_response = message["role"] == "assistant"
+        for text, flag in ((header, 0), (body, FULLY_TRAINED * is_response), ("\n", 0)):
             piece = TOKENIZER.encode_batch([text])[0].tolist()
             tokens += piece
             flags += [flag] * len(piece)
@@ -174,8 +174,8 @@ def test_long_conversations_are_counted_and_named(
         logging.getLogger("megatron_distill").propagate = True
         source_of(spec_of(path), options_of(tmp_path, length))
     longest = sizes.index(max(sizes)) + 1
-    said = f"2 of 6 conversations are longer than the {length + 1} tokens that fit"
-    assert said in caplog.text
+    reported = f"2 of 6 conversations are longer than the {length + 1} tokens that fit"
+    assert reported in caplog.text
     assert f"{path}:{longest}" in caplog.text
 
 
@@ -274,8 +274,8 @@ def test_a_missing_template_is_reported_before_anything_is_read(tmp_path: Path) 
         open_training([spec], tokenizer=bare, options=options_of(tmp_path, 8), seed=1)
     plain = spec_of(tmp_path / "a.jsonl", chat_template="plain", separator=" ")
     source = open_training([plain], tokenizer=bare, options=options_of(tmp_path, 400), seed=1)
-    said = bare.decode(source.next_sample().tokens_S1)
-    assert "ask 0.0  say 0.0.<|endoftext|>" in said
+    text = bare.decode(source.next_sample().tokens_S1)
+    assert "ask 0.0  say 0.0.<|endoftext|>" in text
     path = tmp_path / "broken.jinja"
     path.write_text("{% for %}")
     broken = spec_of(tmp_path / "a.jsonl", chat_template=str(path))

@@ -111,8 +111,8 @@ def test_responses_before_the_first_prompt_are_dropped_trained_or_refused(before
         "assistant",
     ]
     assert (kept.dropped, kept.weights[len(before)]) == (0, 0.5)
-    said = f"message {len(before)} is a response without a prompt before it"
-    with pytest.raises(BadConversationError, match=said):
+    text = f"message {len(before)} is a response without a prompt before it"
+    with pytest.raises(BadConversationError, match=text):
         conversation_of(row, ConversationSpec(leading_assistant="refuse"))
 
 
@@ -125,7 +125,7 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "reported"),
     [
         ({"text": "a"}, "it has no 'messages' .its keys: text."),
         ({"messages": []}, "at least one message"),
@@ -147,8 +147,8 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
         ),
     ],
 )
-def test_a_bad_row_names_its_fault(row: Any, said: str) -> None:
-    with pytest.raises(BadConversationError, match=said):
+def test_a_bad_row_names_its_fault(row: Any, reported: str) -> None:
+    with pytest.raises(BadConversationError, match=reported):
         conversation_of(row, PLAIN)
 
 

@@ -35,7 +35,7 @@ ROWS = [{"messages": turns(f"ask {index}", f"say {index}")} for index in range(3
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logger = logging.getLogger("megatron_distill")
     before = logger.propagate
     logger.propagate = True
@@ -55,15 +55,15 @@ def prepare(
 
 
 def test_the_cache_is_found_again_by_content(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
-    assert "cache hit" not in said.text
+    assert "cache hit" not in logged.text
     moved = path.rename(tmp_path / "b.jsonl")
     os.utime(moved, (0, 0))
     again = prepare(moved)
-    assert "cache hit" in said.text
+    assert "cache hit" in logged.text
     assert again.folder == first.folder
     assert again.place(3) == f"{moved}:4"
     assert isinstance(again.tokens_n, np.memmap)
@@ -92,20 +92,20 @@ def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: 
     assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
 
 
-def test_damaged_files_are_prepared_anew(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_damaged_files_are_prepared_anew(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     expected = np.array(first.tokens_n)
     with (first.folder / "tokens").open("r+b") as stream:
         stream.truncate(8)
     np.testing.assert_array_equal(prepare(path).tokens_n, expected)
-    assert "cache hit" not in said.text
+    assert "cache hit" not in logged.text
     (first.folder / "manifest.json").write_text("{")
     np.testing.assert_array_equal(prepare(path).tokens_n, expected)
 
 
 def test_bad_rows_stop_or_are_counted_from_the_cache_too(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*ROWS[:4], {"text": 1}, 5, *ROWS[4:]])
     message = f"{path}:5: it has no 'messages'"
@@ -115,14 +115,14 @@ def test_bad_rows_stop_or_are_counted_from_the_cache_too(
     found = prepare(path, skip_bad=True)
     assert len(found) == len(ROWS)
     assert (found.manifest.rows, found.manifest.bad_rows) == (len(ROWS) + 2, 2)
-    assert message in said.text
-    assert f"{path}:6: not a JSON object but int" in said.text
-    assert "2 bad rows skipped" in said.text
+    assert message in logged.text
+    assert f"{path}:6: not a JSON object but int" in logged.text
+    assert "2 bad rows skipped" in logged.text
     with pytest.raises(DataError, match=message):
         prepare(path)
-    said.clear()
+    logged.clear()
     prepare(path, skip_bad=True)
-    assert message in said.text
+    assert message in logged.text
 
 
 OPEN_ENDED = (
@@ -132,7 +132,7 @@ OPEN_ENDED = (
 
 
 def test_turns_without_an_end_are_warned_of_once_per_source(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"messages": turns("a", "b", "c")}])
     template = tmp_path / "open.jinja"
@@ -141,28 +141,28 @@ def test_turns_without_an_end_are_warned_of_once_per_source(
     first = prepare(path, style="phi3", spec=spec)
     again = prepare(path, style="phi3", spec=spec)
     assert first.manifest.unclosed == again.manifest.unclosed == len(ROWS)
-    warnings = [one.getMessage() for one in said.records if one.levelname == "WARNING"]
+    warnings = [one.getMessage() for one in logged.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
     assert warnings[0].startswith(
         f"jsonl {path}: in 30 of 31 conversations the chat template writes"
     )
     assert "no end-of-turn token after the last response" in warnings[0]
     assert "data.sources.conversation.chat_template" in warnings[0]
-    said.clear()
+    logged.clear()
     assert prepare(path).manifest.unclosed == 0
-    assert not [one for one in said.records if one.levelname == "WARNING"]
+    assert not [one for one in logged.records if one.levelname == "WARNING"]
 
 
 def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     greeting = {"role": "assistant", "content": "Welcome."}
     greeted = {"messages": [greeting, greeting, *turns("ask", "say")]}
     path = write_rows(tmp_path / "a.jsonl", [greeted, *ROWS])
     for _ in range(2):
-        said.clear()
+        logged.clear()
         assert prepare(path).manifest.dropped == 2
-        assert "2 responses before the first prompt dropped" in said.text
+        assert "2 responses before the first prompt dropped" in logged.text
     with pytest.raises(DataError, match=f"{path}:1: message 0 is a response without a prompt"):
         prepare(path, spec=ConversationSpec(leading_assistant="refuse"))
     kept = prepare(path, spec=ConversationSpec(leading_assistant="keep"))
@@ -197,8 +197,8 @@ def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
     assert alone.manifest == together.manifest
     assert alone.manifest.conversations == len(rows)
     for name in ("tokens", "flags", "index"):
-        ours, theirs = (one.folder / name for one in (alone, together))
-        assert ours.read_bytes() == theirs.read_bytes()
+        ours, reference = (one.folder / name for one in (alone, together))
+        assert ours.read_bytes() == reference.read_bytes()
     assert data_workers() == []
     # Arguments that the template wants as text are given so, there too.
     start, stop = alone.bounds(0)

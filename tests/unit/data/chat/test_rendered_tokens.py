@@ -68,5 +68,5 @@ def test_a_worker_process_gets_the_same_tokenizer(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.identity == tokenizer.identity
-    (mine,), (theirs,) = (one.encode_batch(["Grüße, 世界"]) for one in (tokenizer, again))
-    assert mine.tolist() == theirs.tolist()
+    (own,), (other,) = (one.encode_batch(["Grüße, 世界"]) for one in (tokenizer, again))
+    assert own.tolist() == other.tolist()

@@ -86,7 +86,7 @@ def finder(
     return ResponseFinder(ChatTemplate(source, {}, (*markers, *tags), options))
 
 
-def said(finder: ResponseFinder, messages: Any, tools: Any = None) -> list[str]:
+def responses(finder: ResponseFinder, messages: Any, tools: Any = None) -> list[str]:
     found = finder.find(messages, tools)
     return [found.text[slice(*found.spans[index])] for index in sorted(found.spans)]
 
@@ -103,10 +103,10 @@ def test_a_header_is_no_response_where_its_prompt_goes_on(
     prompt: str, plain: str, thinking: str, has_tags: bool
 ) -> None:
     one = finder(THINKING, _CHATML, has_tags=has_tags, prompt=prompt)
-    assert said(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
-    assert said(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
-    assert said(one, turns("Hi", "Yo!", "2+2?", f"{THOUGHT}4")) == ["Yo!<|im_end|>", thinking]
-    assert said(one, turns("2+2?", f"{THOUGHT}4")) == [thinking]
+    assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
+    assert responses(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
+    assert responses(one, turns("Hi", "Yo!", "2+2?", f"{THOUGHT}4")) == ["Yo!<|im_end|>", thinking]
+    assert responses(one, turns("2+2?", f"{THOUGHT}4")) == [thinking]
 
 
 @pytest.mark.parametrize("has_tags", [False, True])
@@ -115,25 +115,25 @@ def test_an_empty_thought_that_the_prompt_does_not_write_belongs_to_the_response
 ) -> None:
     one = finder(EMPTY_THOUGHT, _CHATML, has_tags=has_tags)
     empty = ["<think></think>Yo!<|im_end|>", "<think></think>4<|im_end|>"]
-    assert said(one, turns("Hi", "Yo!", "2+2?", "4")) == empty
-    assert said(one, turns("2+2?", f"{THOUGHT}4")) == ["hm\n</think>\n\n4<|im_end|>"]
+    assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == empty
+    assert responses(one, turns("2+2?", f"{THOUGHT}4")) == ["hm\n</think>\n\n4<|im_end|>"]
 
 
 @pytest.mark.parametrize("has_tags", [False, True])
 def test_a_turn_without_an_end_is_ended_by_the_next_ones_first_token(has_tags: bool) -> None:
     one = finder(OPEN_ENDED, _ROLES, has_tags=has_tags)
-    assert said(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|user|>", "4"]
+    assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|user|>", "4"]
     # By what changes, because of the thought: the same.
-    assert said(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4")) == ["Yo!<|user|>", "4"]
-    assert said(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", f"{THOUGHT}4")) == [
+    assert responses(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4")) == ["Yo!<|user|>", "4"]
+    assert responses(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", f"{THOUGHT}4")) == [
         "Yo!<|user|>",
         f"{THOUGHT}4",
     ]
     call = '<tool_call>{"city": "Paris"}</tool_call><|observation|>'
-    assert said(one, tool_dialogue(), TOOLS) == [call, "It is."]
+    assert responses(one, tool_dialogue(), TOOLS) == [call, "It is."]
     # The header of another response ends no turn.
     twice = [*turns("Hi", "Yo!"), {"role": "assistant", "content": "4"}]
-    assert said(one, twice) == ["Yo!", "4"]
+    assert responses(one, twice) == ["Yo!", "4"]
 
 
 def test_a_conversation_shows_whether_its_last_response_is_ended() -> None:
@@ -195,13 +195,13 @@ def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(
     before = deepcopy(messages)
     one = finder(AS_TEXT, ("<|end|>", "<|call|>", "<|done|>", *_ROLES))
     call = '<|call|>weather\n{"city": "Łódź"}<|done|><|end|>'
-    assert said(one, messages, TOOLS) == [call, "It is.<|end|>"]
+    assert responses(one, messages, TOOLS) == [call, "It is.<|end|>"]
     assert messages == before
 
 
 def test_a_null_is_given_to_the_template_and_never_written() -> None:
     one = finder(WRITES_NULL, ("<|end|>", *_ROLES))
-    assert said(one, tool_dialogue(says=None), TOOLS) == [
+    assert responses(one, tool_dialogue(says=None), TOOLS) == [
         ' {"city": "Paris"}<|end|>',
         "It is.<|end|>",
     ]

@@ -166,10 +166,10 @@ def test_tools_are_part_of_the_prompt_wherever_the_template_puts_them() -> None:
     }.items():
         messages = tool_dialogue(also=["Sure?", "Yes."])
         found = ResponseFinder(template_of(style)).find(messages, TOOLS)
-        said = [found.text[slice(*found.spans[index])] for index in (1, 3, 5)]
-        assert said[1:] == responses, style
-        assert '"weather"' in said[0]
-        assert "description" not in "".join(said)
+        reported = [found.text[slice(*found.spans[index])] for index in (1, 3, 5)]
+        assert reported[1:] == responses, style
+        assert '"weather"' in reported[0]
+        assert "description" not in "".join(reported)
         assert "description" in found.text
 
 
@@ -209,8 +209,8 @@ def test_learned_shapes_agree_with_each_conversation_alone(
         assert found(Unlearned(template)) == learned
         return
     for index, (start, stop) in learned.spans.items():
-        said = learned.text[start:stop]
-        assert messages[index]["content"].split("</think>")[-1].strip() in said
+        reported = learned.text[start:stop]
+        assert messages[index]["content"].split("</think>")[-1].strip() in reported
     by_itself = found(Unlearned(template))
     if not isinstance(by_itself, str):
         assert by_itself.text == learned.text

@@ -141,7 +141,7 @@ def ours(name: str, dialogue: str, *, has_tags: bool) -> list[str] | str:
     return runs(own, encoding.ids_n.tolist(), (flags_n == FULLY_TRAINED).tolist())
 
 
-def theirs(name: str, dialogue: str) -> list[str]:
+def trained_by_trl(name: str, dialogue: str) -> list[str]:
     """What transformers masks with the twin, calls in a form that the twin writes."""
     messages, tools = DIALOGUES[dialogue]
     own = tokenizer(name, has_tags=True)
@@ -169,9 +169,9 @@ def runs(own: Any, ids: Sequence[int], is_trained: Sequence[int]) -> list[str]:
     return [own.decode(ids[a:b]) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
 
 
-def differences(mine: Sequence[str], twins: Sequence[str]) -> set[Difference]:
+def differences(trained_here: Sequence[str], twins: Sequence[str]) -> set[Difference]:
     found: set[Difference] = set()
-    for one, other in zip(mine, twins, strict=True):
+    for one, other in zip(trained_here, twins, strict=True):
         who, longer, shorter = ("TRL", other, one) if one in other else ("ours", one, other)
         assert shorter in longer, (one, other)
         before, _, after = longer.partition(shorter)
@@ -225,9 +225,9 @@ def test_the_twin_trains_the_same_except_the_table_s_rows(name: str) -> None:
     refused, found = REFUSED.get(name, {}), set[Difference]()
     for dialogue in DIALOGUES:
         if dialogue not in refused:
-            mine = ours(name, dialogue, has_tags=True)
-            assert not isinstance(mine, str), (dialogue, mine)
-            found |= differences(mine, theirs(name, dialogue))
+            trained_here = ours(name, dialogue, has_tags=True)
+            assert not isinstance(trained_here, str), (dialogue, trained_here)
+            found |= differences(trained_here, trained_by_trl(name, dialogue))
     assert found == DIFFERENT.get(name, {}).keys()
 
 

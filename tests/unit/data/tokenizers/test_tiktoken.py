@@ -53,10 +53,10 @@ def small_ranks() -> dict[bytes, int]:
 def test_ranks_of_a_byte_level_bpe_give_its_tokens() -> None:
     # The same merges and GPT-2's pattern in both; its special token comes first there.
     expected = byte_level().encode_batch(HARD_TEXTS)
-    for text, ours, theirs in zip(
+    for text, ours, other in zip(
         HARD_TEXTS, tokenizer_of("tiktoken").encode_batch(HARD_TEXTS), expected, strict=True
     ):
-        assert ours.tolist() == [number - 1 for number in theirs.tolist()], text
+        assert ours.tolist() == [number - 1 for number in other.tolist()], text
 
 
 def test_special_tokens_in_a_text_are_those_tokens() -> None:
@@ -203,9 +203,9 @@ def test_named_encodings_are_those_of_the_installed_tiktoken(
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gpt2_ranks)
     assert set(NAMED_ENCODINGS) == set(public.ENCODING_CONSTRUCTORS) == set(get_args(EncodingName))
     for name, ours in NAMED_ENCODINGS.items():
-        theirs = public.ENCODING_CONSTRUCTORS[name]()
+        other = public.ENCODING_CONSTRUCTORS[name]()
         assert asked[-1] == (ours.address, ours.sha256)
-        assert (theirs["pat_str"], theirs["special_tokens"]) == (ours.pattern, ours.special_tokens)
+        assert (other["pat_str"], other["special_tokens"]) == (ours.pattern, ours.special_tokens)
 
 
 def made_up(content: bytes, *, address: str = "https://nowhere.test/x.tiktoken") -> NamedEncoding:

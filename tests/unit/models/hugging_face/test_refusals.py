@@ -77,10 +77,10 @@ def read(folder: Path) -> dict[str, Tensor]:
 def refusal(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read(folder)
-    said = str(caught.value)
-    assert str(folder) in said
-    assert "\n" not in said
-    return said
+    text = str(caught.value)
+    assert str(folder) in text
+    assert "\n" not in text
+    return text
 
 
 YARN = {
@@ -132,9 +132,9 @@ def test_an_entry_that_is_not_computed_is_named(folder_of: Folders, case: str) -
     name, entries, parts = ENTRIES[case]
     folder = folder_of(name)
     change_config(folder, **entries)
-    said = refusal(folder)
+    text = refusal(folder)
     for part in ("config.json", *parts):
-        assert part in said
+        assert part in text
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", b"\xff\xfe{"])
@@ -203,9 +203,9 @@ def test_every_tensor_is_accounted_for(folder_of: Folders, case: str) -> None:
     name, change, parts = TENSORS[case]
     folder = folder_of(name)
     change_tensors(folder, change)
-    said = refusal(folder)
+    text = refusal(folder)
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 def strip(prefix: str) -> Callable[[dict[str, Tensor]], None]:
@@ -334,9 +334,9 @@ def test_a_damaged_folder_is_named(folder_of: Folders, files: int, case: str) ->
     folder = folder_of("llama2") if files == 1 else split(folder_of("llama2"))
     damage, parts = (ONE_FILE if files == 1 else MANY_FILES)[case]
     damage(folder)
-    said = refusal(folder)
+    text = refusal(folder)
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 def test_a_folder_of_several_files_is_read(folder_of: Folders, saved: Path) -> None:

@@ -42,8 +42,8 @@ def assert_covered_once(pieces: Sequence[Piece], rows: int) -> None:
     ours = [row for p in pieces for run in p.runs for row in range(run.ours, run.ours + run.rows)]
     assert sorted(ours) == list(range(rows))
     for piece in pieces:
-        theirs = [row for run in piece.runs for row in range(run.theirs, run.theirs + run.rows)]
-        assert sorted(theirs) == list(range(piece.shape[1 if piece.transposed else 0]))
+        other = [row for run in piece.runs for row in range(run.theirs, run.theirs + run.rows)]
+        assert sorted(other) == list(range(piece.shape[1 if piece.transposed else 0]))
 
 
 @pytest.mark.parametrize("case", RULES)

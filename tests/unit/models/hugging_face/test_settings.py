@@ -191,8 +191,10 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
     again = family.config(architecture, tokens)
     assert family.architecture(again) == architecture
     assert Architecture.from_dict(architecture.as_dict()) == architecture
-    given_entries, said = config.to_dict(), again.to_dict()
-    differing = {key for key in given_entries | said if given_entries.get(key) != said.get(key)}
+    given_entries, exported = config.to_dict(), again.to_dict()
+    differing = {
+        key for key in given_entries | exported if given_entries.get(key) != exported.get(key)
+    }
     assert differing <= DERIVED
 
 

@@ -30,12 +30,12 @@ def shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
     return student, read_model(config, "teacher", WORDS).architecture
 
 
-def memory_of(config: RunConfig, mine: RankParameters, world_size: int) -> MemoryOfRank:
+def memory_of(config: RunConfig, own: RankParameters, world_size: int) -> MemoryOfRank:
     parallel = config.parallel
     tokens = config.train.micro_batch_size * config.data.sequence_length // parallel.context
     student, _ = shapes(config)
     return MemoryOfRank.of_run(
-        mine,
+        own,
         dtype=PRECISIONS[config.train.precision],
         logits=chunk_logits(
             config.objective.chunk_tokens, tokens, student, tensor=parallel.tensor, device=CPU
@@ -49,11 +49,11 @@ def memory_of(config: RunConfig, mine: RankParameters, world_size: int) -> Memor
 def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, start: int = 0) -> str:
     config = load_config(CONFIGS / name, overrides)
     student, teacher = shapes(config)
-    mine = RankParameters(1_000_000, 0, 2_000_000 if teacher else 0)
+    own = RankParameters(1_000_000, 0, 2_000_000 if teacher else 0)
     return run_banner(
         config,
         {"student": student} | ({"teacher": teacher} if teacher else {}),
-        memory_of(config, mine, world_size),
+        memory_of(config, own, world_size),
         stored_samples=2000,
         feature_pairs=pairs,
         world_size=world_size,
