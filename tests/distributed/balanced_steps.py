@@ -274,7 +274,7 @@ def _part_of_total(rows: slice, masks: list[Tensor], counts: list[int], losses: 
     kd = sum(weight * term for weight, term in zip(WEIGHTS, terms, strict=True))
     task = CE_WEIGHT * ce
     ratio = float((task / kd).detach()) if own[0] and own[1] else 1.0
-    shares = [mine / all_ for mine, all_ in zip(own, counts, strict=True)]
+    shares = [local / all_ for local, all_ in zip(own, counts, strict=True)]
     total: Tensor = task * shares[0] + ALPHA * ratio * kd * shares[1]
     return total
 

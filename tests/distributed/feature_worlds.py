@@ -109,9 +109,9 @@ def trained() -> Trained:
 def step_batches(groups: Groups, micro_batch_size: int) -> StepBatches:
     """This rank's share of the whole batch."""
     whole = whole_batch()
-    mine = range(groups.data.rank(), ROWS, groups.data.size())
-    starts = range(0, len(mine), micro_batch_size)
-    batches = [_rows(whole, list(mine)[start : start + micro_batch_size]) for start in starts]
+    own = range(groups.data.rank(), ROWS, groups.data.size())
+    starts = range(0, len(own), micro_batch_size)
+    batches = [_rows(whole, list(own)[start : start + micro_batch_size]) for start in starts]
     rank, size = groups.context.rank(), groups.context.size()
     return StepBatches(
         tuple(batch.context_shard(rank, size).with_trained_rows() for batch in batches),
@@ -181,14 +181,14 @@ def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     )
 
     pairs = [FeaturePair(*pair) for pair in setting.pairs]
-    theirs = setting.teacher.get("hidden_size", 32)
+    width = setting.teacher.get("hidden_size", 32)
     projectors = None
-    if theirs != 32:
+    if width != 32:
         states = [pair for pair in pairs if not pair.is_of_attention]
         names = dict.fromkeys(projector_name(pair, shared=setting.shared) for pair in states)
         within = (24,) if setting.projector == "mlp" else ()
         projectors = Projectors(
-            ProjectorShape(tuple(names), (32, *within, theirs)),
+            ProjectorShape(tuple(names), (32, *within, width)),
             ProjectorOptimization(1e-3, 0.1, (0.9, 0.95), 1e-8, True, 1.0),
             seed=5,
             groups=groups,

@@ -196,14 +196,14 @@ class Pool:
         context.set_forkserver_preload(["tests.distributed.preloaded"])
         with _worker_environment():
             for rank in range(self.size):
-                ours, theirs = context.Pipe()
+                ours, other = context.Pipe()
                 stack_file = Path(self._folder.name) / f"stack{rank}"
                 # Not daemonic: sharded checkpoint saving starts child processes.
                 process = context.Process(
-                    target=_work, args=(rank, self._port, theirs, str(stack_file)), daemon=False
+                    target=_work, args=(rank, self._port, other, str(stack_file)), daemon=False
                 )
                 process.start()
-                theirs.close()
+                other.close()
                 self._workers.append(_Worker(rank, process, ours, stack_file))
         for worker in self._workers:
             if not worker.connection.poll(START_SECONDS):

@@ -153,8 +153,8 @@ def test_per_micro_batch_each_has_the_formula_of_its_own(pool: Pool, case: str) 
         )
         # The micro-batch's share of the whole, in place of an average over all.
         ce_share, kd_share = (
-            float(mine.sum() / every.sum())
-            for mine, every in ((part.ce_mask, whole.ce_mask), (part.kd_mask, whole.kd_mask))
+            float(local.sum() / every.sum())
+            for local, every in ((part.ce_mask, whole.ce_mask), (part.kd_mask, whole.kd_mask))
         )
         ce, kd, features = weights
         answer = solved(ce_share * ce, kd_share * kd, [kd_share * one for one in features])

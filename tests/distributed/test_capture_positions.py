@@ -221,5 +221,5 @@ def draw_wrong(rank: int, world: int) -> str:
 
 
 def test_logits_without_a_distribution_over_all_ranks_are_refused_on_all(pool: Pool) -> None:
-    said = "log_probs contain a row whose probabilities do not sum to one"
-    assert pool.run(2, draw_wrong) == [said, said]
+    text = "log_probs contain a row whose probabilities do not sum to one"
+    assert pool.run(2, draw_wrong) == [text, text]

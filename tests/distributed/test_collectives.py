@@ -48,11 +48,11 @@ def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(
 
 
 def _agree_keeps_the_cause(rank: int, world: int) -> bool:
-    mine = DataError("here") if rank == 1 else None
+    own = DataError("here") if rank == 1 else None
     try:
-        agree(mine)
+        agree(own)
     except DataError as error:
-        return error.__cause__ is mine
+        return error.__cause__ is own
     return False
 
 

@@ -113,10 +113,10 @@ def oracle(setting: Setting, found: list[Found]) -> Answer:
     return _ANSWERS[key]
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_close(ours: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Compare gradients, each to its largest entry; exact zeros must stay zero."""
-    assert ours.keys() >= theirs.keys()
-    for name, gradient in theirs.items():
+    assert ours.keys() >= other.keys()
+    for name, gradient in other.items():
         bound = 2e-5 * float(gradient.abs().max())
         torch.testing.assert_close(
             ours[name].double(), gradient, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"

@@ -109,11 +109,11 @@ def through_a_layout(
 
 
 def assert_same_tensors(first: Path, second: Path) -> None:
-    ours, theirs = stored_tensors(first), stored_tensors(second)
-    assert ours.keys() == theirs.keys()
+    ours, other = stored_tensors(first), stored_tensors(second)
+    assert ours.keys() == other.keys()
     for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype, name
-        assert value.equal(theirs[name]), name
+        assert value.dtype == other[name].dtype, name
+        assert value.equal(other[name]), name
 
 
 @pytest.mark.parametrize(("name", "ranks", "settings"), all_cases())
@@ -132,8 +132,8 @@ def test_a_model_computes_the_same_here_and_leaves_as_it_came(
     assert_same_tensors(folder, tmp_path / "exported")
     exported = reference(tmp_path / "exported")
     prompt = tokens()[:, :8]
-    said = [m.generate(prompt, max_new_tokens=8, do_sample=False) for m in (model, exported)]
-    assert said[0].equal(said[1])
+    written = [m.generate(prompt, max_new_tokens=8, do_sample=False) for m in (model, exported)]
+    assert written[0].equal(written[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,11 +174,11 @@ def test_the_tool_s_import_and_export_are_inverse(pool: Pool, tmp_path: Path, na
     files = {path.name for path in (tmp_path / "exported").glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files
     assert len(files) > 1
-    given, said = (
+    given, exported = (
         reference(folder).config.to_dict(),
         reference(tmp_path / "exported").config.to_dict(),
     )
     ignored = {"_name_or_path", "n_inner", "partial_rotary_factor"}
-    assert {k: v for k, v in said.items() if k not in ignored} == {
+    assert {k: v for k, v in exported.items() if k not in ignored} == {
         k: v for k, v in given.items() if k not in ignored
     }

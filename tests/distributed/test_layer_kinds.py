@@ -109,9 +109,9 @@ def test_frequencies_are_those_of_transformers_to_the_last_bit_but_one(
         max_position_embeddings=131072,
         rope_parameters=parameters,
     )
-    theirs, _ = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    other, _ = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     ((frequencies, _),) = pool.run(1, _frequencies, kind)
-    torch.testing.assert_close(frequencies, theirs, atol=0, rtol=2.5e-7)
+    torch.testing.assert_close(frequencies, other, atol=0, rtol=2.5e-7)
 
 
 def _stages(rank: int, world: int) -> list[Any]:

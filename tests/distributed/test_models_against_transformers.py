@@ -88,11 +88,11 @@ def test_logits_loss_and_gradients_are_those_of_transformers(pool: Pool, family:
     found = chosen.names(gradients, shape)
     assert set(found) == set(parameters) - ({"lm_head.weight"} if missing else set())
     for name, gradient in found.items():
-        theirs = parameters[name].grad
-        assert theirs is not None
-        bound = 2e-5 * float(theirs.abs().max())
+        other = parameters[name].grad
+        assert other is not None
+        bound = 2e-5 * float(other.abs().max())
         torch.testing.assert_close(
-            gradient, theirs, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            gradient, other, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

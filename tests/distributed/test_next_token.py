@@ -96,6 +96,6 @@ def _context(rank: int, world: int) -> str:
 
 
 def test_context_parallelism_is_refused_by_name(pool: Pool) -> None:
-    for said in pool.run(2, _context):
-        assert said.startswith("parallel.context=2:")
-        assert said.endswith("set parallel.context=1")
+    for text in pool.run(2, _context):
+        assert text.startswith("parallel.context=2:")
+        assert text.endswith("set parallel.context=1")

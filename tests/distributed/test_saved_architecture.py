@@ -62,14 +62,14 @@ def test_the_same_model_is_known_again(pool: Pool, case: str) -> None:
 
 
 def test_another_model_is_distinguished_by_fields_that_only_one_of_them_has(pool: Pool) -> None:
-    (said,) = pool.run(1, _complaint, {}, OLDER, {}, SLIDING)
-    assert "sliding_window None vs 5" in said
-    assert "rope_scaling.kind None vs 'linear'" in said
-    (said,) = pool.run(1, _complaint, SLIDING, [], {}, {**SLIDING, "sliding_layers": (0, 1)})
-    assert "sliding_layers (0, 2) vs (0, 1)" in said
+    (text,) = pool.run(1, _complaint, {}, OLDER, {}, SLIDING)
+    assert "sliding_window None vs 5" in text
+    assert "rope_scaling.kind None vs 'linear'" in text
+    (text,) = pool.run(1, _complaint, SLIDING, [], {}, {**SLIDING, "sliding_layers": (0, 1)})
+    assert "sliding_layers (0, 2) vs (0, 1)" in text
 
 
 def test_a_field_of_another_release_is_named(pool: Pool) -> None:
-    (said,) = pool.run(1, _complaint, {}, [], {"sinks": 4}, {})
-    assert "of another release" in said
-    assert "sinks" in said
+    (text,) = pool.run(1, _complaint, {}, [], {"sinks": 4}, {})
+    assert "of another release" in text
+    assert "sinks" in text

@@ -35,13 +35,13 @@ Sent = list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 def batches_of(step: int, groups: Any) -> tuple[Batch, ...]:
     """Two micro-batches of this rank's rows: steps of 4 samples, split over the replicas."""
     numbers = range(4 * step, 4 * step + 4)
-    mine = numbers[groups.data.rank() :: groups.data.size()]
+    own = numbers[groups.data.rank() :: groups.data.size()]
     wanted = settings()
     found = []
-    for first in range(0, len(mine), MICRO):
+    for first in range(0, len(own), MICRO):
         samples = [
             Sample(**tokens_of(number, wanted), sample_id=number)
-            for number in mine[first : first + MICRO]
+            for number in own[first : first + MICRO]
         ]
         batch = micro_batch(pack_samples(samples), slice(0, MICRO), isolate_documents=True)
         found.append(batch.context_shard(groups.context.rank(), groups.context.size()))

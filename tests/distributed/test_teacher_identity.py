@@ -45,8 +45,8 @@ def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
 
 
 def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
-    (said,) = set(pool.run(world, digest, folder, changes))
-    return str(said)
+    (text,) = set(pool.run(world, digest, folder, changes))
+    return str(text)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def objective(
         from megatron_distill.models.gpt import align_head
 
         weight, shard = rows_of_rank(problem.weight_GH, rows[0], groups)
-        theirs, own = rows_of_rank(problem.teacher_weight, rows[1], groups)
-        head = align_head(theirs, own=own, wanted=shard, group=groups.tensor)
+        other, own = rows_of_rank(problem.teacher_weight, rows[1], groups)
+        head = align_head(other, own=own, wanted=shard, group=groups.tensor)
         hidden = problem.hidden_NH.requires_grad_()
         total, report = fused_linear_objective(
             hidden,

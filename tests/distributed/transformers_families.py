@@ -42,11 +42,11 @@ def split_groups(qkv: Tensor, shape: dict[str, Any]) -> tuple[Tensor, Tensor, Te
     return q, k, v
 
 
-def llama_names(mine: Weights, shape: dict[str, Any]) -> Weights:
+def llama_names(own: Weights, shape: dict[str, Any]) -> Weights:
     """Our weights, or gradients, under the names of the Llama-like families."""
     found: Weights = {}
     experts: dict[str, list[Tensor]] = {}
-    for name, value in mine.items():
+    for name, value in own.items():
         new = name.replace("decoder.layers.", "model.layers.").replace(
             "self_attention", "self_attn"
         )
@@ -78,10 +78,10 @@ def llama_names(mine: Weights, shape: dict[str, Any]) -> Weights:
     return found | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
-def gpt2_names(mine: Weights, shape: dict[str, Any]) -> Weights:
+def gpt2_names(own: Weights, shape: dict[str, Any]) -> Weights:
     """Our weights, or gradients, under GPT-2's names; its matrices lie transposed."""
     found: Weights = {}
-    for name, value in mine.items():
+    for name, value in own.items():
         part = torch.cat(split_groups(value, shape)) if "linear_qkv" in name else value
         new = name
         for old, fresh in (
@@ -101,21 +101,21 @@ def gpt2_names(mine: Weights, shape: dict[str, Any]) -> Weights:
     return found
 
 
-def gemma_names(mine: Weights, shape: dict[str, Any]) -> Weights:
+def gemma_names(own: Weights, shape: dict[str, Any]) -> Weights:
     """Our weights, or gradients, under the names of Gemma 2 and 3: four norms a layer."""
     renamed = {
         name.replace("pre_mlp_layernorm", "pre_feedforward_layernorm")
         .replace("mlp.post_norm", "post_feedforward_layernorm")
         .replace("self_attention.post_norm", "post_attention_layernorm"): value
-        for name, value in mine.items()
+        for name, value in own.items()
     }
     return llama_names(renamed, shape)
 
 
-def phi_names(mine: Weights, shape: dict[str, Any]) -> Weights:
+def phi_names(own: Weights, shape: dict[str, Any]) -> Weights:
     """Our weights, or gradients, under Phi-3's names, which fuse projections."""
-    found = llama_names({name: v for name, v in mine.items() if not _is_together(name)}, shape)
-    for name, value in mine.items():
+    found = llama_names({name: v for name, v in own.items() if not _is_together(name)}, shape)
+    for name, value in own.items():
         new = name.replace("decoder.layers.", "model.layers.")
         if "linear_qkv" in name:
             together = torch.cat(split_groups(value, shape))

@@ -73,8 +73,8 @@ def _fake(batch: Batch, mode: WatchingMode) -> Batch:
 def agree_with_itself() -> None:
     """Let every rank say what this one says, where objects are exchanged."""
 
-    def all_gather_object(answers: list[Any], said: Any, **_: Any) -> None:
-        answers[:] = [said] * len(answers)
+    def all_gather_object(answers: list[Any], text: Any, **_: Any) -> None:
+        answers[:] = [text] * len(answers)
 
     patch.object(dist, "all_gather_object", all_gather_object).start()
     patch.object(dist, "broadcast_object_list", lambda *_, **__: None).start()

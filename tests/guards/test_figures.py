@@ -107,12 +107,12 @@ def test_the_losses_are_those_of_the_record(page: Path) -> None:
         timed = loss if in_turns else f"{loss}, plain loop"
         for case, text in zip(CASES, speeds, strict=False):
             if text:
-                mine, theirs = (
+                own, other = (
                     record[f"{case}/TP{ranks}", timed, subject] for subject in (ours, peer)
                 )
                 median, _, best = text.partition(" ")
-                assert rounded(theirs[0] / mine[0], median), (name, case, theirs[0] / mine[0], text)
-                assert not best or rounded(theirs[1] / mine[1], best.strip("()")), (
+                assert rounded(other[0] / own[0], median), (name, case, other[0] / own[0], text)
+                assert not best or rounded(other[1] / own[1], best.strip("()")), (
                     name,
                     case,
                     text,

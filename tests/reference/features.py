@@ -80,29 +80,29 @@ def solve(
     """
     own = {name: tensor.double().requires_grad_() for name, tensor in student[0].items()}
     learned = {name: tensor.double().requires_grad_() for name, tensor in projectors.items()}
-    mine = run(own, student[1], trained.packed)
+    local = run(own, student[1], trained.packed)
     frozen = {name: tensor.double() for name, tensor in teacher[0].items()}
-    theirs = run(frozen, teacher[1], trained.packed)
+    reference = run(frozen, teacher[1], trained.packed)
     ce_at, kd_at = trained.ce_mask, trained.kd_mask
-    ce = cross_entropy(mine.logits[ce_at], trained.labels[ce_at]).mean()
-    kd = forward_kl(mine.logits[kd_at], theirs.logits[kd_at], 1.0).mean()
+    ce = cross_entropy(local.logits[ce_at], trained.labels[ce_at]).mean()
+    kd = forward_kl(local.logits[kd_at], reference.logits[kd_at], 1.0).mean()
     total = ce_weight * ce + kd_weight * kd
     values = []
-    norms = [_norm(ce, mine.final), _norm(kd, mine.final)]
+    norms = [_norm(ce, local.final), _norm(kd, local.final)]
     for layer, other, loss, weight in pairs:
         if loss == "attention":
-            maps = (mine.maps[layer - 1][kd_at], theirs.maps[other - 1][kd_at])
+            maps = (local.maps[layer - 1][kd_at], reference.maps[other - 1][kd_at])
             terms = [divergence(a, b) for a, b in zip(*maps, strict=True)]
         else:
             prefix = "shared." if any(name.startswith("shared.") for name in learned) else ""
             prefix = prefix or f"{layer}_{other}."
             linear = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
-            states = (mine.outputs[layer - 1][kd_at], theirs.outputs[other - 1][kd_at])
+            states = (local.outputs[layer - 1][kd_at], reference.outputs[other - 1][kd_at])
             terms = [distance(projected(a, linear), b, loss) for a, b in zip(*states, strict=True)]
         values.append(torch.stack(terms).mean())
         total = total + weight * values[-1]
         if loss != "attention":
-            norms.append(_norm(values[-1], mine.outputs[layer - 1]))
+            norms.append(_norm(values[-1], local.outputs[layer - 1]))
     total.backward()  # type: ignore[no-untyped-call]
     return Answer(
         total.item(), ce.item(), kd.item(), [value.item() for value in values],

@@ -51,9 +51,9 @@ def write_old(state: RunState, folder: Path) -> None:
             path.unlink()
     torch.distributed.barrier()
     sharded, _ = save_preprocess(old_state(state))
-    mine, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    own, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     torch_checkpoint.save(
-        mcore_to_pyt_state_dict(mine),
+        mcore_to_pyt_state_dict(own),
         storage_writer=RankWriter(folder),
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )

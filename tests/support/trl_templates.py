@@ -31,12 +31,12 @@ def calls(*cities: str) -> list[dict[str, Any]]:
         }
         for city in cities
     ]
-    said = {"role": "assistant", "content": None, "tool_calls": wanted}
+    text = {"role": "assistant", "content": None, "tool_calls": wanted}
     results = [
         {"role": "tool", "content": f"sun in {place}", "tool_call_id": call["id"]}
         for place, call in enumerate(wanted)
     ]
-    return [said, *results]
+    return [text, *results]
 
 
 DIALOGUES: Mapping[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
