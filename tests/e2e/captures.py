@@ -98,9 +98,9 @@ def run_in(
 ) -> bool | str:
     """Capture in `world` pool workers; returns what all of them return."""
     given = [f"store.path={store}", *overrides]
-    said = pool.run(world, capture_here, path, given, stop_after, limits, timeout=SECONDS)
-    assert len(set(said)) == 1, said
-    result: bool | str = said[0]
+    text = pool.run(world, capture_here, path, given, stop_after, limits, timeout=SECONDS)
+    assert len(set(text)) == 1, text
+    result: bool | str = text[0]
     return result
 
 

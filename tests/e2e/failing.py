@@ -24,8 +24,8 @@ class Ending:
     """How one rank ended: exit status, and what it wrote to stderr and to stdout."""
 
     status: int
-    said: str
-    written: str = ""
+    stderr: str
+    stdout: str = ""
 
 
 def script(path: Path) -> ModuleType:
@@ -67,16 +67,16 @@ def call_script(
     """
     places = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(variables or {})}
     disk = patch("shutil.disk_usage", return_value=Mock(free=free))
-    said, written = io.StringIO(), io.StringIO()
+    stderr, stdout = io.StringIO(), io.StringIO()
     with (
         patch.dict(os.environ, places),
         disk if free is not None else contextlib.nullcontext(),
-        contextlib.redirect_stderr(said),
-        contextlib.redirect_stdout(written),
+        contextlib.redirect_stderr(stderr),
+        contextlib.redirect_stdout(stdout),
         file_size_limit((limits or {}).get(rank)),
     ):
         status = script(path).main(words)
-    return Ending(status, said.getvalue(), written.getvalue())
+    return Ending(status, stderr.getvalue(), stdout.getvalue())
 
 
 def call_alone(pool: Pool, path: Path, *words: object) -> Ending:
@@ -101,8 +101,8 @@ def call(
 def message(endings: Sequence[Ending]) -> str:
     """Return the one message of a run that failed on all ranks."""
     assert [ending.status for ending in endings] == [1] * len(endings)
-    assert not any("Traceback" in ending.said for ending in endings)
-    first, *others = (ending.said for ending in endings)
-    assert not any("error: " in said for said in others)
+    assert not any("Traceback" in ending.stderr for ending in endings)
+    first, *others = (ending.stderr for ending in endings)
+    assert not any("error: " in stderr for stderr in others)
     assert first.count("\nerror: ") == 1, first
     return first.split("\nerror: ")[1].strip()

@@ -254,9 +254,9 @@ def run(
 def failure(pool: Pool, world: int, config_path: Path, output: Path, *overrides: str) -> str:
     """Train in `world` pool workers and return the error that must come out on all of them."""
     arguments = [f"output={output}", *overrides]
-    said = pool.run(world, failure_here, config_path, arguments, timeout=SECONDS)
-    assert len(set(said)) == 1, said
-    return said[0]
+    text = pool.run(world, failure_here, config_path, arguments, timeout=SECONDS)
+    assert len(set(text)) == 1, text
+    return text[0]
 
 
 def checkpoints(output: Path) -> list[str]:

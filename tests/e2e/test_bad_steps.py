@@ -30,7 +30,7 @@ def _as_bits(tensors: list[torch.Tensor]) -> list[bytes]:
 def poisoned_step(
     rank: int, world: int, config: Path, overrides: list[str], poison: str
 ) -> tuple[str, bool, bool]:
-    """Train with something that is not finite; what was said, and what stayed as it was."""
+    """Train with something that is not finite; the error, and what stayed as it was."""
     from megatron_distill.errors import TrainingError
 
     with assembled(rank, world, config, overrides) as (found, parts):
@@ -44,7 +44,7 @@ def poisoned_step(
         weights = [p for chunk in state.student.chunks for p in chunk.parameters()]
         before = _as_bits(weights)
         moments = _as_bits(_moments(state))
-        said = ""
+        text = ""
         try:
             train(
                 parts,
@@ -52,8 +52,8 @@ def poisoned_step(
                 TerminationRequest(),
             )
         except TrainingError as error:
-            said = str(error)
-        return said, _as_bits(weights) == before, _as_bits(_moments(state)) == moments
+            text = str(error)
+        return text, _as_bits(weights) == before, _as_bits(_moments(state)) == moments
 
 
 def _token_of_one_sample(parts: Parts) -> int:
@@ -61,13 +61,13 @@ def _token_of_one_sample(parts: Parts) -> int:
     beginning = parts.loader.state_dict()
     batches = parts.loader.take(1).micro_batches
     parts.loader.load_state_dict(beginning)
-    mine = {
+    own = {
         int(number): set(row.tolist())
         for batch in batches
         for number, row in zip(batch.sample_ids_b, batch.tokens_bs, strict=True)
     }
     everyones: list[dict[int, set[int]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, own)
     rows = {number: row for rank in everyones for number, row in rank.items()}
     counts = Counter(token for row in rows.values() for token in row)
     return min(token for token, count in counts.items() if count == 1)
@@ -113,13 +113,13 @@ def test_a_step_that_is_not_finite_is_not_applied(
     weight = ("objective.ce_weight=1e30",) if poison == "gradient" else ()
     overrides = [f"output={tmp_path}", SAVE, *weight, *layout]
     found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides, poison)
-    said, weights_stay, moments_stay = found[0]
+    text, weights_stay, moments_stay = found[0]
     assert found[1] == found[0]
-    assert said.startswith("step 1: the loss is ")
-    assert ("nan" if poison == "one token" else "inf") in said
-    assert "samples 0, 1, 2, 3, 4, 5, 6, 7 of the stream" in said
-    assert "train.max_bad_steps=0" in said
-    assert "optimizer.learning_rate" in said
+    assert text.startswith("step 1: the loss is ")
+    assert ("nan" if poison == "one token" else "inf") in text
+    assert "samples 0, 1, 2, 3, 4, 5, 6, 7 of the stream" in text
+    assert "train.max_bad_steps=0" in text
+    assert "optimizer.learning_rate" in text
     assert weights_stay
     assert moments_stay
     assert checkpoints(tmp_path) == []
@@ -133,12 +133,12 @@ def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
         "optimizer.learning_rate=1e30", "optimizer.clip_grad_norm=0", "train.max_bad_steps=2",
         "schedule.warmup_steps=0", "schedule.decay=constant",
     )  # fmt: skip
-    said = message(endings)
-    assert said.startswith("step 4: ")
-    assert "samples 24, 25, 26, 27, 28, 29, 30, 31 of the stream" in said
-    assert "3 such steps are more than train.max_bad_steps=2" in said
+    text = message(endings)
+    assert text.startswith("step 4: ")
+    assert "samples 24, 25, 26, 27, 28, 29, 30, 31 of the stream" in text
+    assert "3 such steps are more than train.max_bad_steps=2" in text
     for step in (2, 3):
-        assert f"step {step}: the loss is" in endings[0].said
+        assert f"step {step}: the loss is" in endings[0].stderr
     found = step_records(tmp_path)
     assert [record.get("skipped", False) for record in found] == [False, True, True]
     assert found[1]["grad_norm"] is None

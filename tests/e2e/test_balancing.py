@@ -86,11 +86,11 @@ def test_balanced_steps_are_those_of_one_rank(train: Runner, layout: str) -> Non
     expected = train(name, 1, *balance)
     found = train(name, world, *balance, *overrides)
     assert [record["step"] for record in found] == list(range(1, 7))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, other in zip(found, expected, strict=True):
         tolerance = FIRST if ours["step"] == 1 else LAST
         for figure in ("ce_loss", "kd_loss", "total_loss", "grad_norm"):
-            assert ours[figure] == pytest.approx(theirs[figure], rel=tolerance), ours["step"]
-        assert ours["balance"] == pytest.approx(theirs["balance"], rel=tolerance)
+            assert ours[figure] == pytest.approx(other[figure], rel=tolerance), ours["step"]
+        assert ours["balance"] == pytest.approx(other["balance"], rel=tolerance)
 
 
 def test_the_total_is_that_of_the_formula_at_every_step(train: Runner) -> None:
@@ -145,9 +145,9 @@ def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: Runner) -> Non
     assert course(same) == course(fixed)
     halved = train("dense", 1, "objective.balance.alpha=0.5")
     weighted = train("dense", 1, "objective.terms.0.weight=0.5")
-    for ours, theirs in zip(halved, weighted, strict=True):
-        assert ours["grad_norm"] == theirs["grad_norm"]
-        assert ours["kd_loss"] == pytest.approx(2 * theirs["kd_loss"], rel=1e-6)
+    for ours, other in zip(halved, weighted, strict=True):
+        assert ours["grad_norm"] == other["grad_norm"]
+        assert ours["kd_loss"] == pytest.approx(2 * other["kd_loss"], rel=1e-6)
 
 
 CLAMPED: dict[str, tuple[Sequence[str], bool]] = {
@@ -170,12 +170,14 @@ def test_a_balance_that_sits_at_its_clamp_is_warned_of_once(
     overrides, expected = CLAMPED[case]
     few = ("train.steps=24", "train.global_batch_size=4", "objective.terms.0.weight=0.1")
     endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *few, *overrides)
-    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     scales = [one["balance"]["kd_scale"] for one in records(tmp_path)]
     assert all(scale == pytest.approx(1.01, rel=1e-6) for scale in scales) == expected
-    said = [ending.said.count("objective.balance.clamp = 1.01: kd_scale was") for ending in endings]
-    assert said == [expected, 0]
-    assert "in each of the last 20 steps" in endings[0].said or not expected
+    text = [
+        ending.stderr.count("objective.balance.clamp = 1.01: kd_scale was") for ending in endings
+    ]
+    assert text == [expected, 0]
+    assert "in each of the last 20 steps" in endings[0].stderr or not expected
 
 
 AVERAGED = "objective.balance.ema=0.7"
@@ -206,11 +208,11 @@ def test_a_resumed_run_is_the_run_to_the_bit(
     found = run(pool, world, config, tmp_path / "cut", *common)
     assert course(found) == course(expected)
     assert [one["balance"] for one in found] == [one["balance"] for one in expected]
-    ours, theirs = (
+    ours, other = (
         [one for one in records(tmp_path / folder) if "validation" in one]
         for folder in ("cut", "whole")
     )
-    assert ours == theirs
+    assert ours == other
     # One set of names at temperatures of a run's end, all through.
     assert [one["step"] for one in ours] == [3, 6]
     assert ours[0]["validation"].keys() == ours[1]["validation"].keys()
@@ -225,9 +227,9 @@ def test_another_layout_goes_on_with_the_same_balance(
     expected = run(pool, 1, config, tmp_path / "whole", *common)
     run(pool, 1, config, tmp_path / "cut", *common, stop_after=3)
     found = run(pool, 4, config, tmp_path / "cut", *common, TENSOR, PIPELINE)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["total_loss"] == pytest.approx(theirs["total_loss"], rel=LAST)
-        assert ours["balance"] == pytest.approx(theirs["balance"], rel=LAST)
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["total_loss"] == pytest.approx(other["total_loss"], rel=LAST)
+        assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)
 
 
 def test_a_bad_step_leaves_the_running_means_alone(
@@ -252,10 +254,10 @@ def test_a_bad_step_leaves_the_running_means_alone(
 
     descriptions[2]["balance"] = {"count": 3}
     (folders[2] / "description.json").write_text(json.dumps(descriptions[2]))
-    said = failure(
+    text = failure(
         pool, 1, inputs.folder / "dense.yaml", tmp_path, "train.steps=5", "checkpoint.save=true"
     )
-    assert said.startswith(
+    assert text.startswith(
         f"CheckpointError: {folders[2]}: `balance` in its description is damaged"
     )
 
@@ -282,9 +284,9 @@ def test_a_store_serves_a_changing_temperature_of_renormalized_probabilities(
         temperature: 3, temperature_schedule: {to: 0.7, steps: 5}}]"""
     online = train("dense", 1, *MAGNITUDE, terms)
     offline = train("dense", 1, *MAGNITUDE, terms, f"teacher.store={folder}")
-    for ours, theirs in zip(offline, online, strict=True):
-        assert ours["total_loss"] == pytest.approx(theirs["total_loss"], rel=LAST)
-        assert ours["balance"] == pytest.approx(theirs["balance"], rel=LAST)
+    for ours, other in zip(offline, online, strict=True):
+        assert ours["total_loss"] == pytest.approx(other["total_loss"], rel=LAST)
+        assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)
     temperatures = [
         one["balance"]["forward_kl_t3to0.7_top8_renormalized_temperature"] for one in offline
     ]

@@ -92,9 +92,9 @@ def test_asked_to_stop_the_ranks_leave_nothing_half(
 
 
 def assert_ended_well(started: Started, store: Path) -> None:
-    said = started.log.read_text()
-    assert started.statuses() == ["0", "0"], said
-    assert "stopped by a signal; start the same command again" in said
+    text = started.log.read_text()
+    assert started.statuses() == ["0", "0"], text
+    assert "stopped by a signal; start the same command again" in text
     assert 3 <= len(shards_of(store)) < SHARDS
     assert partial_files(store) == []
     assert not (store / "manifest.json").exists()
@@ -113,8 +113,8 @@ def test_a_start_goes_on_where_the_first_hole_begins(
     # A place that was tampered with is found, and only one of the first hole or before is used.
     value = json.loads(kept[0].read_text())
     kept[0].write_text(json.dumps(value | {"shard": 3}))
-    said = run_in(pool, 2, config, store)
-    assert f"StoreError: {kept[0]}: damaged, its content does not match its seal" in str(said)
+    text = run_in(pool, 2, config, store)
+    assert f"StoreError: {kept[0]}: damaged, its content does not match its seal" in str(text)
     for path in kept[:2]:
         path.unlink()
     assert run_in(pool, 2, config, store) is True
@@ -127,9 +127,9 @@ def test_a_file_that_one_rank_cannot_write_ends_all(
 ) -> None:
     config = write_capture(inputs, "two_shards", samples=2 * LONG_SHARD, per_shard=LONG_SHARD)
     store = tmp_path / "store"
-    said = str(run_in(pool, 2, config, store, limits={failing: 100_000}))
-    assert said.startswith(f"StoreError: cannot write {store}/shards/logits-00000{failing}.array")
-    assert "free disk space or name another folder" in said
+    text = str(run_in(pool, 2, config, store, limits={failing: 100_000}))
+    assert text.startswith(f"StoreError: cannot write {store}/shards/logits-00000{failing}.array")
+    assert "free disk space or name another folder" in text
     assert partial_files(store) == []
     assert run_in(pool, 2, config, store) is True
     assert run_in(pool, 2, config, tmp_path / "undisturbed") is True
@@ -145,9 +145,9 @@ def test_a_disk_that_is_full_costs_the_open_shards_alone(
 ) -> None:
     disk = small_disk("3m")
     store = disk / "store"
-    said = str(run_in(pool, 2, config, store))
-    assert said.startswith(f"StoreError: cannot write {store}/")
-    assert "No space left on device" in said or "free disk space" in said
+    text = str(run_in(pool, 2, config, store))
+    assert text.startswith(f"StoreError: cannot write {store}/")
+    assert "No space left on device" in text or "free disk space" in text
     assert partial_files(store) == []
     assert 1 <= len(shards_of(store)) < SHARDS
     subprocess.run(["mount", "-o", "remount,size=60m", str(disk)], check=True)
@@ -204,9 +204,9 @@ def test_other_settings_are_refused_by_name(
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store, stop_after=2) is False
     before = contents(store)
-    said = str(run_in(pool, 2, short, store, change))
-    assert said.startswith(f"StoreError: {store}: the store was started with other settings (")
-    assert words in said
+    text = str(run_in(pool, 2, short, store, change))
+    assert text.startswith(f"StoreError: {store}: the store was started with other settings (")
+    assert words in text
     assert contents(store) == before
 
 
@@ -249,12 +249,12 @@ def test_what_a_killed_capture_left_or_lacks_is_put_right(
 def test_an_impossible_capture_ends_all_ranks_with_one_message(
     pool: Pool, short: Path, tmp_path: Path, change: str, words: str
 ) -> None:
-    said = str(run_in(pool, 2, short, tmp_path / "store", change))
-    assert words in said
+    text = str(run_in(pool, 2, short, tmp_path / "store", change))
+    assert words in text
     assert not (tmp_path / "store" / "plan.json").exists()
 
 
 def test_a_store_in_the_place_of_a_file_is_refused(pool: Pool, short: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = str(run_in(pool, 2, short, tmp_path / "file" / "store"))
-    assert said.startswith(f"StoreError: cannot write {tmp_path}/file/store: Not a directory")
+    text = str(run_in(pool, 2, short, tmp_path / "file" / "store"))
+    assert text.startswith(f"StoreError: cannot write {tmp_path}/file/store: Not a directory")

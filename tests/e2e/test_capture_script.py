@@ -29,15 +29,15 @@ def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(
     store = f"store.path={tmp_path}/store"
     first, second = call(pool, 2, config, store)
     assert (first.status, second.status) == (0, 0)
-    assert "samples 5/5  shards 3/3" in first.said
-    summary = first.said.strip().splitlines()[-1]
+    assert "samples 5/5  shards 3/3" in first.stderr
+    summary = first.stderr.strip().splitlines()[-1]
     for words in (f"{tmp_path}/store: 160 tokens", "bytes/token", "kept mass", "ce", "entropy"):
         assert words in summary
-    assert second.said == ""
+    assert second.stderr == ""
     assert len(shards_of(tmp_path / "store")) == 3
     again = call(pool, 1, config, store)[0]
     assert again.status == 0
-    assert "nothing to do: the store is complete" in again.said
+    assert "nothing to do: the store is complete" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(
 def test_contradictory_settings_are_one_message(
     pool: Pool, config: Path, tmp_path: Path, override: str, words: str
 ) -> None:
-    said = message(call(pool, 2, config, f"store.path={tmp_path}/store", override))
-    assert words in said
+    text = message(call(pool, 2, config, f"store.path={tmp_path}/store", override))
+    assert words in text
     assert not (tmp_path / "store").exists()
 
 

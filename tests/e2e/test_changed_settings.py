@@ -19,7 +19,7 @@ SECOND = (
     "train.steps=3", "schedule.decay_steps=9", "checkpoint.save=true",
     "optimizer.learning_rate=0.001", "objective.terms.0.weight=0.5", "parallel.tensor=2",
 )  # fmt: skip
-SAID = [
+CHANGED = [
     "parallel.tensor: 1 -> 2",
     "objective.terms.0.weight: 1.0 -> 0.5",
     "optimizer.learning_rate: 0.003 -> 0.001",
@@ -31,7 +31,7 @@ MARK = "changed since step_0000002: "
 
 def changes(ending: Ending) -> list[str]:
     """The changes that a rank named."""
-    return [line.split(MARK)[1] for line in ending.said.splitlines() if MARK in line]
+    return [line.split(MARK)[1] for line in ending.stderr.splitlines() if MARK in line]
 
 
 def kept(output: Path) -> list[str]:
@@ -43,7 +43,7 @@ def kept(output: Path) -> list[str]:
 def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
     """A run of two steps with a checkpoint."""
     endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *FIRST)
-    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     assert checkpoints(tmp_path) == ["step_0000002"]
     return tmp_path
 
@@ -60,8 +60,8 @@ def test_changes_are_reported_once_and_each_start_is_saved(
     assert (begun / "config.yaml").read_bytes() == first
 
     endings = call(pool, config, begun, *SECOND)
-    assert [ending.status for ending in endings] == [0, 0], endings[0].said
-    assert sorted(changes(endings[0])) == sorted(SAID)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
+    assert sorted(changes(endings[0])) == sorted(CHANGED)
     assert changes(endings[1]) == []
     assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
     assert (begun / "config.step_0000002.yaml").read_bytes() == first
@@ -70,7 +70,7 @@ def test_changes_are_reported_once_and_each_start_is_saved(
 
     again = call(pool, config, begun, *SECOND)
     assert [ending.status for ending in again] == [0, 0]
-    assert "changed since" not in again[0].said
+    assert "changed since" not in again[0].stderr
     assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
 
 
@@ -82,7 +82,7 @@ def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
     bad = (*SECOND, "objective.ce_weight=1e30")
     assert "step 3: the loss is" in message(call(pool, config, begun, *bad))
     endings = call(pool, config, begun, *SECOND)
-    assert sorted(changes(endings[0])) == sorted(SAID)
+    assert sorted(changes(endings[0])) == sorted(CHANGED)
     assert kept(begun) == [
         "config.step_0000002.2.yaml",
         "config.step_0000002.yaml",
@@ -105,5 +105,5 @@ def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
     del settings["schedule"]["wsd_decay_form"]
     (begun / "config.yaml").write_text(yaml.safe_dump(settings))
     endings = call(pool, inputs.folder / "dense.yaml", begun, *SECOND)
-    assert [ending.status for ending in endings] == [0, 0], endings[0].said
-    assert sorted(changes(endings[0])) == sorted(SAID)
+    assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
+    assert sorted(changes(endings[0])) == sorted(CHANGED)

@@ -74,9 +74,9 @@ def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
         "sys.exit(run_ranks('tests.support.rank_endings', sys.argv[1:], processes=2))"
     )
     done = call([sys.executable, "-c", starter, manner], ROOT)
-    status, said = ENDINGS[manner]
+    status, text = ENDINGS[manner]
     assert done.returncode == status, done.stderr
-    assert done.stderr.endswith(said)
+    assert done.stderr.endswith(text)
     assert "ChildFailedError" not in done.stderr
     assert ("Traceback" in done.stderr) == (manner == "bug")
 
@@ -119,18 +119,18 @@ def test_an_interruption_ends_every_rank(
             time.sleep(0.1)
             ranks = ranks_below(process.pid)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=PATIENCE)
+        _, reported = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.wait()
     assert not [rank for rank in ranks if rank.is_running()]
     if command == "train":
-        assert process.returncode == 0, said
+        assert process.returncode == 0, reported
         last = step_records(tmp_path / "run2")[-1]["step"]
-        assert f"stopped by a signal after step {last}\n" in said
+        assert f"stopped by a signal after step {last}\n" in reported
     else:
         assert process.returncode == 128 + signal.SIGINT
-        assert said.endswith("stopped\n")
+        assert reported.endswith("stopped\n")
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
     assert ours.returncode == 0, ours.stderr
     exported = program(chatting, "convert", "export", "--checkpoint", "run", "--hf", "out")
     assert exported.returncode == 0, exported.stderr
-    theirs = program(chatting, "generate", "--hf", "out", *words)
-    assert theirs.returncode == 0, theirs.stderr
-    assert ours.stdout == theirs.stdout
+    other = program(chatting, "generate", "--hf", "out", *words)
+    assert other.returncode == 0, other.stderr
+    assert ours.stdout == other.stdout
     assert len(set(ours.stdout)) > 6, ours.stdout
     assert "Is it sunny?" not in ours.stdout
     assert "evaluate run\n" in ours.stderr
@@ -175,7 +175,7 @@ def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Pat
     words = ("--chat", f"data.tokenizer.path={bare}")
     done = call_alone(pool, GENERATE, chatting / "run", *words)
     assert done.status == 1
-    assert done.said.splitlines()[-1] == (
+    assert done.stderr.splitlines()[-1] == (
         f"error: --chat: the tokenizer {bare} has no chat template; add a chat_template.jinja to "
         "its folder, or leave --chat out"
     )
@@ -185,7 +185,7 @@ def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool: Pool, chatting:
     words = ("--chat", "--prompt", "sunny " * 70)
     done = call_alone(pool, GENERATE, chatting / "run", *words)
     assert done.status == 1
-    assert "data.sequence_length = 64; shorten --prompt" in done.said.splitlines()[-1]
+    assert "data.sequence_length = 64; shorten --prompt" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

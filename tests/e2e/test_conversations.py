@@ -25,10 +25,10 @@ def write_chat(path: Path, *, weights: bool) -> Path:
         messages = []
         for turn in range(1 + index % 3):
             asked = {"role": "user", "content": f"def {index}" + " value" * (index % 4)}
-            said = {"role": "assistant", "content": f"return {index * turn} " * (1 + index % 3)}
+            text = {"role": "assistant", "content": f"return {index * turn} " * (1 + index % 3)}
             if weights and index % 2:
-                said["weight"] = (index % 5) / 4
-            messages += [asked, said]
+                text["weight"] = (index % 5) / 4
+            messages += [asked, text]
         rows.append({"messages": messages})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -77,8 +77,8 @@ def test_a_broken_row_stops_every_rank_with_its_file_and_row(
     path.write_text("\n".join(lines))
     changes = [SECTIONS.format(corpus=path), *STEPS]
     folder = inputs.folder / "chat-broken"
-    said = failure(pool, 2, config, folder, *changes)
-    assert f"{path}:18: message 0 has the role 'usr'" in said
+    text = failure(pool, 2, config, folder, *changes)
+    assert f"{path}:18: message 0 has the role 'usr'" in text
     assert list((folder / "cache").glob("*")) == []
     assert len(run(pool, 2, config, folder, *changes, "data.on_error=skip")) == 4
 

@@ -36,9 +36,9 @@ def checkpoint(made: Path, tmp_path: Path) -> Path:
 def refused(pool: Pool, folder: Path, *words: object, **how: int) -> str:
     """Convert what must be refused; return the message, having looked that nothing was written."""
     before = sorted(folder.rglob("*")), contents(folder)
-    said = message(convert(pool, *words, **how))  # type: ignore[arg-type]
+    text = message(convert(pool, *words, **how))  # type: ignore[arg-type]
     assert (sorted(folder.rglob("*")), contents(folder)) == before
-    return said
+    return text
 
 
 def exported(pool: Pool, checkpoint: Path, *words: object) -> str:
@@ -100,10 +100,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) -> None:
     damage, parts = DAMAGED[case]
     damage(checkpoint)
-    said = exported(pool, checkpoint)
-    assert str(checkpoint) in said
+    text = exported(pool, checkpoint)
+    assert str(checkpoint) in text
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) ->
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
     folder = tmp_path / "checkpoint"
-    said = exported(pool, folder)
-    assert f"{path} is a pickle" in said
-    assert "refused" in said
+    text = exported(pool, folder)
+    assert f"{path} is a pickle" in text
+    assert "refused" in text
     output = tmp_path / "out"
     named = refused(pool, tmp_path, "export", "--checkpoint", path, "--hf", output)
-    assert named == said
+    assert named == text
 
 
 WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -140,11 +140,11 @@ def test_a_wrong_request_is_named(pool: Pool, made: Path, tmp_path: Path, case: 
     words, parts = WRONG_WORDS[case]
     checkpoint = made / "checkpoint"
     output = tmp_path / "out"
-    said = refused(
+    text = refused(
         pool, tmp_path, "export", "--checkpoint", checkpoint, "--hf", output, *words
     )  # fmt: skip
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 def test_an_import_of_a_wrong_type_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_an_output_is_replaced_only_if_asked(
     output = tmp_path / "out"
     (output / "inner").mkdir(parents=True)
     (output / "inner" / "notes").write_text("mine")
-    said = refused(pool, tmp_path, *words, output)
-    assert f"{output} is not empty" in said
-    assert "--overwrite" in said
+    text = refused(pool, tmp_path, *words, output)
+    assert f"{output} is not empty" in text
+    assert "--overwrite" in text
     link = tmp_path / "link"
     link.symlink_to(output)
     endings = convert(pool, *words, link, "--overwrite")
@@ -198,16 +198,16 @@ def test_a_source_is_not_replaced_by_its_own_conversion(
     pool: Pool, made: Path, words: tuple[object, ...]
 ) -> None:
     for output in (words[2], made):
-        said = refused(pool, made, *words, output, "--overwrite")
-        assert f"{output} is or contains the source {words[2]}" in said
+        text = refused(pool, made, *words, output, "--overwrite")
+        assert f"{output} is or contains the source {words[2]}" in text
 
 
 def test_too_little_space_is_found_before_anything_is_written(
     pool: Pool, tmp_path: Path, words: tuple[object, ...]
 ) -> None:
-    said = refused(pool, tmp_path, *words, tmp_path / "out", free=100_000)
-    assert f"no space left for {tmp_path}/out" in said
-    assert "0.00 GB are free" in said
+    text = refused(pool, tmp_path, *words, tmp_path / "out", free=100_000)
+    assert f"no space left for {tmp_path}/out" in text
+    assert "0.00 GB are free" in text
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -220,10 +220,10 @@ def test_a_disk_that_fills_up_on_one_rank_ends_both(
     cap = ("--max-shard-size", "60KB") if words[0] == "export" else ()
     before = contents(tmp_path)
     endings = convert(pool, *words, output, "--overwrite", *cap, limits={failing: 20_000})
-    said = message(endings)
-    assert f"writing {output} failed" in said
-    assert "File too large" in said
-    assert f"rank {failing}" in said
+    text = message(endings)
+    assert f"writing {output} failed" in text
+    assert "File too large" in text
+    assert f"rank {failing}" in text
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -233,9 +233,9 @@ def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
 ) -> None:
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
-    said = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
-    assert f"{folder}/model.safetensors is truncated or damaged" in said
-    assert "writing" not in said
+    text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
+    assert f"{folder}/model.safetensors is truncated or damaged" in text
+    assert "writing" not in text
 
 
 def test_leftovers_of_a_killed_start_are_removed(
@@ -245,8 +245,8 @@ def test_leftovers_of_a_killed_start_are_removed(
     for folder in (partial, aside):  # killed between the two renames
         folder.mkdir()
         (folder / "notes").write_text("mine")
-    said = message(convert(pool, *words, output))
-    assert f"{output} is not empty" in said
+    text = message(convert(pool, *words, output))
+    assert f"{output} is not empty" in text
     assert [path.name for path in output.iterdir()] == ["notes"], "it has its name again"
     aside.mkdir()  # killed while the old content was removed
     (aside / "notes").write_text("mine")
@@ -276,5 +276,5 @@ def test_a_comparison_that_cannot_be_made(
 def test_a_damaged_tokenizer_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "tokenizer.json").write_text("{")
-    said = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
-    assert str(folder) in said
+    text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
+    assert str(folder) in text

@@ -56,9 +56,9 @@ def test_a_real_disk_that_fills_up_while_converting(
     (output / "notes").write_text("mine")
     before = contents(disk)
     words = (*small[command], output, "--overwrite")
-    said = message(convert(pool, *words, world=world, free=1 << 40))
-    assert f"writing {output} failed" in said
-    assert "No space left on device" in said
+    text = message(convert(pool, *words, world=world, free=1 << 40))
+    assert f"writing {output} failed" in text
+    assert "No space left on device" in text
     assert contents(disk) == before
     assert [path.name for path in disk.iterdir()] == ["out"]
 
@@ -70,8 +70,8 @@ def test_a_parent_that_cannot_be_written(
     disk = small_disk("9m")
     assert "is a mount point" in message(convert(pool, *small[command], disk))
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    said = message(convert(pool, *small[command], disk / "out"))
-    assert f"cannot write {disk}/out: Read-only file system" in said
+    text = message(convert(pool, *small[command], disk / "out"))
+    assert f"cannot write {disk}/out: Read-only file system" in text
 
 
 def is_writing(output: Path) -> bool:
@@ -101,10 +101,10 @@ def test_an_interrupted_conversion_leaves_the_old_folder(
     time.sleep(0.01)
     if process.poll() is None:
         process.send_signal(number)  # as by an impatient user, or by torchrun too
-    written, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 128 + number, said
-    assert "Traceback" not in said + written
-    assert "stopped; nothing was written" in said
+    written, reported = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number, reported
+    assert "Traceback" not in reported + written
+    assert "stopped; nothing was written" in reported
     assert contents(tmp_path) == {"out/notes": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -128,10 +128,10 @@ def test_two_interrupted_ranks_leave_the_old_folder(
         started.process.send_signal(signal.SIGINT)
         assert started.wait() != 0
         started.wait_for_all()
-    said = started.log.read_text()
-    assert "stopped; nothing was written" in said, said
+    text = started.log.read_text()
+    assert "stopped; nothing was written" in text, text
     # By themselves, before torchrun kills what is left after half a minute.
-    assert started.statuses()[0] in ("130", "143"), said
+    assert started.statuses()[0] in ("130", "143"), text
     assert contents(output.parent) == {"out/notes": b"mine"}
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
@@ -171,7 +171,7 @@ def test_torchrun_ends_both_ranks_with_one_message(large: Sources, tmp_path: Pat
     with torchrun(tmp_path, words, script=TOOL) as started:
         assert started.wait() == 1
         started.wait_for_all()
-    said = started.log.read_text()
-    assert started.statuses() == ["1", "1"], said
-    assert said.count("--dtype float64: not supported") == 1, said
-    assert f'File "{TOOL}"' not in said, "a traceback of a rank"
+    text = started.log.read_text()
+    assert started.statuses() == ["1", "1"], text
+    assert text.count("--dtype float64: not supported") == 1, text
+    assert f'File "{TOOL}"' not in text, "a traceback of a rank"

@@ -24,7 +24,7 @@ from tests.support.indexed_corpus import write_indexed
 BATCH, LENGTH, HELD_OUT = 16, 32, 0.1
 COMMON = (
     f"train.global_batch_size={BATCH}",
-    "train.micro_batch_size=16",
+    "train.micro_batch_size=8",
     "objective.chunk_tokens=512",
     "schedule.warmup_steps=2",
 )
@@ -128,8 +128,8 @@ def test_a_stores_own_samples_are_counted_without_the_held_out(
     dense = inputs.folder / "dense.yaml"
     own = run(pool, 2, dense, tmp_path / "own", *store, "data.sources=[]", "validation.samples=4")
     assert own[-1]["step"] == math.ceil(2 * (24 - 4) / 8)
-    said = failure(pool, 2, dense, tmp_path / "joined", *store)
-    assert said.startswith("StoreError: teacher.store: contains 24 samples, but train.steps = ")
+    text = failure(pool, 2, dense, tmp_path / "joined", *store)
+    assert text.startswith("StoreError: teacher.store: contains 24 samples, but train.steps = ")
 
 
 def test_a_large_corpus_of_documents_is_refused_by_name(
@@ -147,10 +147,10 @@ def test_settings_without_effect_are_logged_once_and_the_run_goes_on(
     changes = ("parallel.sequence=true", "checkpoint.save=false", "checkpoint.interval=10")
     short = ("train.steps=2", "schedule.warmup_steps=1")
     first, second = call(pool, inputs.folder / "dense.yaml", tmp_path, *short, *changes)
-    warned = [line.split(": ", 1)[1] for line in first.said.splitlines() if "WARNING" in line]
+    warned = [line.split(": ", 1)[1] for line in first.stderr.splitlines() if "WARNING" in line]
     assert warned == [
         "parallel.sequence = true has no effect with parallel.tensor = 1",
         "checkpoint.interval = 10 has no effect with checkpoint.save = false",
     ]
-    assert "WARNING" not in second.said
+    assert "WARNING" not in second.stderr
     assert [record["step"] for record in step_records(tmp_path)] == [1, 2]

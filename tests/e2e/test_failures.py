@@ -57,17 +57,17 @@ def test_a_wrong_configuration_is_reported_once(
 ) -> None:
     overrides, parts = WRONG[case]
     output = tmp_path / "run"
-    said = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *overrides))
+    text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *overrides))
     for part in parts:
-        assert part in said
+        assert part in text
     assert not (output / "metrics.jsonl").exists()
     assert not (output / "checkpoints").exists() or checkpoints(output) == []
 
 
 def test_an_output_that_cannot_be_written(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = message(call(pool, inputs.folder / "dense.yaml", tmp_path / "file" / "run", *SHORT))
-    assert f"output={tmp_path}/file/run: cannot write there" in said
+    text = message(call(pool, inputs.folder / "dense.yaml", tmp_path / "file" / "run", *SHORT))
+    assert f"output={tmp_path}/file/run: cannot write there" in text
 
 
 def _missing(folder: Path) -> tuple[Path, str]:
@@ -98,11 +98,11 @@ def test_wrong_data_are_reported_once(
 ) -> None:
     path, part = make(tmp_path)
     output = tmp_path / "run"
-    said = message(
+    text = message(
         call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE,
              f"data.sources.0.paths={path}", "data.validation_fraction=0")
     )  # fmt: skip
-    assert part in said
+    assert part in text
     assert not (output / "metrics.jsonl").exists() or step_records(output) == []
     assert not (output / "checkpoints").exists() or checkpoints(output) == []
 
@@ -124,12 +124,12 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     output = tmp_path / "run"
     data = (f"data.sources.0.paths={corpus}", "data.shuffle_buffer=4")
     data += ("data.shuffle_samples=4", "train.steps=200")
-    said = message(
+    text = message(
         call(pool, inputs.folder / "dense.yaml", output, *data, SAVE, "checkpoint.interval=5",
              "checkpoint.asynchronous=true")
     )  # fmt: skip
-    assert f"{corpus}:30: not a JSON object" in said
-    assert "data.on_error=skip" in said
+    assert f"{corpus}:30: not a JSON object" in text
+    assert "data.on_error=skip" in text
     steps = [record["step"] for record in step_records(output)]
     assert steps == list(range(1, len(steps) + 1))
     assert 5 <= len(steps) < 200
@@ -150,8 +150,8 @@ def test_corrupt_lines_are_skipped_counted_and_reported(
     )  # fmt: skip
     assert [ending.status for ending in endings] == [0, 0]
     for number in bad[:10]:
-        assert f"skipped: {corpus}:{number}: not a JSON object" in endings[0].said
-    assert "skipped 16 records so far" in endings[0].said
+        assert f"skipped: {corpus}:{number}: not a JSON object" in endings[0].stderr
+    assert "skipped 16 records so far" in endings[0].stderr
     assert len(step_records(tmp_path / "run")) == 20
 
 
@@ -160,12 +160,12 @@ def test_a_sequence_beyond_the_positions_of_a_checkpoint(
 ) -> None:
     config = inputs.folder / "dense.yaml"
     run(pool, 1, config, tmp_path / "short", *SHORT, SAVE)
-    said = message(
+    text = message(
         call(pool, config, tmp_path / "long", *SHORT, "student.architecture=null",
              f"student.checkpoint={tmp_path / 'short'}", "data.sequence_length=64")
     )  # fmt: skip
-    assert "data.sequence_length = 64" in said
-    assert "max_position_embeddings = 32" in said
+    assert "data.sequence_length = 64" in text
+    assert "max_position_embeddings = 32" in text
 
 
 def test_a_folder_that_another_run_holds_is_refused(

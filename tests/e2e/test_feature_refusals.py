@@ -27,10 +27,10 @@ def test_only_a_run_of_the_same_features_goes_on(
         ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
         ((), "losses are ['feature_mse_1_2'"),
     ):
-        said = failure(pool, 2, config, folder, *going_on, *changes)
-        assert said.startswith(f"CheckpointError: {folder / 'checkpoints' / 'step_0000002'}")
-        assert part in said
-        assert "student.checkpoint" in said
+        text = failure(pool, 2, config, folder, *going_on, *changes)
+        assert text.startswith(f"CheckpointError: {folder / 'checkpoints' / 'step_0000002'}")
+        assert part in text
+        assert "student.checkpoint" in text
     # Weights may change, as those of other terms may.
     heavier = LOSSES.replace("weight: 0.5", "weight: 0.8")
     found = run(pool, 2, config, folder, *going_on, heavier, MLP)
@@ -56,7 +56,7 @@ def poisoned_step(
             tensor.zero_()
         weights = [p for chunk in parts.state.student.chunks for p in chunk.parameters()]
         before = [weight.detach().clone() for weight in weights]
-        said = ""
+        text = ""
         try:
             train(
                 parts,
@@ -64,10 +64,10 @@ def poisoned_step(
                 TerminationRequest(),
             )
         except TrainingError as error:
-            said = str(error)
+            text = str(error)
         same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
         moved = [float(tensor.abs().max()) for _, tensor in features.projectors._tensors()]
-        return said, same, moved
+        return text, same, moved
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.slow)])
@@ -78,11 +78,11 @@ def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
     huge = "objective.features=[{student: 1, teacher: 2, weight: 1e27}]"
     overrides = [f"output={tmp_path}", huge, layout, "checkpoint.save=true"]
     found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides)
-    said, student_stays, moved = found[0]
-    assert found[1][0] == said
-    assert said.startswith("step 1: the loss is ")
-    assert "that of the projectors inf; the step was not applied" in said
-    assert "nan" not in said
+    text, student_stays, moved = found[0]
+    assert found[1][0] == text
+    assert text.startswith("step 1: the loss is ")
+    assert "that of the projectors inf; the step was not applied" in text
+    assert "nan" not in text
     assert student_stays
     assert found[1][1]
     assert moved == found[1][2] == [0.0] * len(moved)
@@ -115,24 +115,24 @@ def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, overrides: list[str], parts: list[str]
 ) -> None:
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
-    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
-    assert said.startswith(
+    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
+    assert text.startswith(
         "ConfigError: feature losses between 4 student layers and 2 teacher layers: "
     )
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 def test_maps_of_layers_that_see_other_keys_are_refused(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
-    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
-    assert said.startswith(
+    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
+    assert text.startswith(
         "ConfigError: objective.features with loss = 'attention' need student and"
     )
     assert (
         "layer 4 of the student has a sliding_window of 8, layer 2 of the teacher one of None"
-        in said
+        in text
     )
-    assert "layer 2 of the student" not in said
+    assert "layer 2 of the student" not in text

@@ -69,11 +69,11 @@ def test_a_course_is_that_of_one_rank(
     expected = run(pool, 1, config, tmp_path / "one", *both)
     found = run(pool, world, config, tmp_path / "many", *both, *layout)
     assert [record["step"] for record in found] == list(range(1, 7))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in (name for name in QUANTITIES if name in theirs):
+    for ours, other in zip(found, expected, strict=True):
+        assert ours.keys() == other.keys()
+        for name in (name for name in QUANTITIES if name in other):
             tolerance = 3e-6 if ours["step"] == 1 else 1e-4
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
 def test_the_courses_are_such_as_a_wrong_gradient_would_leave(
@@ -143,10 +143,10 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
         ]
         assert validations[0] == validations[1]
         assert {"features_loss", "feature_mse_1_2"} <= set(validations[0][0]["validation"])
-    for ours, theirs in zip(found, expected, strict=True):
-        for name in (name for name in QUANTITIES if name in theirs):
+    for ours, other in zip(found, expected, strict=True):
+        for name in (name for name in QUANTITIES if name in other):
             tolerance = 0.0 if layout == next_layout else 1e-4
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_projectors_train_and_are_saved_without_weight_decay(
     run(pool, 1, config, tmp_path / "run", *both)
     (after,) = pool.run(1, projector_parts, config, [f"output={tmp_path / 'run'}", *both])
     assert len(before) == len(after) == 6 * 3 * 2  # a matrix and a bias of each pair of layers
-    assert all(ours != theirs for ours, theirs in zip(after, before, strict=True))
+    assert all(ours != other for ours, other in zip(after, before, strict=True))
 
 
 @pytest.fixture(scope="module", name="saved")
@@ -190,7 +190,7 @@ def test_a_projector_serves_its_own_run_alone(
     assert again[0]["ce_loss"] == pytest.approx(plain[0]["ce_loss"], rel=1e-6)
     # An export does not know of any.
     endings = convert(pool, "export", "--checkpoint", saved, "--hf", tmp_path / "out")
-    assert [ending.status for ending in endings] == [0, 0], endings[0].said
+    assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     exported = _exported_names(tmp_path / "out")
     assert exported
     assert not any("projector" in name for name in exported)

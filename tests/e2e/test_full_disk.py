@@ -23,10 +23,10 @@ def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
     pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
 ) -> None:
     output = small_disk("512k") / "run"
-    said = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE))
-    assert "no space left for a checkpoint" in said
-    assert str(output / "checkpoints") in said
-    assert "checkpoint.keep" in said
+    text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE))
+    assert "no space left for a checkpoint" in text
+    assert str(output / "checkpoints") in text
+    assert "checkpoint.keep" in text
     assert checkpoints(output) == []
     assert len(step_records(output)) == 4
 
@@ -51,11 +51,11 @@ def test_a_disk_that_fills_up_on_one_rank_ends_all(
     run(pool, 2, config, tmp_path, *overrides, stop_after=2)
     assert checkpoints(tmp_path) == ["step_0000002"]
     endings = call(pool, config, tmp_path, *overrides, limits={failing: 60_000})
-    said = message(endings)
-    assert str(tmp_path / "checkpoints" / "step_0000004") in said
-    assert f"(rank {failing}" in said
-    assert "File too large" in said
-    assert FULL in said
+    text = message(endings)
+    assert str(tmp_path / "checkpoints" / "step_0000004") in text
+    assert f"(rank {failing}" in text
+    assert "File too large" in text
+    assert FULL in text
     assert checkpoints(tmp_path) == ["step_0000002"]
     after = run(pool, 2, config, tmp_path, *overrides)
     assert [record["step"] for record in after] == list(range(1, 6))
@@ -80,10 +80,10 @@ def test_a_real_disk_that_fills_up_while_saving(
     overrides = [f"output={output}", SAVE, "checkpoint.interval=1", "checkpoint.keep=9"]
     overrides.append(f"checkpoint.asynchronous={asynchronous}")
     config = inputs.folder / "dense.yaml"
-    said = pool.run(2, failure_on_a_disk_that_looks_empty, config, overrides)
-    assert said[0] == said[1]
-    assert said[0].startswith(f"CheckpointError: saving {output}/checkpoints/step_")
-    assert "No space left on device" in said[0]
+    text = pool.run(2, failure_on_a_disk_that_looks_empty, config, overrides)
+    assert text[0] == text[1]
+    assert text[0].startswith(f"CheckpointError: saving {output}/checkpoints/step_")
+    assert "No space left on device" in text[0]
     kept = checkpoints(output)
     assert kept
     assert all(re.fullmatch(r"step_\d{7}", name) for name in kept)
@@ -94,8 +94,8 @@ def test_a_log_that_cannot_be_written_ends_all_ranks(
 ) -> None:
     (tmp_path / "hugging_face").mkdir()  # else the tokenizer's copy is what does not fit
     endings = call(pool, inputs.folder / "dense.yaml", tmp_path, limits={0: 6000})
-    said = message(endings)
-    assert f"cannot write {tmp_path}/metrics.jsonl: File too large" in said
+    text = message(endings)
+    assert f"cannot write {tmp_path}/metrics.jsonl: File too large" in text
     steps = step_records_of_whole_lines(tmp_path)
     assert 0 < len(steps) < 20
 

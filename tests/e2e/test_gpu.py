@@ -56,10 +56,10 @@ def train(inputs: Inputs) -> Runner:
 
 def assert_same_course(found: Course, expected: Course, *, first: float, last: float) -> None:
     assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, other in zip(found, expected, strict=True):
         tolerance = first if ours["step"] == 1 else last
         for name in QUANTITIES:
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,9 +76,9 @@ def test_in_bf16_a_course_is_close_to_that_of_a_cpu(train: Runner, case: str) ->
     exact = train("cpu", name, *overrides)
     rounded = train(GPU, name, "train.precision=bf16", *overrides)
     assert exact[0]["ce_loss"] != rounded[0]["ce_loss"]
-    for ours, theirs in zip(rounded, exact, strict=True):
+    for ours, other in zip(rounded, exact, strict=True):
         for quantity, tolerance in (("ce_loss", 0.01), ("kd_loss", 0.03), ("grad_norm", 0.15)):
-            assert ours[quantity] == pytest.approx(theirs[quantity], rel=tolerance), ours["step"]
+            assert ours[quantity] == pytest.approx(other[quantity], rel=tolerance), ours["step"]
 
 
 def test_a_stored_teacher_is_read_onto_the_device(

@@ -165,12 +165,12 @@ def test_an_imported_checkpoint_serves_as_the_folder_does(
 def test_another_tokenizer_than_the_model_s_is_an_error_on_all_ranks(
     pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
 ) -> None:
-    said = failure(
+    text = failure(
         *(pool, 2, configuration(inputs, source), tmp_path / "run", "parallel.tensor=2"),
         *("data.tokenizer.path=null", "data.tokenizer.train_vocab_size=300"),
     )
-    assert said.startswith("ConfigError: student.hf = ")
-    assert "use one tokenizer for data and models" in said
+    assert text.startswith("ConfigError: student.hf = ")
+    assert "use one tokenizer for data and models" in text
 
 
 def test_bf16_training_takes_fp32_weights(

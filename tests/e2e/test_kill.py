@@ -141,12 +141,12 @@ def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
 
 def assert_ended_well(started: Started, output: Path) -> None:
     """Every rank left with 0, and the last step is saved."""
-    said = started.log.read_text()
-    assert started.statuses() == ["0", "0"], said
+    text = started.log.read_text()
+    assert started.statuses() == ["0", "0"], text
     done = len(step_records(output))
     assert 4 <= done < STEPS
     assert checkpoints(output)[-1] == f"step_{done:07d}"
-    assert f"stopped by a signal after step {done}" in said
+    assert f"stopped by a signal after step {done}" in text
 
 
 @pytest.mark.slow

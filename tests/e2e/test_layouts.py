@@ -55,10 +55,10 @@ def train(pool: Pool, inputs: Inputs, weights: Callable[[str], str]) -> Runner:
 def assert_same_course(found: Course, expected: Course) -> None:
     """Compare every step, the first one to rounding and the last one to what Adam makes of it."""
     assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, other in zip(found, expected, strict=True):
         tolerance = FIRST if ours["step"] == 1 else LAST
         for name in QUANTITIES:
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
 TENSOR = "parallel.tensor=2"
@@ -236,6 +236,6 @@ def test_bf16_is_close_to_fp32(train: Runner, layout: Sequence[str]) -> None:
     exact = train("dense", 1)
     rounded = train("dense", 2 if layout else 1, "train.precision=bf16", *layout)
     assert exact[0]["ce_loss"] != rounded[0]["ce_loss"]
-    for ours, theirs in zip(rounded, exact, strict=True):
+    for ours, other in zip(rounded, exact, strict=True):
         for name, tolerance in (("ce_loss", 0.01), ("kd_loss", 0.02), ("grad_norm", 0.1)):
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)

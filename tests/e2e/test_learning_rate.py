@@ -100,7 +100,7 @@ def test_a_run_of_one_step_trains(pool: Pool, inputs: Inputs, tmp_path: Path) ->
     (record,) = run(pool, 1, config, tmp_path / "run", *one)
     assert record["learning_rate"] == PEAK
     (after,) = pool.run(1, weights_of, config, [f"output={tmp_path / 'run'}", *one])
-    assert all(ours != theirs for ours, theirs in zip(after, before, strict=True))
+    assert all(ours != other for ours, other in zip(after, before, strict=True))
 
 
 # The gradient's square is infinite until two steps are done.

@@ -137,17 +137,17 @@ def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, ca
         status = run.wait()
         _, alive = psutil.wait_procs(ranks, timeout=5)
         assert alive == []
-    said = run.output()
+    text = run.output()
     if fault == "killed":
-        assert status == (1 if launcher == "torchrun" else 128 + signal.SIGKILL), said
-        assert ("SIGKILL" if launcher == "processes" else "Signal 9 (SIGKILL)") in said
+        assert status == (1 if launcher == "torchrun" else 128 + signal.SIGKILL), text
+        assert ("SIGKILL" if launcher == "processes" else "Signal 9 (SIGKILL)") in text
         return
-    assert status == 1, said
+    assert status == 1, text
     name = {"exception": "LookupError: no such thing", "memory": "MemoryError"}[fault]
-    assert "in received" in said  # the traceback, with the line that failed
-    assert f"error: rank 1 failed: {name}; its traceback is above" in said
+    assert "in received" in text  # the traceback, with the line that failed
+    assert f"error: rank 1 failed: {name}; its traceback is above" in text
     if launcher == "processes":
-        assert said.rstrip().endswith("its traceback is above")
+        assert text.rstrip().endswith("its traceback is above")
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_rank_that_stops_answering_is_named(
         # torchrun gives the stopped rank half a minute; this test does not.
         stopped.kill()
         status = run.wait()
-    said = run.output()
-    assert status != 0, said
-    assert "rank 0 waited in all_reduce (highest, collectives.py:" in said
-    assert "No answer from rank 1: look at its output and its machine" in said
+    text = run.output()
+    assert status != 0, text
+    assert "rank 0 waited in all_reduce (highest, collectives.py:" in text
+    assert "No answer from rank 1: look at its output and its machine" in text

@@ -80,10 +80,10 @@ def figures(course: Course) -> list[dict[str, Any]]:
 
 def assert_same_course(found: Course, expected: Course, *, first: float, last: float) -> None:
     assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for ours, theirs in zip(figures(found), figures(expected), strict=True):
+    for ours, other in zip(figures(found), figures(expected), strict=True):
         tolerance = first if ours["step"] == 1 else last
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
+        assert ours.keys() == other.keys()
+        for name, value in other.items():
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (ours["step"], name)
 
 
@@ -93,9 +93,9 @@ def test_in_the_same_layout_every_figure_has_the_same_bits(
     online = train(1, ALL_TERMS)
     offline = train(1, ALL_TERMS, f"teacher.store={capture()}")
     losses = ("total_loss", "ce_loss", "kd_loss", "grad_norm", "topk_mass", "top1_agreement")
-    for ours, theirs in zip(offline, online, strict=True):
+    for ours, other in zip(offline, online, strict=True):
         for name in losses:
-            assert ours[name] == theirs[name], (ours["step"], name)
+            assert ours[name] == other[name], (ours["step"], name)
     # The teacher's own figures too, which the store has in fp32.
     assert_same_course(offline, online, first=1e-6, last=1e-6)
     assert {"teacher_ce_loss", "teacher_entropy", "student_entropy"} <= offline[0].keys()
@@ -154,9 +154,9 @@ def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
 ) -> None:
     offline = train(1, ONE_TERM, f"teacher.store={capture(f'store.codec={codec}')}")
     online = train(1, ONE_TERM)
-    for ours, theirs in zip(offline, online, strict=True):
+    for ours, other in zip(offline, online, strict=True):
         for name in ("total_loss", "ce_loss", "kd_loss"):
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
     assert offline[0]["kd_loss"] != online[0]["kd_loss"]
 
 
@@ -167,9 +167,9 @@ def test_all_ids_are_the_dense_teacher(
     term = "objective.terms=[{divergence: forward_kl}, {divergence: reverse_kl, weight: 0.5}]"
     offline = train(1, term, f"teacher.store={capture('store.k=301')}")
     dense = train(1, term)
-    for ours, theirs in zip(offline, dense, strict=True):
+    for ours, other in zip(offline, dense, strict=True):
         for name in ("total_loss", "ce_loss", "kd_loss", "grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), (ours["step"], name)
+            assert ours[name] == pytest.approx(other[name], rel=2e-5), (ours["step"], name)
         assert ours["topk_mass"] == pytest.approx(1.0, abs=1e-6)
 
 
@@ -193,11 +193,11 @@ def test_drawn_ids_train_and_report_the_known_metrics(
     term = "objective.terms=[{divergence: forward_kl}]"
     store = capture("store.mode=sampled", "store.k=200", "store.temperatures=[]")
     drawn, dense = train(1, term, f"teacher.store={store}"), train(1, term)
-    for ours, theirs in zip(drawn, dense, strict=True):
+    for ours, other in zip(drawn, dense, strict=True):
         assert not {"topk_mass", "top1_agreement"} & ours.keys()
-        assert ours["teacher_entropy"] == pytest.approx(theirs["teacher_entropy"], rel=1e-5)
+        assert ours["teacher_entropy"] == pytest.approx(other["teacher_entropy"], rel=1e-5)
         # Samples give the cross-entropy of the student under the teacher: KL and entropy.
-        expected = theirs["kd_loss"] + theirs["teacher_entropy"]
+        expected = other["kd_loss"] + other["teacher_entropy"]
         assert ours["kd_loss"] == pytest.approx(expected, rel=0.03)
 
 
@@ -273,11 +273,11 @@ def test_several_stores_share_the_steps_by_weight(
     first, second = capture(), capture(world=2)
     stores = f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}, name: other}}]"
     arguments = [*SHORT, ONE_TERM, "data.sources=[]", stores]
-    said = pool.run(
+    text = pool.run(
         1, _sample_numbers, inputs.folder / "dense.yaml", [*arguments, f"output={tmp_path}"],
     )[0]  # fmt: skip
-    of_first = [number for number in said if number < STEPS * ROWS]
-    assert len(of_first) == 3 * (len(said) - len(of_first))
+    of_first = [number for number in text if number < STEPS * ROWS]
+    assert len(of_first) == 3 * (len(text) - len(of_first))
     # Each store is a source of its own in the log.
     held_out = ("validation.samples=9", "train.steps=2", "schedule.warmup_steps=0")
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "log", *arguments, *held_out)
@@ -322,6 +322,6 @@ def test_maxtexts_files_train_as_far_as_they_know(
     assert course[-1]["kd_loss"] < course[0]["kd_loss"]
     assert not {"teacher_ce_loss", "teacher_entropy"} & course[0].keys()
     assert {"top1_agreement", "student_entropy"} <= course[0].keys()
-    said = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path / "tail", *SHORT, *own)
-    assert "cannot serve support tail (it lacks log_tail, log_sum_exp" in said
-    assert "it serves renormalized" in said
+    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path / "tail", *SHORT, *own)
+    assert "cannot serve support tail (it lacks log_tail, log_sum_exp" in text
+    assert "it serves renormalized" in text

@@ -93,12 +93,12 @@ def test_mismatched_parts_are_named(
     case: str, pool: Pool, inputs: Inputs, store: Path, tmp_path: Path
 ) -> None:
     overrides, parts = WRONG[case]
-    said = failure(
+    text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path,
         *SHORT, ONE_TERM, TENSOR, f"teacher.store={store}", *overrides,
     )  # fmt: skip
     for part in parts:
-        assert part in said
+        assert part in text
 
 
 def _unfinished(store: Path) -> None:
@@ -130,14 +130,14 @@ def test_a_damaged_store_stops_all_ranks_before_the_step(
 ) -> None:
     damage, parts = DAMAGED[case]
     damage(copy)
-    said = failure(
+    text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
         *SHORT, ONE_TERM, TENSOR, f"teacher.store={copy}",
         *(("data.sources=[]",) if own_corpus else ()),
     )  # fmt: skip
-    assert said.startswith("StoreError: ")
+    assert text.startswith("StoreError: ")
     for part in parts:
-        assert part in said
+        assert part in text
     # Samples 15 to 19 are of shard 3: the second step reads them, one or two steps ahead.
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert not metrics.exists() or len(step_records(tmp_path / "run")) < STEPS
@@ -150,17 +150,17 @@ def test_another_tokenizer_is_refused(
 ) -> None:
     if not keeps_files:
         shutil.rmtree(copy / "tokenizer")
-    said = failure(
+    text = failure(
         pool, 1, inputs.folder / "dense.yaml", tmp_path / "run",
         *SHORT, ONE_TERM, f"teacher.store={copy}", "teacher.architecture=null",
         "data.tokenizer.path=null", "data.tokenizer.train_vocab_size=301",
         "data.tokenizer.train_bytes=5000",
     )  # fmt: skip
     if keeps_files:
-        assert "use one tokenizer for data and models" in said
+        assert "use one tokenizer for data and models" in text
     else:
-        assert "its tokenizer is" in said
-        assert "remove data.tokenizer to use that of the store" in said
+        assert "its tokenizer is" in text
+        assert "remove data.tokenizer to use that of the store" in text
 
 
 def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
@@ -172,13 +172,13 @@ def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
     text = inputs.corpus.read_text().replace("self", "flex")
     (folder / inputs.corpus.name).write_text(text)
     assert len(text) == len(inputs.corpus.read_text())
-    said = failure(
+    reported = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
         *SHORT, ONE_TERM, f"teacher.store={copy}",
         f"data.sources.0.paths={folder / inputs.corpus.name}",
     )  # fmt: skip
-    assert "the tokens in the store and in this run differ" in said
-    assert "logits-000000.array_record: sample" in said
+    assert "the tokens in the store and in this run differ" in reported
+    assert "logits-000000.array_record: sample" in reported
 
 
 @pytest.mark.slow
@@ -193,5 +193,5 @@ def test_a_run_does_not_go_on_from_a_store_of_another_teacher(
     shutil.rmtree(copy)
     capture = inputs.folder / "refused.yaml"
     assert run_in(pool, 1, capture, copy, "teacher.architecture.init_std=0.1") is True
-    said = failure(pool, 2, config, output, *saved, TENSOR)
-    assert "teacher.store: differs from the stores in the checkpoint" in said
+    text = failure(pool, 2, config, output, *saved, TENSOR)
+    assert "teacher.store: differs from the stores in the checkpoint" in text

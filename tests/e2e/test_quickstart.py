@@ -33,19 +33,19 @@ def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None:
     child = start(tmp_path, "--offline", "--steps", "4", "validation.samples=8")
-    said, _ = child.communicate(timeout=SECONDS)
-    assert child.returncode == 0, said
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, text
     for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
-        assert promised in said
+        assert promised in text
     for promised in ("from the store", "bytes per token", "times as fast", "beside the live"):
-        assert promised in said
-    assert "leaked" not in said  # what bindings say at the end of a process whose objects linger
+        assert promised in text
+    assert "leaked" not in text  # what bindings say at the end of a process whose objects linger
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "sample.txt").read_text().startswith("def __init__(self, ")
     exported = {path.name for path in (tmp_path / "student_hf").iterdir()}
     assert exported >= {"config.json", "model.safetensors", "tokenizer.json"}
     (checkpoint,) = (tmp_path / "student_distilled" / "checkpoints").iterdir()
-    assert str(checkpoint) in said
+    assert str(checkpoint) in text
     steps = [one for one in records(tmp_path / "student_alone") if "validation" not in one]
     assert [one["step"] for one in steps] == [1, 2, 3, 4]
     store = tmp_path / "teacher_store"
@@ -73,17 +73,17 @@ def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> N
         time.sleep(0.05)
     family = psutil.Process(child.pid).children(recursive=True)
     child.send_signal(signal.SIGINT)
-    said, _ = child.communicate(timeout=SECONDS)
-    assert child.returncode == 130, said
-    assert "The same command goes on from here" in said
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 130, text
+    assert "The same command goes on from here" in text
     _, alive = psutil.wait_procs(family, timeout=SECONDS)
     assert not alive
     done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
     assert done < 12
 
     child = start(tmp_path, *arguments)
-    said, _ = child.communicate(timeout=SECONDS)
-    assert child.returncode == 0, said
-    assert f"at step {done}" in said
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, text
+    assert f"at step {done}" in text
     steps = [one["step"] for one in records(tmp_path / "teacher") if "validation" not in one]
     assert steps == list(range(1, 13))

@@ -120,9 +120,9 @@ def test_in_another_layout_the_losses_are_the_same(
     after = run(pool, second[0], config, cut, *COMMON, *second[1])
     assert [record["step"] for record in after] == list(range(1, STEPS + 1))
     tolerance = 1e-5 if "bf16" not in case else 1e-3
-    for ours, theirs in zip(after, expected, strict=True):
+    for ours, other in zip(after, expected, strict=True):
         for quantity in ("ce_loss", "kd_loss", "learning_rate", "tokens"):
-            assert ours[quantity] == pytest.approx(theirs[quantity], rel=tolerance), ours["step"]
+            assert ours[quantity] == pytest.approx(other[quantity], rel=tolerance), ours["step"]
 
 
 def next_samples(
@@ -203,8 +203,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
 ) -> None:
     output = copied(saved, tmp_path)
     changes = ["student.architecture.hidden_size=48", "student.architecture.qk_norm=true"]
-    said = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
-    assert said.startswith("CheckpointError: ")
+    text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
+    assert text.startswith("CheckpointError: ")
     for part in (
         str(output / "checkpoints" / "step_0000002"),
         "hidden_size 32 vs 48",
@@ -212,19 +212,19 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
         "qk_norm False vs True",
         "`output`",
     ):
-        assert part in said
+        assert part in text
     assert checkpoints(output) == ["step_0000002"]
 
 
 def test_initial_weights_of_another_model_are_refused(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
 ) -> None:
-    said = failure(
+    text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path,
         f"teacher.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0",
     )  # fmt: skip
-    assert "num_layers 4 vs 2" in said
-    assert str(saved) in said
+    assert "num_layers 4 vs 2" in text
+    assert str(saved) in text
 
 
 def test_another_tokenizer_is_refused(
@@ -236,12 +236,12 @@ def test_another_tokenizer_is_refused(
     content = json.loads(file.read_text())
     content["model"]["merges"][-2:] = content["model"]["merges"][:-3:-1]
     file.write_text(json.dumps(content))
-    said = failure(
+    text = failure(
         pool, 2, inputs.folder / "dense.yaml", output,
         f"data.tokenizer.path={tokenizer}", *CONTINUED,
     )  # fmt: skip
-    assert "another tokenizer" in said
-    assert "data.tokenizer.path" in said
+    assert "another tokenizer" in text
+    assert "data.tokenizer.path" in text
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
@@ -261,11 +261,11 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
         shard.unlink()
     else:
         (folder / "description.json").write_text("{")
-    said = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED)
-    assert said.startswith("CheckpointError: ")
-    assert str(folder) in said
-    assert "damaged" in said
-    assert "\n" not in said
+    text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED)
+    assert text.startswith("CheckpointError: ")
+    assert str(folder) in text
+    assert "damaged" in text
+    assert "\n" not in text
 
 
 def test_starting_anew_over_checkpoints_is_refused(
@@ -273,9 +273,9 @@ def test_starting_anew_over_checkpoints_is_refused(
 ) -> None:
     output = copied(saved, tmp_path)
     before: list[Any] = records(output)
-    said = failure(
+    text = failure(
         pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, "checkpoint.resume=false"
     )
-    assert "checkpoint.resume=false" in said
-    assert "step_0000002" in said
+    assert "checkpoint.resume=false" in text
+    assert "step_0000002" in text
     assert records(output) == before

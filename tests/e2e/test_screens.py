@@ -35,8 +35,8 @@ def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) 
 
     with assembled(rank, world, config_path, overrides) as (_, parts):
         shape = parts.state.architecture
-        mine = RankParameters.of(parts.state.student.chunks, None)
-        return mine, shape.padded_vocab_size(parts.state.student.groups.tensor.size()), shape
+        own = RankParameters.of(parts.state.student.chunks, None)
+        return own, shape.padded_vocab_size(parts.state.student.groups.tensor.size()), shape
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_the_banner_counts_a_rank_s_parameters(pool: Pool, inputs: Inputs, tmp_p
     from megatron_distill.train.banner import parameter_counts
 
     arguments = [f"output={tmp_path}", *SHORT]
-    ((mine, rows, shape),) = pool.run(1, counted, inputs.folder / "moe.yaml", arguments)
+    ((own, rows, shape),) = pool.run(1, counted, inputs.folder / "moe.yaml", arguments)
     padding = 2 * (rows - shape.vocab_size) * shape.hidden_size  # of embedding and head
-    assert mine.student == parameter_counts(shape)[0] + padding
+    assert own.student == parameter_counts(shape)[0] + padding
     arguments += ["parallel.expert=2", f"output={tmp_path}/2"]
     halves = pool.run(2, counted, inputs.folder / "moe.yaml", arguments)
     experts = 4 * 4 * 3 * 24 * shape.hidden_size  # layers, experts, matrices
     assert [half.experts for half, _, _ in halves] == [experts // 2] * 2
-    assert [half.student for half, _, _ in halves] == [mine.student - experts // 2] * 2
+    assert [half.student for half, _, _ in halves] == [own.student - experts // 2] * 2

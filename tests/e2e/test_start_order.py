@@ -160,9 +160,9 @@ def test_problems_that_need_no_data_are_reported_before_any_is_read(
     overrides, expected = WRONG[case]
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     given = [word.format(models=models) for word in overrides]
-    said = failure(pool, 2, config, tmp_path / "new" / "run", *SHORT, chat, *given)
-    assert re.search(expected.format(models=re.escape(str(models))), said), said
-    assert BROKEN_ROW not in said
+    text = failure(pool, 2, config, tmp_path / "new" / "run", *SHORT, chat, *given)
+    assert re.search(expected.format(models=re.escape(str(models))), text), text
+    assert BROKEN_ROW not in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,8 +188,8 @@ def test_a_folder_that_was_there_is_as_it_was(
     assert everything(output) == before
     # Of another model than the one that is there: said before the data, too.
     other = "student.architecture.num_layers=2"
-    said = failure(pool, 2, config, output, *SHORT, broken, other, "checkpoint.save=true")
-    assert "is a checkpoint of another model" in said
+    text = failure(pool, 2, config, output, *SHORT, broken, other, "checkpoint.save=true")
+    assert "is a checkpoint of another model" in text
     off = ("checkpoint.save=true", "checkpoint.resume=false")
     assert "of an earlier run exists" in failure(pool, 2, config, output, *SHORT, broken, *off)
     assert BROKEN_ROW in failure(pool, 2, config, output, *SHORT, broken, "train.steps=4")
@@ -242,8 +242,8 @@ def test_a_capture_that_fails_at_its_start_leaves_no_store(
     config = write_capture(inputs, "order-capture", samples=8, per_shard=4)
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     given = [word.format(models=models) for word in overrides]
-    said = run_in(pool, 2, config, tmp_path / "stores" / "a", chat, *given)
-    assert re.search(expected.format(models=re.escape(str(models))), str(said)), said
+    text = run_in(pool, 2, config, tmp_path / "stores" / "a", chat, *given)
+    assert re.search(expected.format(models=re.escape(str(models))), str(text)), text
     assert list(tmp_path.iterdir()) == []
     if case == "the data":
         # Nothing of the broken corpus is left in the way of the mended one.
@@ -264,10 +264,10 @@ def test_a_preview_reports_it_too(
     overrides, expected = WRONG[case]
     found = call_alone(pool, PREVIEW, *words, *(word.format(models=models) for word in overrides))
     assert found.status == 1
-    assert re.search(expected.format(models=re.escape(str(models))), found.said), found.said
-    assert BROKEN_ROW not in found.said
+    assert re.search(expected.format(models=re.escape(str(models))), found.stderr), found.stderr
+    assert BROKEN_ROW not in found.stderr
     # Where the data alone are broken, the folder is not left behind either.
     found = call_alone(pool, PREVIEW, *words)
     assert found.status == 1
-    assert BROKEN_ROW in found.said
+    assert BROKEN_ROW in found.stderr
     assert list(tmp_path.iterdir()) == []

@@ -60,14 +60,14 @@ def trained(
             *("parallel.tensor=2", "checkpoint.save=true", f"schedule.decay_steps={STEPS}"),
             f"data.tokenizer.path={found.tokenizer}",
         )
-        assert [ending.status for ending in endings] == [0, 0], endings[0].said
+        assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     return found
 
 
 def written(pool: Pool, path: Path, *words: object) -> tuple[str, str]:
     found = call_alone(pool, path, *words)
     assert found.status == 0, found
-    return found.written, found.said
+    return found.stdout, found.stderr
 
 
 def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) -> None:
@@ -116,8 +116,8 @@ def test_an_export_warns_that_transformers_finds_no_tokenizer(
     pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
 ) -> None:
     tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"
-    _, said = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
-    assert "the run's tokenizer is not a Hugging Face tokenizer" in said
+    _, reported = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
+    assert "the run's tokenizer is not a Hugging Face tokenizer" in reported
     assert holds_tokenizer(out)
     assert not is_hugging_face(out)
     assert not any((out / name).exists() for name in ("tokenizer.model", "tokenizer_config.json"))
@@ -132,8 +132,8 @@ def test_an_export_warns_that_transformers_finds_no_tokenizer(
     written(pool, tool, "import", "--hf", out, "--output", back)
     assert load_tokenizer(back / "hugging_face").identity == expected
     words = ("export", "--checkpoint", back, "--hf", other, "--tokenizer", inputs.tokenizer)
-    _, said = written(pool, tool, *words)
-    assert "not a Hugging Face tokenizer" not in said
+    _, reported = written(pool, tool, *words)
+    assert "not a Hugging Face tokenizer" not in reported
     assert is_hugging_face(other)
 
 
@@ -155,7 +155,7 @@ def test_a_store_brings_the_tokenizer_along(
     for name, tokenizer in (("brought", "null"), ("given", str(path))):
         endings = call(*offline[:2], tmp_path / name, *offline[2:],
                        f"data.tokenizer.path={tokenizer}", world=1)  # fmt: skip
-        assert endings[0].status == 0, endings[0].said
+        assert endings[0].status == 0, endings[0].stderr
     found = [course(step_records(tmp_path / name)) for name in ("brought", "given")]
     assert found[0] == found[1]
     # The run that took the store's tokenizer finds it in its own folder.
@@ -173,10 +173,10 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
     ]
     cache = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
-    said = message(pool.run(2, call_script, SCRIPT, arguments, None, cache, timeout=SECONDS))
-    assert "data.tokenizer.encoding = 'o200k_base': its rank file" in said
-    assert f"is expected at {tmp_path / 'cache'}" in said
-    assert "it is not downloaded at run time" in said
+    text = message(pool.run(2, call_script, SCRIPT, arguments, None, cache, timeout=SECONDS))
+    assert "data.tokenizer.encoding = 'o200k_base': its rank file" in text
+    assert f"is expected at {tmp_path / 'cache'}" in text
+    assert "it is not downloaded at run time" in text
 
 
 def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(

@@ -164,11 +164,11 @@ def test_the_run_is_the_first_word_or_an_option(capsys: pytest.CaptureFixture[st
         add_run_arguments(parser, example="")
         parsed = parser.parse_intermixed_args(words)
         assert run_and_overrides(parsed) == ("runs/lr=1", ["a=1", "b=2"])
-    for script, said in (("evaluate.py", "first"), ("generate.py", "first, or --hf DIR")):
+    for script, text in (("evaluate.py", "first"), ("generate.py", "first, or --hf DIR")):
         with pytest.raises(SystemExit, match="2"):
             runpy.run_path(str(ROOT / "launch" / script))["main"]([])
-        said_at_last = f"give the output folder of a run, e.g. runs/{said}\n"
-        assert capsys.readouterr().err.endswith(said_at_last)
+        last_line = f"give the output folder of a run, e.g. runs/{text}\n"
+        assert capsys.readouterr().err.endswith(last_line)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> Non
     from megatron_distill.data.tokenizers.open import load_tokenizer
     from megatron_distill.evaluation.generate import Sampling, write_text
 
-    said = re.escape(
+    text = re.escape(
         f"--hf {tmp_path / 'none'}: no config.json is there; give a Hugging Face folder"
     )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         write_text(tmp_path / "none", "a", Sampling(max_new_tokens=1))
     with pytest.raises(DataError, match=r"set --hf to a folder with a tokenizer\.json.*file$"):
         load_tokenizer(tmp_path / "none", named="--hf")

@@ -186,18 +186,18 @@ def unused(rank: int, world: int) -> tuple[list[str], bool]:
 
     other = ModuleType("transformer_engine")
     other.__spec__ = ModuleSpec("transformer_engine", None)
-    said: list[str] = []
-    warn: Callable[..., None] = lambda text, *parts: said.append(text % parts)  # noqa: E731
+    reported: list[str] = []
+    warn: Callable[..., None] = lambda text, *parts: reported.append(text % parts)  # noqa: E731
     with (
         patch.dict(sys.modules, {"transformer_engine": other}),
         patch.object(mcore_patches._LOGGER, "warning", warn),
     ):
         mcore_patches.prepare_megatron_core(on_cuda=True)
-        return said, mcore_patches.has_transformer_engine()
+        return reported, mcore_patches.has_transformer_engine()
 
 
 def test_a_release_that_does_not_fit_is_named_and_not_used(pool: Pool) -> None:
-    ((said, is_used),) = pool.run(1, unused)
+    ((text, is_used),) = pool.run(1, unused)
     assert not is_used
-    assert len(said) == 1
-    assert "the layers are torch's: Transformer Engine cannot be used: No module named" in said[0]
+    assert len(text) == 1
+    assert "the layers are torch's: Transformer Engine cannot be used: No module named" in text[0]

@@ -16,8 +16,8 @@ from tests.e2e.converting import convert
 def call(pool: Pool, *words: object, world: int = 1) -> tuple[int, str, str]:
     """What the first rank answers: status, output and errors."""
     first, *others = convert(pool, *words, world=world)
-    assert not any(ending.written for ending in others), "only the first rank reports"
-    return first.status, first.written, first.said
+    assert not any(ending.stdout for ending in others), "only the first rank reports"
+    return first.status, first.stdout, first.stderr
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def checkpoint(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verified(pool: Pool, folder: Path, checkpoint: Path) -> tuple[int, dict[str, str]]:
-    status, said, errors = call(pool, "verify", "--hf", folder, "--checkpoint", checkpoint)
+    status, text, errors = call(pool, "verify", "--hf", folder, "--checkpoint", checkpoint)
     assert ("are not the same model" in errors) == (status == 1)
-    lines = dict(line.split(maxsplit=1) for line in said.splitlines() if line[0] != " ")
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines() if line[0] != " ")
     return status, lines
 
 
@@ -88,18 +88,18 @@ def test_another_model_is_another_in_any_dtype(
 def test_conversions_print_their_files(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
     words = ("export", "--checkpoint", checkpoint, "--hf", out, "--dtype", "bfloat16")
-    _, said, _ = call(pool, *words, "--max-shard-size", "20KB", world=2)
+    _, reported, _ = call(pool, *words, "--max-shard-size", "20KB", world=2)
     tensors = [load_file(file) for file in out.glob("*.safetensors")]
     count = sum(tensor.numel() for file in tensors for tensor in file.values())
-    assert said.splitlines() == [
+    assert reported.splitlines() == [
         f"wrote {out}: qwen3, bfloat16, {count:,} parameters, {2 * count / 1e3:.3g} kB in "
         f"{len(tensors)} files",
         f"text from it: python launch/generate.py --hf {out}",
         f"compare it: python tools/convert_checkpoint.py verify --hf {out} --checkpoint "
         f"{checkpoint}",
     ]
-    _, said, _ = call(pool, "import", "--hf", out, "--output", back, world=2)
-    assert said.splitlines() == [
+    _, reported, _ = call(pool, "import", "--hf", out, "--output", back, world=2)
+    assert reported.splitlines() == [
         f"wrote {back}: qwen3, bfloat16, {count:,} parameters, {2 * count / 1e3:.3g} kB",
         f"a run starts from it with student.checkpoint={back}",
     ]

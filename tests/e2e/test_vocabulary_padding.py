@@ -172,7 +172,7 @@ def test_a_store_whose_vocabulary_counts_padding_is_read(
 ) -> None:
     tokenizer = IDENTITY.tokenizer if is_known else UNKNOWN
     write_store(tmp_path / "s", settings(vocab_size=1000), samples=2, tokenizer=tokenizer)
-    (said,) = pool.run(1, checked, tmp_path / "s", IDENTITY.tokenizer, tokens, rows)
-    assert (said == "") is accepted, said
+    (text,) = pool.run(1, checked, tmp_path / "s", IDENTITY.tokenizer, tokens, rows)
+    assert (text == "") is accepted, text
     if not accepted:
-        assert f"its vocab_size is 1000, this run's tokenizer has {tokens} tokens" in said
+        assert f"its vocab_size is 1000, this run's tokenizer has {tokens} tokens" in text
