@@ -12,8 +12,6 @@ from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
 from tests.e2e.runs import Inputs, checkpoints, run, step_records
 
-ARCHITECTURE = "student.architecture."
-TEACHER = "teacher.architecture."
 SAVE = "checkpoint.save=true"
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
 
@@ -30,14 +28,6 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "world size": (
         ("parallel.context=4",),
         ("parallel.context", "layout needs a multiple of 4 processes; there are 2", "Set --nproc"),
-    ),
-    "vocabulary smaller than the tokenizer": (
-        (f"{ARCHITECTURE}vocab_size=100",),
-        (f"{ARCHITECTURE}vocab_size is 100", "301 tokens"),
-    ),
-    "teacher's vocabulary smaller than the tokenizer": (
-        (f"{TEACHER}vocab_size=300",),
-        (f"{TEACHER}vocab_size is 300", "301 tokens"),
     ),
     "no tokenizer": (
         ("data.tokenizer.path=/nowhere/tokenizer",),

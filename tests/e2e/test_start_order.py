@@ -149,7 +149,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies", "tokenizer",
+QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies",
+         "too small a vocabulary", "tokenizer",
          "heads", "a layer that is not there", "no store", "no second file")  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,11 +20,6 @@ SUPPORTS = ["dense", *KEPT_SUPPORTS]
 PROPER = ["dense", "tail", "renormalized"]
 KEPT = 5
 EACH = [(name, support) for name in NAMES for support in SUPPORTS]
-# Each divergence, dense and on top-k ids; the remaining supports run with the slow tests.
-MAINLY = [
-    pytest.param(name, support, marks=() if support in ("dense", "tail") else pytest.mark.slow)
-    for name, support in EACH
-]
 
 
 def signal_of(

@@ -32,15 +32,6 @@ def test_a_store_knows_its_own_temperatures(tmp_path: Path, support: str) -> Non
     )
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    found = complaints(
-        load_tree, tmp_path, TAUGHT, MAGNITUDE, "objective.ce_weight=0",
-        "objective.balance={per_microbatch: true, raw_losses: previous, ema: 0.9}",
-        "objective.balance.alpha_schedule={to: 1}",
-    )  # fmt: skip
-    assert len(found) == 4
-
-
 def test_the_section_has_the_names_of_the_mathematics() -> None:
     fields = BalanceConfig.model_fields
     assert fields["mode"].annotation == BalanceMode
