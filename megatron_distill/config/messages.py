@@ -21,9 +21,11 @@ __all__ = [
     "Problem",
     "WithoutEffect",
     "dotted",
+    "divisors",
     "dotted_names",
     "field_key",
     "innermost",
+    "listed",
     "locate",
     "raise_problems",
     "schema_problems",
@@ -291,3 +293,16 @@ def _elsewhere(last: str, names: Iterable[str]) -> Iterator[str]:
         by_leaf.setdefault(name.rsplit(".", 1)[-1], []).append(name)
     for leaf in difflib.get_close_matches(last, by_leaf, n=1, cutoff=0.75):
         yield from by_leaf[leaf]
+
+
+def divisors(size: int) -> str:
+    """List the divisors of `size`, at most eight of them."""
+    return listed([number for number in range(1, size + 1) if size % number == 0])
+
+
+def listed(numbers: list[int]) -> str:
+    """List numbers, at most eight of them."""
+    found = [str(number) for number in numbers]
+    if len(found) > 8:
+        return f"{', '.join(found[:8])}, ..."
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -16,13 +16,22 @@ from megatron_distill.runtime.groups import Layout
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """Mixture of experts in every feed-forward layer; one auxiliary loss per sequence."""
+    """Mixture of experts in the feed-forward layers; one auxiliary loss per sequence."""
 
     num_experts: int
     top_k: int
     ffn_hidden_size: int
     aux_loss_coefficient: float = 0.0
     renormalize: bool = True  # the chosen experts' probabilities sum to one
+    dense_layers: tuple[int, ...] = ()  # from 0, with the model's dense feed-forward instead
+    shared_ffn_hidden_size: int | None = None  # of the expert that sees every token; None: none
+    shared_gate: bool = False  # the shared expert's output times the sigmoid of a projection
+    score: str = "softmax"  # or "sigmoid", each expert by itself
+    correction_bias: bool = False  # added to the scores where experts are chosen, not to weights
+    bias_update_rate: float = 0.0  # change of that bias per step, towards equal loads
+    groups: int | None = None  # of neighbouring experts; a token's experts are in few of them
+    groups_per_token: int | None = None
+    weight_scale: float = 1.0  # factor of the chosen experts' weights
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,18 @@ class Architecture:
         return _ACTIVATIONS[self.activation].is_gated
 
     @property
+    def has_mixed_layers(self) -> bool:
+        """Whether some layers have experts and some a dense feed-forward."""
+        return self.moe is not None and bool(self.moe.dense_layers)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts, from 0."""
+        if self.moe is None:
+            return ()
+        return tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
+
+    @property
     def is_zero_centered(self) -> bool:
         """Whether a norm's weight is stored as its distance from one."""
         return self.norm == "zero_centered_rmsnorm"
@@ -109,7 +130,9 @@ class Architecture:
         """Rebuild an architecture from `as_dict`."""
         fields: dict[str, Any] = dict(values)
         if fields.get("moe"):
-            fields["moe"] = MixtureOfExperts(**fields["moe"])
+            moe = dict(fields["moe"])
+            moe["dense_layers"] = tuple(moe.get("dense_layers") or ())
+            fields["moe"] = MixtureOfExperts(**moe)
         if fields.get("rope_scaling"):
             fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         if fields.get("sliding_layers") is not None:
@@ -138,7 +161,7 @@ class Recompute:
             return cls(layers=layers)
         return cls(tuple(modules) if setting == "selective" else ())
 
-    def fields(self, *, has_experts: bool) -> dict[str, object]:
+    def fields(self, architecture: Architecture) -> dict[str, object]:
         """Return Megatron-Core's fields."""
         if self.layers is None:
             return {
@@ -152,12 +175,11 @@ class Recompute:
                 "recompute_method": "block",
                 "recompute_num_layers": self.layers,
             }
-        names = {
-            "attention": "core_attn",
-            "mlp": "moe" if has_experts else "mlp",
-            "layernorm": "layernorm",
-        }
-        chosen = [names[module] for module in self.modules]
+        feed_forward = ["mlp"] if architecture.moe is None else ["moe"]
+        if architecture.has_mixed_layers:
+            feed_forward = ["moe", "mlp"]
+        names = {"attention": ["core_attn"], "mlp": feed_forward, "layernorm": ["layernorm"]}
+        chosen = [name for module in self.modules for name in names[module]]
         if not chosen:
             return {}
         return {"recompute_granularity": "selective", "recompute_modules": chosen}
@@ -262,7 +284,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **execution.recompute.fields(has_experts=architecture.moe is not None),
+        **execution.recompute.fields(architecture),
         **_expert_fields(architecture, on_cuda=on_cuda),
     )
 
@@ -280,12 +302,27 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
     moe = architecture.moe
     if moe is None:
         return {}
+    assert moe.score == "softmax" or moe.renormalize or moe.top_k == 1
+    if architecture.has_mixed_layers:
+        has_experts = set(architecture.expert_layers)
+        layers = {"moe_layer_freq": [int(i in has_experts) for i in range(architecture.num_layers)]}
+    else:
+        layers = {}
     return {
+        **layers,
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score,
         # Softmax before top-k: probabilities over all experts. After it: over the chosen experts.
         "moe_router_pre_softmax": not moe.renormalize,
+        "moe_router_enable_expert_bias": moe.correction_bias,
+        "moe_router_bias_update_rate": moe.bias_update_rate,
+        "moe_router_num_groups": moe.groups,
+        "moe_router_group_topk": moe.groups_per_token,
+        "moe_router_topk_scaling_factor": None if moe.weight_scale == 1.0 else moe.weight_scale,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_aux_loss_coeff": moe.aux_loss_coefficient,
         # Per sequence: the only form independent of micro-batches and data-parallel ranks.
         "moe_router_load_balancing_type": ("seq_aux_loss" if moe.aux_loss_coefficient else "none"),
@@ -303,6 +340,7 @@ _NOT_THE_MODEL = frozenset(
         "hidden_dropout",
         "init_std",
         "moe.aux_loss_coefficient",
+        "moe.bias_update_rate",
     }
 )
 

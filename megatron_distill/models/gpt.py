@@ -18,8 +18,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
+from megatron_distill.models.experts import release_routing
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
-from megatron_distill.models.layers import layer_specs, release_routing
+from megatron_distill.models.layers import layer_specs
 from megatron_distill.models.taps import LayerCall
 from megatron_distill.models.weights import initialise
 from megatron_distill.ops import VocabShard

@@ -29,19 +29,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_viewless_tensor
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.experts import SequenceBalancedRouter
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.taps import AttentionTap, LayerCall, LayerTap
 from megatron_distill.runtime.groups import Groups
@@ -171,10 +173,32 @@ def layer_specs(
     groups: Groups,
 ) -> TransformerBlockSubmodules:
     """Return the specifications of one pipeline stage's layers and final norm."""
+    rank = groups.pipeline.rank()
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=rank)
+    has_experts = [layer in architecture.expert_layers for layer in range(first, first + count)]
+    kinds = {
+        kind: _layer_spec(architecture, config, has_experts=kind, device=device, groups=groups)
+        for kind in set(has_experts)
+    }
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[kind] for kind in has_experts], layer_norm=_norm(device)
+    )
+
+
+def _layer_spec(
+    architecture: Architecture,
+    config: TransformerConfig,
+    *,
+    has_experts: bool,
+    device: torch.device,
+    groups: Groups,
+) -> ModuleSpec:
+    experts = architecture.moe.num_experts if architecture.moe and has_experts else None
     layer = (
-        _transformer_engine_layer(architecture)
+        _transformer_engine_layer(architecture, experts)
         if transformer_engine_runs(device)
-        else _torch_layer(architecture, config)
+        else _torch_layer(architecture, config, experts)
     )
     assert layer.module is TransformerLayer
     layer.module = TappedLayer
@@ -186,15 +210,14 @@ def layer_specs(
     attention.submodules.core_attention = partial(
         TorchAttention, softcap=architecture.attention_softcap
     )
-    if architecture.moe:
+    if experts is not None:
         layer.submodules.mlp.submodules.router = SequenceBalancedRouter
     if post_norm is not None:
         assert not architecture.moe
         layer.submodules.mlp = mlp_with_post_norm(
             layer.submodules.mlp.submodules, post_norm, tensor_group=groups.tensor
         )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline.rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    return layer
 
 
 def _norm(device: torch.device) -> type:
@@ -205,9 +228,11 @@ def _norm(device: torch.device) -> type:
     return TENorm
 
 
-def _torch_layer(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:
+def _torch_layer(
+    architecture: Architecture, config: TransformerConfig, experts: int | None
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        num_experts=experts,
         moe_grouped_gemm=False,
         qk_layernorm=architecture.qk_norm,
         normalization=config.normalization,
@@ -221,72 +246,18 @@ def _torch_layer(architecture: Architecture, config: TransformerConfig) -> Modul
     return layer
 
 
-def _transformer_engine_layer(architecture: Architecture) -> ModuleSpec:
+def _transformer_engine_layer(architecture: Architecture, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=architecture.moe.num_experts if architecture.moe else None,
+        num_experts=experts,
         moe_grouped_gemm=False,
         qk_layernorm=architecture.qk_norm,
     )
-    if architecture.moe:
+    if experts is not None:
         # Before experts the norm is a separate module; this gives it one name in all checkpoints.
         layer.submodules.sharded_state_dict_keys_map = {
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
         }
     return layer
-
-
-def release_routing(model: nn.Module) -> None:
-    """Detach the routing state of each layer of experts after its forward pass.
-
-    Upstream's dispatchers store the probabilities of the last tokens with their autograd graph. The
-    graph references the parameters' gradient hooks, and these the model. The garbage collector
-    cannot see this cycle, partly in C++: without the detach, models and process groups of earlier
-    runs stay in memory.
-    """
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer.register_forward_hook(_detach_routing)
-
-
-def _detach_routing(layer: MoELayer, *_: object) -> None:
-    fields = vars(layer.token_dispatcher)
-    for name, value in fields.items():
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            fields[name] = value.detach()
-
-
-class SequenceBalancedRouter(TopKRouter):
-    """Megatron-Core's router, its auxiliary loss weighted by all positions of the micro-batch.
-
-    Upstream multiplies the mean auxiliary loss of a micro-batch by the positions of one sequence on
-    one rank; the step divides by those of the global batch. The correct value is the mean over
-    sequences. So the factor must count every sequence of the micro-batch, with the positions of all
-    tensor and context ranks.
-    """
-
-    def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        aux_loss_name: str,
-        reduce_group: dist.ProcessGroup,
-        reduce_group_has_dp: bool = False,
-        valid_token_count: int | Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        """Attach the loss to `activation` [positions of this rank, experts], and return that.
-
-        `reduce_group` holds the ranks that share the micro-batch's sequences.
-        """
-        return super().attach_and_log_load_balancing_loss(
-            activation,
-            aux_loss_coeff,
-            aux_loss,
-            aux_loss_name,
-            reduce_group,
-            reduce_group_has_dp,
-            valid_token_count=activation.shape[0] * reduce_group.size(),
-        )
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):

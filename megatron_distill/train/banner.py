@@ -7,8 +7,9 @@ from dataclasses import asdict
 from math import prod
 from typing import Final
 
+from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.weights import parameters
+from megatron_distill.models.weights import parameters, places
 from megatron_distill.runtime.progress import short_count, size
 from megatron_distill.store import Plan
 from megatron_distill.train.throughput import MemoryOfRank
@@ -35,11 +36,13 @@ def banner_text(heading: str, rows: Iterable[_Row]) -> str:
 def model_row(role: str, shape: Architecture, source: str) -> _Row:
     """Return a model's sizes and the source of its weights."""
     moe = shape.moe
-    inner = (
-        f"{moe.num_experts} experts of {moe.ffn_hidden_size}, {moe.top_k} per token"
-        if moe
-        else f"ffn {shape.ffn_hidden_size}"
-    )
+    inner = f"ffn {shape.ffn_hidden_size}"
+    if moe:
+        dense = f"{counted(len(moe.dense_layers), 'dense layer')} of {shape.ffn_hidden_size}, "
+        inner = dense if moe.dense_layers else ""
+        inner += f"{moe.num_experts} experts of {moe.ffn_hidden_size}, {moe.top_k} per token"
+        if moe.shared_ffn_hidden_size:
+            inner += f" and a shared one of {moe.shared_ffn_hidden_size}"
     total, active = parameter_counts(shape)
     counts = f"{_count(total)} parameters"
     if moe:
@@ -88,7 +91,7 @@ def parameter_counts(shape: Architecture) -> tuple[int, int]:
     """Return the number of all parameters, and of those active for one token."""
     total = active = 0
     for parameter in parameters(shape):
-        count = prod(parameter.shape) * prod(parameter.leading_shape(shape))
+        count = prod(parameter.shape) * sum(1 for _ in places(parameter, shape))
         total += count
         if parameter.per_expert and shape.moe is not None:
             count = count // shape.moe.num_experts * shape.moe.top_k

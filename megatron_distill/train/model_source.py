@@ -57,7 +57,13 @@ class ModelSource:
         sliding = self.architecture.sliding_layers
         if sliding is not None:
             sliding = tuple(index for index, layer in enumerate(layers) if layer in sliding)
-        shape = replace(self.architecture, num_layers=len(layers), sliding_layers=sliding)
+        moe = self.architecture.moe
+        if moe is not None:
+            dense = tuple(index for index, layer in enumerate(layers) if layer in moe.dense_layers)
+            moe = replace(moe, dense_layers=dense)
+        shape = replace(
+            self.architecture, num_layers=len(layers), sliding_layers=sliding, moe=moe
+        )
         return replace(self, architecture=shape, keep_layers=layers)
 
     def build(
@@ -114,6 +120,18 @@ def evenly_spread(count: int, available: int) -> tuple[int, ...]:
 
 
 _BLOCK_NUMBERS = 2**24  # a part of the digest, so it must not change
+# Fields that are in the digest only where they are not at these values, so that digests of models
+# without them stay as they were.
+_LATER_FIELDS: dict[str, object] = {
+    "moe.dense_layers": (),
+    "moe.shared_ffn_hidden_size": None,
+    "moe.shared_gate": False,
+    "moe.score": "softmax",
+    "moe.correction_bias": False,
+    "moe.groups": None,
+    "moe.groups_per_token": None,
+    "moe.weight_scale": 1.0,
+}
 
 
 def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) -> str:
@@ -127,6 +145,9 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
     """
     architecture = source.architecture
     fields = model_fields(architecture)
+    for name, default in _LATER_FIELDS.items():
+        if fields.get(name, default) == default:
+            fields.pop(name, None)
     # A rotary model is the same for any length; learned positions are weights and have a shape.
     fields.pop("max_position_embeddings")
     if source.open_weights is None:

@@ -126,10 +126,14 @@ def forward_flops_per_token(
     kv_width = model.num_kv_heads * model.head_size
     projections = 2 * hidden * (query_width + 2 * kv_width) + 2 * query_width * hidden
     attention = 2 * 2 * query_width * attended_positions
-    width = moe.top_k * moe.ffn_hidden_size if moe else model.ffn_hidden_size
-    mlp = 2 * (3 if model.is_gated else 2) * hidden * width
-    router = 2 * hidden * moe.num_experts if moe else 0
-    layers = model.num_layers * (projections + attention + mlp + router)
+    of_width = 2 * (3 if model.is_gated else 2) * hidden
+    feed_forward = model.num_layers * of_width * model.ffn_hidden_size
+    if moe is not None:
+        width = moe.top_k * moe.ffn_hidden_size + (moe.shared_ffn_hidden_size or 0)
+        routing = 2 * hidden * (moe.num_experts + moe.shared_gate)
+        feed_forward = len(moe.dense_layers) * of_width * model.ffn_hidden_size
+        feed_forward += len(model.expert_layers) * (of_width * width + routing)
+    layers = model.num_layers * (projections + attention) + feed_forward
     return layers + head_flops_per_token(model)
 
 

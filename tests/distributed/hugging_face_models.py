@@ -91,8 +91,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24, "norm_topk_prob": False,
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **_SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_SHAPE, "head_dim": 12, "use_qk_norm": True, "attention_bias": True,
+            "rope_parameters": _rope(partial_rotary_factor=0.5), "num_mtp_layers": 0,
+            "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_shared_experts": 2, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
+        },
+    ),
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe")
 
 
 def save_model(
@@ -107,6 +123,9 @@ def save_model(
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
+    for name, bias in model.named_buffers():
+        if "correction_bias" in name:
+            bias += 0.2 * torch.randn_like(bias)
     model.to(dtype).save_pretrained(folder)
     return folder
 

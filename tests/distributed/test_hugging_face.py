@@ -36,8 +36,9 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts.
-OFTEN = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen3_moe")
+# One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts in
+# every layer with a shared one, experts in some layers.
+OFTEN = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen2_moe", "glm4_moe")
 
 
 def all_cases() -> list[Any]:
@@ -49,6 +50,7 @@ def all_cases() -> list[Any]:
             if experts and settings.get("tensor", 1) > 1:
                 settings = {**settings, "sequence": True}  # which experts need under TP
             often = "PP2xEP2" if experts else "TP2xPP2"
+            often = "TP2xEP2" if name == "qwen2_moe" else often  # halves of the shared expert
             often = "TP4" if name == "qwen2, windows" else often  # biases, two KV heads
             marks = [] if layout == often and name in OFTEN else [pytest.mark.slow]
             cases.append(pytest.param(name, ranks, settings, marks=marks, id=f"{name}-{layout}"))

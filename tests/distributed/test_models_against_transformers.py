@@ -45,7 +45,8 @@ def ours(rank: int, world: int, changes: dict[str, Any]) -> tuple[Any, ...]:
         )  # fmt: skip
         loss.backward()
         logits = rule.apply_((hidden @ model.head_weight().t()).detach())
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        state = model.state_dict().items()
+        weights = {name: value.clone() for name, value in state if isinstance(value, Tensor)}
         gradients = {name: gradient_of(p) for name, p in model.named_parameters()}
         return weights, logits, float(loss), gradients
 
@@ -53,9 +54,9 @@ def ours(rank: int, world: int, changes: dict[str, Any]) -> tuple[Any, ...]:
 def spread(model: torch.nn.Module) -> None:
     """Make norms and biases, which start at one and zero, different from each other."""
     generator = torch.Generator().manual_seed(6)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for value in model.state_dict().values():
+        if isinstance(value, Tensor) and value.dim() == 1:
+            value += 0.3 * torch.randn(value.shape, generator=generator)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -36,6 +36,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qk norms": {"qk_norm": True, "head_size": 12},
     "post norms": {"norm": "zero_centered_rmsnorm", "post_norms": True, "activation": "geglu"},
     "experts": {"moe": MOE, "qk_norm": True},
+    "shared expert": {"moe": {**MOE, "shared_ffn_hidden_size": 40, "shared_gate": True}},
+    "experts in some layers": {
+        "moe": {
+            **MOE, "dense_layers": (0, 2), "shared_ffn_hidden_size": 40, "score": "sigmoid",
+            "correction_bias": True,
+        }
+    },
 }  # fmt: skip
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -65,11 +72,12 @@ def described(
         padded = architecture.padded_vocab_size(groups.layout.tensor)
         known = {
             (
-                parameter.key,
+                key,
                 parameter.leading_shape(architecture),
                 (padded, *parameter.shape[1:]) if parameter.is_vocabulary else parameter.shape,
             )
             for parameter in parameters(architecture)
+            for key in parameter.stored_keys(architecture)
         }
         return held, known
 

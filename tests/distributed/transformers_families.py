@@ -72,10 +72,21 @@ def llama_names(own: Weights, shape: dict[str, Any]) -> Weights:
                 ("q_layernorm", "q_norm"),
                 ("k_layernorm", "k_norm"),
                 ("mlp.router", "mlp.gate"),
+                ("expert_bias", "e_score_correction_bias"),
             ):
                 new = new.replace(old, fresh)
             found[new] = value
     return found | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
+def qwen2_moe_names(own: Weights, shape: dict[str, Any]) -> Weights:
+    """Our weights, or gradients, under Qwen2-MoE's names: one shared expert and its gate."""
+    return {
+        name.replace("shared_experts.gate_weight", "shared_expert_gate.weight").replace(
+            "shared_experts", "shared_expert"
+        ): value
+        for name, value in llama_names(own, shape).items()
+    }
 
 
 def gpt2_names(own: Weights, shape: dict[str, Any]) -> Weights:
@@ -184,13 +195,30 @@ GEMMA_LIKE = {
 QWEN3_MOE = {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24}
 
 
-def experts(top_k: int, *, renormalize: bool) -> dict[str, Any]:
+QWEN2_MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+GLM4_MOE = {
+    "head_dim": 12, "num_experts_per_tok": 4, "n_routed_experts": 8, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "rope_parameters": rope(partial_rotary_factor=0.5), "num_mtp_layers": 0,
+}  # fmt: skip
+GLM4_LIKE = {"head_size": 12, "rotary_fraction": 0.5}
+GLM4_EXPERTS = {
+    "num_experts": 8, "top_k": 4, "ffn_hidden_size": 24, "dense_layers": (0,),
+    "shared_ffn_hidden_size": 48, "score": "sigmoid", "correction_bias": True, "weight_scale": 1.5,
+}  # fmt: skip
+
+
+def experts(top_k: int, *, renormalize: bool, **more: Any) -> dict[str, Any]:
     """Return our experts in the size of the tables."""
     return {
         "num_experts": 4,
         "top_k": top_k,
         "ffn_hidden_size": 24,
         "renormalize": renormalize,
+        **more,
     }
 
 
@@ -285,6 +313,39 @@ FAMILIES: dict[str, Family] = {
         "Qwen3Moe",
         {**QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": False},
         {"qk_norm": True, "moe": experts(1, renormalize=False)},
+    ),
+    "Qwen2-MoE": llama_like(
+        "Qwen2Moe",
+        QWEN2_MOE,
+        {
+            "qkv_bias": True,
+            "moe": experts(2, renormalize=False, shared_ffn_hidden_size=40, shared_gate=True),
+        },
+        qwen2_moe_names,
+    ),
+    "Qwen2-MoE, every second layer": llama_like(
+        "Qwen2Moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        {
+            "qkv_bias": True,
+            "moe": experts(
+                2, renormalize=True, shared_ffn_hidden_size=40, shared_gate=True,
+                dense_layers=(0, 2),
+            ),
+        },
+        qwen2_moe_names,
+    ),
+    "GLM-4-MoE": llama_like("Glm4Moe", GLM4_MOE, {**GLM4_LIKE, "moe": GLM4_EXPERTS}),
+    "GLM-4-MoE, biases and norms of queries, groups": llama_like(
+        "Glm4Moe",
+        {
+            **GLM4_MOE, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2,
+            "first_k_dense_replace": 2,
+        },
+        {
+            **GLM4_LIKE, "qkv_bias": True, "qk_norm": True,
+            "moe": {**GLM4_EXPERTS, "groups": 4, "groups_per_token": 2, "dense_layers": (0, 1)},
+        },
     ),
     "GPT-2, exact GELU": Family(
         "GPT2",

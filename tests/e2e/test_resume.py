@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
+    MIXTURE,
     Inputs,
     assembled,
     checkpoints,
@@ -102,6 +103,9 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
         "dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN),
     ),
     "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
+    "mixture EP2xPP2 to TP2xEP2": (
+        "moe", (4, (*MIXTURE, EXPERT, PIPELINE)), (4, (*MIXTURE, TENSOR, SEQUENCE, EXPERT)),
+    ),
 }  # fmt: skip
 
 

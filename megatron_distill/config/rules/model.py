@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.messages import Problem, divisors, listed, without_effect
+from megatron_distill.config.rules.mixture import expert_problems
 from megatron_distill.config.schema import ArchitectureConfig, ModelConfig, ParallelConfig
 
 __all__ = ["architecture_problems", "source_problems"]
@@ -24,7 +25,7 @@ def architecture_problems(
     chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
     yield from _layers(architecture, name, parallel.pipeline, chunks)
     yield from _layers_per_stage(architecture, role, parallel, chunks)
-    yield from _experts(architecture, name, parallel)
+    yield from expert_problems(architecture, name, parallel)
 
 
 def _heads(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
@@ -142,12 +143,14 @@ def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Probl
     }
     if shape.moe is not None and shape.moe.ffn_hidden_size is not None:
         sizes["moe.ffn_hidden_size"] = shape.moe.ffn_hidden_size
+    if shape.moe is not None and shape.moe.shared_ffn_hidden_size is not None:
+        sizes["moe.shared_ffn_hidden_size"] = shape.moe.shared_ffn_hidden_size
     for key, size in sizes.items():
         if size % tensor:
             yield Problem(
                 ("parallel.tensor", f"{name}.{key}"),
                 f"parallel.tensor = {tensor}: does not divide {name}.{key} = {size}; "
-                f"use {_divisors(size)}",
+                f"use {divisors(size)}",
             )
     yield from _key_heads(shape, name, tensor)
 
@@ -167,14 +170,14 @@ def _key_heads(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Pr
         yield Problem(
             keys,
             f"parallel.tensor = {tensor}: neither divides {name}.num_kv_heads = {count} nor is a "
-            f"multiple of it; use {_listed(fitting)}",
+            f"multiple of it; use {listed(fitting)}",
         )
     elif tensor > count and (heads + 2 * count) * shape.head_width % tensor:
         yield Problem(
             (*keys, f"{name}.head_size"),
             f"parallel.tensor = {tensor}: does not divide the {heads} + 2 * {count} heads of "
             f"{name}.head_size = {shape.head_width} that the ranks share where {name}.num_kv_heads "
-            f"= {count} is smaller; use {_divisors(count)}",
+            f"= {count} is smaller; use {divisors(count)}",
         )
 
 
@@ -206,48 +209,6 @@ def _layers_per_stage(
             f"{key} = {list(layers)}: {sum(layers)} layers in all, but {depth} = "
             f"{shape.num_layers}; change the numbers so that their sum is {shape.num_layers}",
         )
-
-
-def _experts(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> Iterator[Problem]:
-    if shape.moe is None:
-        return
-    if shape.moe.top_k > shape.moe.num_experts:
-        yield Problem(
-            (f"{name}.moe.top_k", f"{name}.moe.num_experts"),
-            f"{name}.moe.top_k = {shape.moe.top_k}: more than {name}.moe.num_experts = "
-            f"{shape.moe.num_experts}",
-        )
-    if shape.moe.top_k == 1 and shape.moe.renormalize:
-        yield Problem(
-            (f"{name}.moe.top_k", f"{name}.moe.renormalize"),
-            f"{name}.moe.top_k = 1: with renormalize = true the weight of the expert is always 1, "
-            "and the router gets no gradient; set renormalize=false or top_k=2",
-        )
-    if shape.moe.num_experts % parallel.expert:
-        yield Problem(
-            ("parallel.expert", f"{name}.moe.num_experts"),
-            f"parallel.expert = {parallel.expert}: does not divide {name}.moe.num_experts = "
-            f"{shape.moe.num_experts}; use {_divisors(shape.moe.num_experts)}",
-        )
-    if parallel.tensor > 1 and not parallel.sequence:
-        yield Problem(
-            ("parallel.sequence", "parallel.tensor", f"{name}.moe"),
-            f"parallel.sequence = false: {name}.moe with parallel.tensor = {parallel.tensor} "
-            "needs sequence parallelism; set parallel.sequence=true",
-        )
-
-
-def _divisors(size: int) -> str:
-    """List the divisors of `size`, at most eight of them."""
-    return _listed([number for number in range(1, size + 1) if size % number == 0])
-
-
-def _listed(numbers: list[int]) -> str:
-    """List numbers, at most eight of them."""
-    found = [str(number) for number in numbers]
-    if len(found) > 8:
-        return f"{', '.join(found[:8])}, ..."
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ Positions = Literal["rope", "learned"]
 
 
 class MoeConfig(Section):
-    """Mixture of experts in place of the dense feed-forward block, in every layer."""
+    """Mixture of experts in place of the dense feed-forward block."""
 
     num_experts: int = Field(ge=2, examples=[8], description="Experts per layer.")
     top_k: int = Field(default=2, ge=1, description="Experts per token.")
@@ -39,6 +39,51 @@ class MoeConfig(Section):
     renormalize: bool = Field(
         default=True,
         description="Normalise the probabilities of the selected experts to a sum of 1.",
+    )
+    dense_layers: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[[0]],
+        description="Layers without experts, counted from 0; they have the dense block of the "
+        "model's `ffn_hidden_size`.",
+    )
+    shared_ffn_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Inner width of a shared expert, which sees every token; null: none.",
+    )
+    shared_gate: bool = Field(
+        default=False,
+        description="Multiply the shared expert's output by the sigmoid of a learned projection.",
+    )
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="Function of the router's logits."
+    )
+    correction_bias: bool = Field(
+        default=False,
+        description="Add a bias per expert to the scores when experts are selected, not to their "
+        "weights (DeepSeek-V3, section 2.1.2).",
+    )
+    bias_update_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="Change of that bias per step of the student: up for experts with fewer tokens "
+        "than the mean, else down; 0: fixed.",
+    )
+    groups: int | None = Field(
+        default=None,
+        ge=2,
+        description="Groups of neighbouring experts; a token's experts are in `groups_per_token` "
+        "of them. null: no groups.",
+    )
+    groups_per_token: int | None = Field(
+        default=None,
+        ge=1,
+        description="Groups per token: those with the highest sums of their "
+        "`top_k / groups_per_token` best scores.",
+    )
+    weight_scale: float = Field(
+        default=1.0, gt=0, description="Factor of the weights of the selected experts."
     )
 
 

@@ -26,6 +26,8 @@ class Family:
     tensors: our tensors (`models.parameters`) to the rules of their rows. prefix: of all names but
     the head's; checkpoints of the bare model lack it. buffers: patterns of stored tensors that are
     not weights. older_entries: entry names before `transformers` 5 to the present names.
+    has_prediction_layer: checkpoints may have one layer more, which predicts a further token. It is
+    left out, as `transformers` does.
     """
 
     model_type: str
@@ -35,6 +37,7 @@ class Family:
     prefix: str = "model."
     buffers: tuple[str, ...] = ()
     older_entries: Mapping[str, str] = field(default_factory=dict)
+    has_prediction_layer: bool = False
 
     def architecture(self, config: Any) -> Architecture:
         """Return the architecture that a configuration of `transformers` describes.

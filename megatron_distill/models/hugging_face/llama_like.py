@@ -82,18 +82,6 @@ DENSE_LAYERS: dict[str, Rule] = {**ENDS, **ATTENTION, **FEED_FORWARD_NORM, **FEE
 ROTARY_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
-def experts(block: str, router: str, gate: str, up: str, down: str) -> dict[str, Rule]:
-    """Return the rules of experts, by their names under a layer."""
-    expert = f"{LAYER}{block}.experts.{{expert}}."
-    return {
-        f"{_MLP}router.weight": Same(f"{LAYER}{block}.{router}.weight"),
-        f"{_MLP}experts.experts.linear_fc1.weight": Stacked(
-            (f"{expert}{gate}.weight", f"{expert}{up}.weight")
-        ),
-        f"{_MLP}experts.experts.linear_fc2.weight": Same(f"{expert}{down}.weight"),
-    }
-
-
 @dataclass(frozen=True)
 class EmbeddingScale:
     """Embeddings are multiplied by the square root of their width."""

@@ -223,15 +223,25 @@ class HuggingFaceWeights:
 
     def _surplus(self, names: frozenset[str]) -> Iterator[str]:
         prefix = self.family.prefix if self._bare else ""
-        buffers = 0
+        further = f"{self.family.prefix}layers.{self.architecture.num_layers}."
+        buffers = predictions = 0
         for name in names:
             if any(re.fullmatch(pattern, prefix + name) for pattern in self.family.buffers):
                 buffers += 1
+            elif self.family.has_prediction_layer and (prefix + name).startswith(further):
+                predictions += 1
             elif not self._is_copy_of_embedding(name):
                 yield name
         if buffers:
             _LOGGER.info(
                 "%s: %d buffers are computed from config.json", self._files.folder, buffers
+            )
+
+        if predictions:
+            _LOGGER.warning(
+                "%s: the layer that predicts a further token is left out (%d tensors)",
+                self._files.folder,
+                predictions,
             )
 
     def _is_copy_of_embedding(self, name: str) -> bool:

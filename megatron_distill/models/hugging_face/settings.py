@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_distill.errors import CheckpointError
-from megatron_distill.models.architecture import Architecture, MixtureOfExperts, RopeScaling
+from megatron_distill.models.architecture import Architecture, RopeScaling
 
 Fields = dict[str, Any]
 Entries = dict[str, Any]
@@ -267,7 +267,7 @@ class WindowByLayer:
                 f"layer_types has {sorted(unknown)}; supported: {SLIDING!r}, {FULL!r}"
             )
         sliding = tuple(i for i, kind in enumerate(theirs.layer_types) if kind == SLIDING)
-        if theirs.sliding_window is None:
+        if not theirs.sliding_window:  # Qwen2-MoE writes 0
             return {}
         everywhere = len(sliding) == theirs.num_hidden_layers
         return {
@@ -289,38 +289,6 @@ class WindowByLayer:
         if self.switch and SLIDING in kinds:
             entries["max_window_layers"] = kinds.index(SLIDING)
         return entries
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Experts in every layer."""
-
-    count: str
-    width: str
-    renormalize: str | None = None  # an entry, or None: always
-
-    def read(self, theirs: Any) -> Fields:
-        """See `Setting`."""
-        moe = MixtureOfExperts(
-            num_experts=getattr(theirs, self.count),
-            top_k=theirs.num_experts_per_tok,
-            ffn_hidden_size=getattr(theirs, self.width),
-            renormalize=self.renormalize is None or getattr(theirs, self.renormalize),
-        )
-        return {"moe": moe, "ffn_hidden_size": theirs.intermediate_size}
-
-    def write(self, architecture: Architecture) -> Entries:
-        """See `Setting`."""
-        moe = architecture.moe
-        if moe is None:
-            return {}
-        entries: Entries = {
-            "intermediate_size": architecture.ffn_hidden_size,
-            self.count: moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            self.width: moe.ffn_hidden_size,
-        }
-        return entries | ({self.renormalize: moe.renormalize} if self.renormalize else {})
 
 
 _COUNTS = (
@@ -370,9 +338,15 @@ def check_values(architecture: Architecture) -> None:
     if moe is not None:
         for name in ("num_experts", "top_k", "ffn_hidden_size"):
             _check_count(f"moe.{name}", getattr(moe, name))
+        if moe.shared_ffn_hidden_size is not None:
+            _check_count("moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size)
         if moe.top_k > moe.num_experts:
             raise CheckpointError(
                 f"{moe.top_k} experts per token, but there are only {moe.num_experts}"
+            )
+        if not architecture.expert_layers:
+            raise CheckpointError(
+                f"all {architecture.num_layers} layers are dense, none has experts"
             )
 
 

@@ -307,12 +307,15 @@ class CheckpointWeights:
         self.architecture = architecture
         self._chunks = MappedChunks(folder)
         self._parameters = {parameter.key: parameter for parameter in parameters(architecture)}
-        self._stored = {key: self._chunks.find(key) for key in self._parameters}
+        self._stored = {
+            parameter.key: [self._chunks.find(key) for key in parameter.stored_keys(architecture)]
+            for parameter in self._parameters.values()
+        }
         self._check_shapes()
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype in which a tensor is stored, the same in every layer."""
-        return self._stored[key].properties.dtype
+        return self._stored[key][0].properties.dtype
 
     def read_into(
         self, destination: Tensor, key: str, place: LayerIndex, start: Sequence[int]
@@ -323,8 +326,9 @@ class CheckpointWeights:
         destination = destination[:rows]
         if not destination.numel():
             return
-        wanted = destination.view(*(1 for _ in place), *destination.shape)
-        for overlap in self._chunks.overlaps(key, (*place, *start), wanted.shape):
+        key, index = self._parameters[key].stored(place, self.architecture)
+        wanted = destination.view(*(1 for _ in index), *destination.shape)
+        for overlap in self._chunks.overlaps(key, (*index, *start), wanted.shape):
             part = self._chunks.part(overlap)
             _window(wanted, overlap.in_window, overlap.sizes).copy_(part)
 
@@ -332,19 +336,21 @@ class CheckpointWeights:
         self, key: str, place: LayerIndex, start: Sequence[int], shape: tuple[int, ...]
     ) -> Tensor | None:
         """Return a window that lies in one file, or None where it must be assembled."""
-        leading = (*(1 for _ in place), *shape)
-        first, *others = self._chunks.overlaps(key, (*place, *start), leading)
+        key, index = self._parameters[key].stored(place, self.architecture)
+        leading = (*(1 for _ in index), *shape)
+        first, *others = self._chunks.overlaps(key, (*index, *start), leading)
         return None if others else self._chunks.part(first).view(shape)
 
     def _check_shapes(self) -> None:
         for parameter in self._parameters.values():
-            leading = parameter.leading_shape(self.architecture)
-            wanted, found = (*leading, *parameter.shape), tuple(self._stored[parameter.key].size)
-            padded = parameter.is_vocabulary and found[0] >= wanted[0] and found[1:] == wanted[1:]
-            if found != wanted and not padded:
-                raise self._chunks.misfit(
-                    f"{parameter.key} has shape {list(found)}, not {list(wanted)}"
-                )
+            wanted = (*parameter.leading_shape(self.architecture), *parameter.shape)
+            for stored in self._stored[parameter.key]:
+                found = tuple(stored.size)
+                padded = parameter.is_vocabulary and found[0] >= wanted[0]
+                if found != wanted and not (padded and found[1:] == wanted[1:]):
+                    raise self._chunks.misfit(
+                        f"{parameter.key} has shape {list(found)}, not {list(wanted)}"
+                    )
 
 
 def load_shards(shards: Sequence[Shard], chunks: MappedChunks, *, rank: int, world: int) -> int:

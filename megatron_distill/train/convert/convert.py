@@ -30,6 +30,7 @@ from megatron_distill.models.hugging_face.assets import (
 )
 from megatron_distill.models.hugging_face.export import plan_files, write_files
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+from megatron_distill.models.weights import converted_dtype
 from megatron_distill.runtime.atomic_files import new_folder, write_errors
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.progress import size
@@ -149,7 +150,7 @@ def export_checkpoint(
         files = plan_files(
             chosen,
             architecture,
-            dtype_of=lambda key: wanted or weights.dtype(key),
+            dtype_of=lambda key: converted_dtype(key, weights.dtype(key), wanted),
             max_shard_bytes=max_shard_bytes,
         )
         from_tokenizer = tokenizer or assets

@@ -38,6 +38,7 @@ from megatron_distill.models.weights import (
     Parameter,
     WeightSource,
     WindowReader,
+    converted_dtype,
     placed,
 )
 from megatron_distill.train.checkpoint.writer import RankWriter, alone, first_failure
@@ -88,7 +89,7 @@ def blocks_of(
     return [
         Block(parameter, place, wanted, start, stop - start)
         for parameter, place in placed(architecture)
-        for wanted in (dtype or source.dtype(parameter.key),)
+        for wanted in (converted_dtype(parameter.key, source.dtype(parameter.key), dtype),)
         for start, stop in _rows(parameter, source.cuts(parameter.key, place), wanted)
     ]
 
@@ -177,7 +178,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         done: Callable[[int], None],
     ) -> None:
         super().__init__()
-        self._blocks = {_index(block): block for block in blocks}
+        self._blocks = {_index(block, architecture): block for block in blocks}
         self._architecture = architecture
         self._windows = WindowReader(source)
         self._done = done
@@ -197,7 +198,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         tensor = self._windows.read(key, block.place, start, block.shape, block.dtype)
         tensor = alone(tensor)
         self._done(block.nbytes)
-        return tensor.view(*(1 for _ in block.place), *block.shape)
+        return tensor.view(self._stored_shape(block))
+
+    def _stored_shape(self, block: Block) -> tuple[int, ...]:
+        _, place = block.parameter.stored(block.place, self._architecture)
+        return (*(1 for _ in place), *block.shape)
 
     def _item(self, index: MetadataIndex, block: Block) -> WriteItem:
         leading = block.parameter.leading_shape(self._architecture)
@@ -208,7 +213,7 @@ class _StreamingPlanner(DefaultSavePlanner):
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(
                     offsets=index.offset,
-                    sizes=torch.Size([*(1 for _ in block.place), *block.shape]),
+                    sizes=torch.Size(self._stored_shape(block)),
                 ),
                 properties=TensorProperties(dtype=block.dtype),
                 size=torch.Size([*leading, *block.parameter.shape]),
@@ -216,6 +221,6 @@ class _StreamingPlanner(DefaultSavePlanner):
         )
 
 
-def _index(block: Block) -> MetadataIndex:
-    offset = (*block.place, block.start, *(0 for _ in block.shape[1:]))
-    return MetadataIndex(block.parameter.key, torch.Size(offset))
+def _index(block: Block, architecture: Architecture) -> MetadataIndex:
+    key, place = block.parameter.stored(block.place, architecture)
+    return MetadataIndex(key, torch.Size((*place, block.start, *(0 for _ in block.shape[1:]))))

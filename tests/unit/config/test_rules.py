@@ -164,6 +164,26 @@ student.architecture.post_norms=true
        (student.architecture.moe); set post_norms=false or moe=null
 student.architecture.moe={num_experts: 4, top_k: 1}
     -> student.architecture.moe.top_k = 1: with renormalize = true
+student.architecture.moe={num_experts: 4, dense_layers: [1, 0]}
+    -> student.architecture.moe.dense_layers = [1, 0]: list layers in ascending order
+student.architecture.moe={num_experts: 4, dense_layers: [0, 1, 2, 3]}
+    -> student.architecture.moe.dense_layers = [0, 1, 2, 3]: all layers, so that none has
+       experts; set student.architecture.moe=null
+student.architecture.moe={num_experts: 4, shared_ffn_hidden_size: 9}
+student.architecture.linear_bias=true
+    -> student.architecture.moe.shared_ffn_hidden_size = 9: a shared expert has no biases
+student.architecture.moe={num_experts: 4, correction_bias: true}
+    -> student.architecture.moe.correction_bias = true: needs scores between 0 and 1
+student.architecture.moe={num_experts: 4, score: sigmoid, renormalize: false}
+    -> student.architecture.moe.renormalize = false: sigmoid scores are always normalised
+student.architecture.moe={num_experts: 4, groups: 2}
+    -> student.architecture.moe.groups = 2 and student.architecture.moe.groups_per_token = null:
+       set both or neither
+student.architecture.moe={num_experts: 4, groups: 3, groups_per_token: 1}
+    -> student.architecture.moe.groups = 3: does not divide
+       student.architecture.moe.num_experts = 4; use 1, 2 or 4
+student.architecture.moe={num_experts: 4, top_k: 4, groups: 2, groups_per_token: 1}
+    -> student.architecture.moe.groups_per_token = 1: must be at most
 student.architecture.moe={num_experts: 2, top_k: 3}
     -> student.architecture.moe.top_k = 3: more than student.architecture.moe.num_experts = 2
 student.architecture.moe={num_experts: 4, top_k: 2}

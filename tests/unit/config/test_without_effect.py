@@ -25,6 +25,12 @@ parallel.sequence=true
     -> parallel.sequence = true has no effect with parallel.tensor = 1
 parallel.expert=2
     -> parallel.expert = 2 has no effect because no model here has experts (architecture.moe)
+student.architecture.moe={num_experts: 4, shared_gate: true}
+    -> student.architecture.moe.shared_gate = true has no effect with
+       student.architecture.moe.shared_ffn_hidden_size = null
+student.architecture.moe={num_experts: 4, bias_update_rate: 0.1}
+    -> student.architecture.moe.bias_update_rate = 0.1 has no effect with
+       student.architecture.moe.correction_bias = false
 data.sources.0.paths=x
     -> data.sources.0.paths = ['x'] has no effect with data.sources.0.format = 'python_stdlib'
 data.distill_on_prompt=true

@@ -139,6 +139,19 @@ def test_causal_attention_costs_the_lower_triangle() -> None:
     assert whole - causal == 2 * 2 * 2 * 12 * pairs_saved
 
 
+def test_a_mixture_pays_for_the_experts_a_token_visits() -> None:
+    dense = forward_flops_per_token(STUDENT, sequence_length=4)
+    moe = MixtureOfExperts(num_experts=16, top_k=2, ffn_hidden_size=20)
+    shape = dataclasses.replace(STUDENT, moe=moe)
+    mixture = forward_flops_per_token(shape, sequence_length=4)
+    assert mixture - dense == 2 * (2 * 3 * 8 * 20 + 2 * 8 * 16)
+    # One of the two layers dense again, the other with a shared expert and its gate.
+    shared = dataclasses.replace(moe, dense_layers=(0,), shared_ffn_hidden_size=7, shared_gate=True)
+    shape = dataclasses.replace(STUDENT, moe=shared)
+    some = forward_flops_per_token(shape, sequence_length=4)
+    assert some - dense == 2 * 3 * 8 * 20 + 2 * 8 * 16 + 2 * 3 * 8 * 7 + 2 * 8
+
+
 def test_the_student_goes_forward_and_back_and_the_teacher_only_forward() -> None:
     student = forward_flops_per_token(STUDENT, sequence_length=4)
     teacher = forward_flops_per_token(MIXTURE, sequence_length=4)

@@ -2,8 +2,8 @@
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.mixture import Experts, expert_rules
 from megatron_distill.models.hugging_face.settings import (
-    Experts,
     HeadSize,
     Off,
     Rope,
@@ -27,7 +27,7 @@ FAMILY = Family(
         **like.ENDS,
         **like.ATTENTION,
         **like.FEED_FORWARD_NORM,
-        **like.experts("block_sparse_moe", "gate", "w1", "w3", "w2"),
+        **expert_rules("block_sparse_moe", "gate", "w1", "w3", "w2"),
     },
     buffers=like.ROTARY_BUFFERS,
 )

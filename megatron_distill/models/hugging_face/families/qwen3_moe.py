@@ -1,13 +1,11 @@
-"""Qwen 3 with experts in every layer."""
+"""Qwen 3 with experts, in every layer or in some."""
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.mixture import DenseByList, Experts, expert_rules
 from megatron_distill.models.hugging_face.settings import (
     Always,
-    Experts,
     HeadSize,
-    Off,
-    Only,
     Rope,
     WindowEverywhere,
 )
@@ -24,16 +22,20 @@ FAMILY = Family(
         HeadSize(),
         Rope(),
         WindowEverywhere(switch="use_sliding_window"),
-        Experts("num_experts", "moe_intermediate_size", renormalize="norm_topk_prob"),
-        Off("mlp_only_layers"),
-        Only("decoder_sparse_step", 1),
+        Experts(
+            "num_experts",
+            "moe_intermediate_size",
+            renormalize="norm_topk_prob",
+            parts=(DenseByList(),),
+        ),
     ),
     tensors={
         **like.ENDS,
         **like.ATTENTION,
         **like.QK_NORM,
         **like.FEED_FORWARD_NORM,
-        **like.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        **like.FEED_FORWARD,
+        **expert_rules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     },
     older_entries={"num_experts": "num_local_experts"},
 )

@@ -29,7 +29,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some models as `transformers` writes them, made once."""
     prepare_megatron_core(on_cuda=False)
     root = tmp_path_factory.mktemp("models")
-    for name in ("llama2", "llama3.2", "mistral", "gemma2", "gpt2", "qwen3", "qwen3_moe"):
+    for name in (
+        "llama2",
+        "llama3.2",
+        "mistral",
+        "gemma2",
+        "gpt2",
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+    ):
         save_model(root / name, name)
     save_model(root / "mixtral", "mixtral")
     return root
@@ -99,8 +108,13 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "part of a head": ("llama2", {"rope_parameters": PARTIAL}, ("partial_rotary_factor is 0.5",)),
     "attention bias": ("llama2", {"attention_bias": True}, ("attention_bias is True",)),
     "feed-forward bias": ("llama2", {"mlp_bias": True}, ("mlp_bias is True",)),
-    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, ("mlp_only_layers is [1]",)),
-    "sparse step": ("qwen3_moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step is 2", "1")),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, ("lacks model.layers.1.mlp.down",)),
+    "no experts": ("qwen3_moe", {"decoder_sparse_step": 9}, ("all 3 layers are dense",)),
+    "raw scores": ("glm4_moe", {"norm_topk_prob": False}, ("norm_topk_prob is False", "True")),
+    "best of groups": (
+        "glm4_moe", {"n_group": 2, "num_experts_per_tok": 1}, ("topk_group is 1 of 2 groups",)
+    ),
+    "a layer too many": ("glm4_moe", {"num_hidden_layers": 1}, ("all 1 layers are dense",)),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1",)),
     "bidirectional": (
         "gemma2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention is True",)

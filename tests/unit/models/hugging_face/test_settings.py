@@ -117,10 +117,10 @@ def llama_like(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "vocab_size": draw(st.integers(3, 999)), "rms_norm_eps": draw(positive),
         "max_position_embeddings": draw(st.integers(64, 99)), "attention_dropout": draw(rates),
         "tie_word_embeddings": draw(st.booleans()), "initializer_range": draw(positive),
-        "rope_parameters": draw(rope(may_be_partial=model_type == "phi3")),
+        "rope_parameters": draw(rope(may_be_partial=model_type in ("phi3", "glm4_moe"))),
     }  # fmt: skip
     # The published ones say it always; for the others one that follows from the width is not said.
-    if model_type == "qwen3_moe" or (model_type != "phi3" and draw(st.booleans())):
+    if model_type in ("qwen3_moe", "glm4_moe") or (model_type != "phi3" and draw(st.booleans())):
         entries["head_dim"] = draw(st.sampled_from([2, 12]))
     if model_type == "phi3":
         entries["resid_pdrop"] = draw(rates)
@@ -128,20 +128,40 @@ def llama_like(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         entries["sliding_window"] = draw(st.none() | st.integers(1, 20))
     if model_type == "qwen3_moe":
         entries["use_sliding_window"] = entries["sliding_window"] is not None
-    if model_type in ("qwen2", "qwen3", "gemma2", "gemma3_text"):
+    if model_type in ("qwen2", "qwen3", "qwen2_moe", "gemma2", "gemma3_text"):
         kinds = draw(st.lists(st.sampled_from([SLIDING, FULL]), min_size=layers, max_size=layers))
         entries |= {"sliding_window": draw(st.integers(1, 20)), "layer_types": kinds}
-    if model_type in ("qwen2", "qwen3"):
+    if model_type in ("qwen2", "qwen3", "qwen2_moe"):
         entries["use_sliding_window"] = SLIDING in kinds
     if model_type.startswith("gemma"):
         entries |= draw(gemma(model_type, entries["rope_parameters"]))
-    if model_type in ("mixtral", "qwen3_moe"):
-        experts = draw(st.integers(1, 6))
-        entries["num_local_experts" if model_type == "mixtral" else "num_experts"] = experts
-        entries["num_experts_per_tok"] = draw(st.integers(1, experts))
-    if model_type == "qwen3_moe":
-        entries |= {"moe_intermediate_size": draw(st.integers(1, 50))}
-        entries |= {"norm_topk_prob": draw(st.booleans())}
+    if "moe" in model_type or model_type == "mixtral":
+        entries |= draw(mixture(model_type, layers))
+    return entries
+
+
+@st.composite
+def mixture(draw: st.DrawFn, model_type: str, layers: int) -> dict[str, Any]:
+    """Draw what only models with experts have."""
+    experts = draw(st.integers(1, 6))
+    names = {"mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}
+    entries = {names.get(model_type, "num_experts"): experts}
+    entries["num_experts_per_tok"] = draw(st.integers(1, experts))
+    if model_type == "mixtral":
+        return entries
+    entries["moe_intermediate_size"] = draw(st.integers(1, 50))
+    if model_type == "glm4_moe":
+        return entries | {
+            "first_k_dense_replace": draw(st.integers(0, layers - 1)), "num_mtp_layers": 0,
+            "n_shared_experts": draw(st.integers(1, 3)),
+            "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+            "use_qk_norm": draw(st.booleans()), "attention_bias": draw(st.booleans()),
+        }  # fmt: skip
+    dense = draw(st.lists(st.integers(0, layers - 1), unique=True, max_size=layers - 1))
+    entries |= {"norm_topk_prob": draw(st.booleans()), "mlp_only_layers": sorted(dense)}
+    if model_type == "qwen2_moe":
+        entries["shared_expert_intermediate_size"] = draw(st.integers(1, 50))
+        entries["qkv_bias"] = draw(st.booleans())
     return entries
 
 
@@ -208,7 +228,7 @@ def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
             family.config(architecture, {})
         except CheckpointError as error:
             refused[name] = str(error)
-    assert families().keys() - refused.keys() == {"phi3"}
+    assert families().keys() - refused.keys() == {"phi3"}  # GLM always has experts
     assert refused["llama"] == (
         "llama: the family cannot express this model (config.json vs model): "
         "rotary_fraction 1.0 vs 0.5"
