@@ -1,27 +1,291 @@
-"""Layers of experts: their router, and the release of its state after a forward pass."""
+"""Layers of experts: routing, the dispatch of tokens, and the experts' products.
+
+Where one rank has all experts, nothing here waits for the device: the number of rows is that of the
+tokens times the experts per token, and the counts of the experts stay on the device. With several
+ranks Megatron-Core's dispatchers exchange the tokens; they read the counts on the host in every
+layer, because the exchange needs its sizes there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
 
+from megatron_distill.models.architecture import Architecture
 
-def release_routing(model: nn.Module) -> None:
-    """Detach the routing state of each layer of experts after its forward pass.
+# The kernel's rows must start at multiples of this.
+_ALIGNMENT_BYTES = 16
+_CUDA_CAPABILITY = (9, 0)
+
+
+def grouped_experts_run(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, *, tensor: int
+) -> bool:
+    """Return whether `GroupedExperts` can compute a model's experts.
+
+    tensor: ranks that share one expert.
+    """
+    moe = architecture.moe
+    if moe is None or architecture.linear_bias or not hasattr(F, "grouped_mm"):
+        return False
+    if device.type == "cuda":
+        has_kernel = dtype is torch.bfloat16
+        has_kernel &= torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
+    else:
+        has_kernel = dtype in (torch.bfloat16, torch.float32)
+    widths = (architecture.hidden_size, moe.ffn_hidden_size // tensor)
+    return has_kernel and all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
+
+
+class GroupedExperts(MegatronModule):
+    """Experts without biases, whose first and second products are one grouped product each.
+
+    Its tensors in a checkpoint are those of Megatron-Core's `SequentialMLP`, one per expert.
+    Shapes: n rows, e experts of this rank, H hidden size, f inner width on this rank, i either f
+    or, with a gate, 2 f.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.add_bias_linear
+        assert config.moe_ffn_hidden_size is not None
+        self.expert_group, self.tensor_group = pg_collection.ep, pg_collection.expt_tp
+        self.data_group = pg_collection.expt_dp
+        inner = config.moe_ffn_hidden_size // self.tensor_group.size()
+        rows = inner * (2 if config.gated_linear_unit else 1)
+        hidden = config.hidden_size
+        self.weight1 = _weight(num_local_experts, rows, hidden, split=1, config=config)
+        self.weight2 = _weight(num_local_experts, hidden, inner, split=2, config=config)
+
+    def forward(self, rows_nH: Tensor, counts_e: Tensor, weights_n: Tensor) -> tuple[Tensor, None]:
+        """Compute each expert's rows [n, H], ordered by expert, times their routing weights [n].
+
+        counts_e: rows of each expert, on any device.
+        """
+        if not rows_nH.shape[0]:
+            return self._of_no_rows(rows_nH, weights_n), None
+        ends_e = counts_e.cumsum(0).to(torch.int32).to(rows_nH.device, non_blocking=True)
+        inner_ni = F.grouped_mm(rows_nH, self.weight1.transpose(1, 2), offs=ends_e)
+        inner_nf = self._activated(inner_ni, weights_n.unsqueeze(-1))
+        return F.grouped_mm(inner_nf, self.weight2.transpose(1, 2), offs=ends_e), None
+
+    def _activated(self, inner_ni: Tensor, weights_n1: Tensor) -> Tensor:
+        config = self.config
+        if config.bias_activation_fusion:  # on for SwiGLU only
+            fused: Tensor = weighted_bias_swiglu_impl(inner_ni, None, weights_n1, False)
+            return fused
+        if config.gated_linear_unit:
+            gate_nf, up_nf = inner_ni.chunk(2, dim=-1)
+            inner_nf = config.activation_func(gate_nf) * up_nf
+        else:
+            inner_nf = config.activation_func(inner_ni)
+        return (inner_nf * weights_n1).to(inner_nf.dtype)
+
+    def _of_no_rows(self, rows_nH: Tensor, weights_n: Tensor) -> Tensor:
+        """Return an empty output that depends on all inputs and both weights.
+
+        A weight's gradient of zeros starts its reduction, and a routing weight's the exchange with
+        ranks that have rows.
+        """
+        nothing = rows_nH.new_zeros(())
+        for part in (self.weight1, self.weight2, weights_n):
+            nothing = nothing + 0 * part.sum()
+        return rows_nH * nothing.to(rows_nH.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: dict[str, Any] | None = None,  # noqa: ARG002
+    ) -> ShardedStateDict:
+        """Describe each expert's matrices, under the names of `SequentialMLP`."""
+        names = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}
+        return {
+            f"{prefix}{name}": ShardedTensorFactory(
+                f"{prefix}experts.{stored}",
+                getattr(self, name),
+                lambda key, data, replica, _, name=name: list(
+                    self._pieces(name, key, data, replica, sharded_offsets)
+                ),
+                _stacked,
+                (0, 0, self.data_group.rank()),
+            )
+            for name, stored in names.items()
+        }
+
+    @torch.no_grad()
+    def _pieces(
+        self,
+        name: str,
+        key: str,
+        data: Tensor,
+        replica: ReplicaId,
+        offsets: Sequence[tuple[int, int, int]],
+    ) -> Iterator[ShardedTensor]:
+        """Yield the parts of a weight: one per expert, or its gate and its rows up."""
+        rank, size = self.tensor_group.rank(), self.tensor_group.size()
+        first = self.expert_group.rank() * data.shape[0]
+        total = self.expert_group.size() * data.shape[0]
+        axis = len(offsets)
+        halves = 2 if name == "weight1" and self.config.gated_linear_unit else 1
+        split = axis + (1 if name == "weight1" else 2)
+        for index, matrix in enumerate(data):
+            for half, part in enumerate(matrix.chunk(halves)):
+                yield ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *offsets,
+                    (axis, first + index, total),
+                    (split, half * size + rank, halves * size),
+                    replica_id=replica,
+                    prepend_axis_num=axis + 1,
+                )
+
+
+def _weight(
+    experts: int, rows: int, columns: int, *, split: int, config: TransformerConfig
+) -> nn.Parameter:
+    """Return an uninitialised weight with the marks of Megatron-Core's expert layers."""
+    device = torch.cuda.current_device()
+    values = torch.empty(experts, rows, columns, dtype=config.params_dtype, device=device)
+    weight = nn.Parameter(values)
+    set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=split, stride=1)
+    weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+    return weight
+
+
+def _stacked(pieces: Sequence[Tensor]) -> Tensor:
+    """Never called: the shards of a checkpoint are read into the weight itself."""
+    raise NotImplementedError(f"{len(pieces)} parts")
+
+
+class OwnTokens(MoETokenDispatcher):
+    """Orders a rank's tokens by expert, where one rank has all experts; nothing is sent.
+
+    Shapes: n tokens, k experts per token, E experts.
+    """
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens as [n, H], and their weights [n, E]."""
+        self.shape = tokens.shape
+        self.routing_nE = routing_map
+        return tokens.view(-1, tokens.shape[-1]), probs
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both: no other rank needs them."""
+        return tokens, probs
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [n k, H] ordered by expert, each expert's count, and the rows' weights."""
+        per_token = self.config.moe_router_topk
+        chosen_nk = self.routing_nE.to(torch.int32).topk(per_token, dim=1).indices
+        chosen_nk = chosen_nk.sort(dim=1).values
+        order = chosen_nk.flatten().argsort(stable=True)
+        self.places = _Places(order, per_token)
+        weights = probs.gather(1, chosen_nk).flatten().index_select(0, order)
+        counts_E = self.routing_nE.sum(dim=0)
+        self.routing_nE = torch.empty(0)
+        return _ToExperts.apply(tokens, self.places), counts_E, weights
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        """Return the sums [n, H] over each token's experts."""
+        return _FromExperts.apply(rows, self.places)
+
+    def token_combine(self, tokens: Tensor) -> Tensor:
+        """Return the tokens: no other rank has a part of them."""
+        return tokens
+
+    def combine_postprocess(self, tokens: Tensor) -> Tensor:
+        """Return the tokens in the shape in which they came."""
+        return tokens.view(self.shape)
+
+
+class _Places:
+    """Rows ordered by expert: `token` of each row; `row` of each token's k experts, in a line."""
+
+    def __init__(self, order: Tensor, per_token: int) -> None:
+        self.per_token = per_token
+        self.token = order // per_token
+        rows = torch.arange(order.numel(), device=order.device)
+        self.row = torch.empty_like(order).scatter_(0, order, rows)
+
+    def rows_of(self, tokens_nH: Tensor) -> Tensor:
+        """Return each row's token."""
+        return tokens_nH.index_select(0, self.token)
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows, in a fixed order."""
+        return rows.index_select(0, self.row).unflatten(0, (-1, self.per_token)).sum(dim=1)
+
+
+class _ToExperts(torch.autograd.Function):
+    """Tokens to rows; gradients are sums in a fixed order, which torch's own are not on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_nH: Tensor, places: _Places) -> Tensor:
+        ctx.places = places
+        return places.rows_of(tokens_nH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.places.sums_of(gradient), None
+
+
+class _FromExperts(torch.autograd.Function):
+    """Rows to tokens: the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: _Places) -> Tensor:
+        ctx.places = places
+        return places.sums_of(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.places.rows_of(gradient), None
+
+
+def prepare_experts(model: nn.Module, *, groups: ProcessGroupCollection) -> None:
+    """Give layers of experts their dispatcher, and release their routing after a forward pass."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            if groups.tp_ep.size() == 1:
+                layer.token_dispatcher = OwnTokens(layer.config, groups)
+            layer.register_forward_hook(_release_routing)
+
+
+def _release_routing(layer: MoELayer, *_: object) -> None:
+    """Detach the routing state of a layer.
 
     Upstream's dispatchers store the probabilities of the last tokens with their autograd graph. The
     graph references the parameters' gradient hooks, and these the model. The garbage collector
     cannot see this cycle, partly in C++: without the detach, models and process groups of earlier
     runs stay in memory.
     """
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer.register_forward_hook(_detach_routing)
-
-
-def _detach_routing(layer: MoELayer, *_: object) -> None:
     fields = vars(layer.token_dispatcher)
     for name, value in fields.items():
         if isinstance(value, Tensor) and value.grad_fn is not None:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
-from megatron_distill.models.experts import release_routing
+from megatron_distill.models.experts import prepare_experts
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.models.layers import layer_specs
 from megatron_distill.models.taps import LayerCall
@@ -54,7 +54,7 @@ class HiddenStateGPT(GPTModel):
         # Rounded to the weights' dtype first, as in the training of families with this scale.
         scale = torch.tensor(architecture.embedding_scale, dtype=self.config.params_dtype)
         self.embedding_scale = float(scale)
-        release_routing(self)
+        prepare_experts(self, groups=arguments["pg_collection"])
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
         embedded, rotary, *others = super()._preprocess(input_ids, position_ids, **arguments)

@@ -43,7 +43,11 @@ from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
-from megatron_distill.models.experts import SequenceBalancedRouter
+from megatron_distill.models.experts import (
+    GroupedExperts,
+    SequenceBalancedRouter,
+    grouped_experts_run,
+)
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.taps import AttentionTap, LayerCall, LayerTap
 from megatron_distill.runtime.groups import Groups
@@ -198,7 +202,7 @@ def _layer_spec(
     layer = (
         _transformer_engine_layer(architecture, experts)
         if transformer_engine_runs(device)
-        else _torch_layer(architecture, config, experts)
+        else _torch_layer(architecture, config, experts, device)
     )
     assert layer.module is TransformerLayer
     layer.module = TappedLayer
@@ -229,7 +233,10 @@ def _norm(device: torch.device) -> type:
 
 
 def _torch_layer(
-    architecture: Architecture, config: TransformerConfig, experts: int | None
+    architecture: Architecture,
+    config: TransformerConfig,
+    experts: int | None,
+    device: torch.device,
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=experts,
@@ -243,13 +250,18 @@ def _torch_layer(
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = TorchNorm
         attention.k_layernorm = TorchNorm
+    share = config.expert_tensor_parallel_size or 1
+    if experts is not None and grouped_experts_run(
+        architecture, config.params_dtype, device, tensor=share
+    ):
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return layer
 
 
 def _transformer_engine_layer(architecture: Architecture, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=True,
         qk_layernorm=architecture.qk_norm,
     )
     if experts is not None:

@@ -57,6 +57,9 @@ def llama_names(own: Weights, shape: dict[str, Any]) -> Weights:
             layer = new.split(".experts.")[0]
             kind = "gate_up_proj" if "linear_fc1" in name else "down_proj"
             experts.setdefault(f"{layer}.experts.{kind}", []).append(value)
+        elif ".experts.weight" in name:
+            grouped = new.replace("weight1", "gate_up_proj").replace("weight2", "down_proj")
+            found[grouped] = value
         elif "linear_fc1" in name:
             gate, up = value.chunk(2)
             found[new.replace("linear_fc1", "gate_proj")] = gate

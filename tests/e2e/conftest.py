@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     GPT_LIKE,
+    MIXTURE,
     MOE,
     STUDENT,
     TEACHER,
@@ -22,6 +23,7 @@ def inputs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     found = Inputs(tmp_path_factory.mktemp("e2e"))
     write_corpus(found.corpus)
     assert pool.run(1, train_tokenizer, found) == [301]
-    for name, student in (("dense", STUDENT), ("gpt", GPT_LIKE), ("moe", MOE)):
+    students = {"dense": STUDENT, "gpt": GPT_LIKE, "moe": MOE, "mixture": MIXTURE}
+    for name, student in students.items():
         found.write(name, student, TEACHER)
     return found

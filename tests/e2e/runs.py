@@ -67,11 +67,20 @@ MOE = (
       ffn_hidden_size: 24
 """
 )
-# Of the run with experts: a dense first layer, a shared expert, sigmoid scores with a moving bias.
+# A dense first layer, a shared expert, sigmoid scores with groups and a bias that moves.
 MIXTURE = (
-    "student.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24, dense_layers: [0], "
-    "shared_ffn_hidden_size: 40, shared_gate: true, score: sigmoid, correction_bias: true, "
-    "bias_update_rate: 0.01, groups: 2, groups_per_token: 1, weight_scale: 1.5}",
+    MOE
+    + """\
+      dense_layers: [0]
+      shared_ffn_hidden_size: 40
+      shared_gate: true
+      score: sigmoid
+      correction_bias: true
+      bias_update_rate: 0.01
+      groups: 2
+      groups_per_token: 1
+      weight_scale: 1.5
+"""
 )
 # Far from uniform, so that the distillation term is as large as the cross-entropy.
 TEACHER = """\

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import MIXTURE, Inputs, quick_and_slow, run
+from tests.e2e.runs import Inputs, quick_and_slow, run
 
 FIRST = 1e-6
 LAST = 1e-4
@@ -131,10 +131,10 @@ COMBINATIONS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
     "experts TP2xEP2": ("moe", 4, (), (TENSOR, SEQUENCE, EXPERT)),
     "experts EP2xCP2": ("moe", 2, (), (CONTEXT, EXPERT)),
     "experts EP2xPP2": ("moe", 4, (), (EXPERT, PIPELINE)),
-    "mixture TP2xEP2": ("moe", 4, MIXTURE, (TENSOR, SEQUENCE, EXPERT)),
-    "mixture EP2xPP2": ("moe", 4, MIXTURE, (EXPERT, PIPELINE)),
+    "mixture TP2xEP2": ("mixture", 4, (), (TENSOR, SEQUENCE, EXPERT)),
+    "mixture EP2xPP2": ("mixture", 4, (), (EXPERT, PIPELINE)),
     "mixture, feed-forward recomputed": (
-        "moe", 1, MIXTURE, ("train.recompute=selective", "train.recompute_modules=[mlp]"),
+        "mixture", 1, (), ("train.recompute=selective", "train.recompute_modules=[mlp]"),
     ),
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
-    MIXTURE,
     Inputs,
     assembled,
     checkpoints,
@@ -104,7 +103,7 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
     ),
     "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
     "mixture EP2xPP2 to TP2xEP2": (
-        "moe", (4, (*MIXTURE, EXPERT, PIPELINE)), (4, (*MIXTURE, TENSOR, SEQUENCE, EXPERT)),
+        "mixture", (4, (EXPERT, PIPELINE)), (4, (TENSOR, SEQUENCE, EXPERT)),
     ),
 }  # fmt: skip
 

@@ -29,16 +29,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some models as `transformers` writes them, made once."""
     prepare_megatron_core(on_cuda=False)
     root = tmp_path_factory.mktemp("models")
-    for name in (
-        "llama2",
-        "llama3.2",
-        "mistral",
-        "gemma2",
-        "gpt2",
-        "qwen3",
-        "qwen3_moe",
-        "glm4_moe",
-    ):
+    written = "llama2 llama3.2 mistral gemma2 gpt2 qwen3 qwen3_moe glm4_moe"
+    for name in written.split():
         save_model(root / name, name)
     save_model(root / "mixtral", "mixtral")
     return root

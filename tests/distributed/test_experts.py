@@ -1,0 +1,203 @@
+"""Grouped experts against Megatron-Core's sequential ones, and that nothing reads a count.
+
+Regimes: a row in another expert's group; gate and rows up exchanged; an expert without a row; the
+sum over a token's experts in an order that changes; a count read on the host; a rank without a row;
+a checkpoint of one kind read by the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "renormalize": False}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gated": {"moe": MOE},
+    "plain": {"moe": MOE, "activation": "gelu"},
+    "one expert per token": {"moe": {**MOE, "top_k": 1}},
+    "some layers": {"moe": {**MOE, "dense_layers": (1,), "shared_ffn_hidden_size": 16}},
+}
+
+
+def both(
+    rank: int, world: int, shape: dict[str, Any], layout: dict[str, Any]
+) -> list[tuple[str, list[Tensor], dict[Any, Tensor]]]:
+    """Kind of the experts, output and input gradient, gradients of weights by key and place."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models import layers
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.models.weights import sharded_tensors
+
+        architecture = small_architecture(init_std=0.2, **shape)
+        execution = Execution(torch.float32, torch.device("cpu"))
+        found = []
+        for runs in (layers.grouped_experts_run, lambda *_, **__: False):
+            with patch.object(layers, "grouped_experts_run", runs):
+                chunks = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+            layer = chunks[0].decoder.layers[0].mlp
+            generator = torch.Generator().manual_seed(5)
+            hidden = torch.randn(12, 2, 32, generator=generator)
+            if world > 1 and layout.get("sequence"):
+                hidden = hidden.chunk(groups.tensor.size())[groups.tensor.rank()]
+            hidden.requires_grad_()
+            output, _ = layer(hidden)
+            weight = torch.randn(output.shape, generator=generator)
+            (output * weight).sum().backward()
+            assert hidden.grad is not None
+            for parameter in chunks[0].parameters():
+                if parameter.grad is not None:
+                    parameter.data = parameter.grad
+                else:
+                    parameter.data.zero_()
+            gradients = {
+                (part.key, part.global_shape, part.global_offset, part.replica_id): part.data
+                for part in sharded_tensors(chunks, groups)
+            }
+            kind = type(layer.experts).__name__
+            found.append((kind, [output.detach(), hidden.grad], gradients))
+        return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (2, {"expert": 2}),
+        pytest.param(2, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": 2, "sequence": True, "expert": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "EP2", "TP2", "TP2xEP2"],
+)
+def test_a_grouped_product_is_that_of_each_expert(
+    pool: Pool, shape: str, ranks: int, layout: dict[str, Any]
+) -> None:
+    for (kind, grouped, gradients), (other, sequential, expected) in pool.run(
+        ranks, both, SHAPES[shape], layout
+    ):
+        assert (kind, other) == ("GroupedExperts", "SequentialMLP")
+        for ours, theirs in zip(grouped, sequential, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        assert gradients.keys() == expected.keys()
+        assert any(value.abs().max() > 0.1 for key, value in gradients.items() if "fc2" in key[0])
+        for key, value in gradients.items():
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-5)
+
+
+def without_numbers(rank: int, world: int, grouped: bool) -> str:
+    """Run a layer on tensors that have no numbers, forward and backward; the error, if any."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    with megatron_groups() as groups:
+        from megatron_distill.models import experts, layers
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+
+        architecture = small_architecture(moe=MOE)
+        execution = Execution(torch.bfloat16, torch.device("cpu"))
+        with (
+            patch.object(layers, "grouped_experts_run", lambda *_, **__: grouped),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
+            (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=None)
+            layer = model.decoder.layers[0].mlp
+            assert isinstance(layer.token_dispatcher, experts.OwnTokens)
+            hidden = mode.from_tensor(torch.randn(12, 2, 32).bfloat16()).requires_grad_()
+            try:
+                output, _ = layer(hidden)
+                output.sum().backward()
+            except DataDependentOutputException as error:
+                return str(error)
+            return ""
+
+
+def test_no_count_is_read_on_the_host(pool: Pool) -> None:
+    assert pool.run(1, without_numbers, True) == [""]
+    (error,) = pool.run(1, without_numbers, False)
+    assert "_local_scalar_dense" in error, "the sequential experts would show a read count"
+
+
+def of_no_rows(rank: int, world: int) -> list[Tensor | None]:
+    with megatron_groups() as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+
+        execution = Execution(torch.float32, torch.device("cpu"))
+        architecture = small_architecture(moe=MOE)
+        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=1)
+        experts = model.decoder.layers[0].mlp.experts
+        rows = torch.empty(0, 32, requires_grad=True)
+        weights = torch.empty(0, requires_grad=True)
+        output, _ = experts(rows, torch.zeros(4, dtype=torch.long), weights)
+        assert output.shape == (0, 32)
+        output.sum().backward()
+        assert weights.grad is not None, "other ranks would wait for its exchange"
+        return [parameter.grad for parameter in experts.parameters()]
+
+
+def test_a_rank_without_a_row_has_gradients_of_zero(pool: Pool) -> None:
+    (gradients,) = pool.run(1, of_no_rows)
+    assert len(gradients) == 2
+    for gradient in gradients:
+        assert gradient is not None
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("first", ["grouped", "sequential"])
+def test_a_checkpoint_of_one_kind_is_read_by_the_other(
+    pool: Pool, tmp_path: Path, first: str
+) -> None:
+    (pairs,) = pool.run(1, through_a_checkpoint, tmp_path, first)
+    assert len(pairs) > 20
+    for key, (ours, theirs) in pairs.items():
+        assert ours.equal(theirs), key
+
+
+def through_a_checkpoint(
+    rank: int, world: int, folder: Path, first: str
+) -> dict[Any, tuple[Tensor, Tensor]]:
+    """Save a model with one kind of experts, load it with the other; tensors of both by place."""
+    with megatron_groups() as groups:
+        from megatron_distill.models import layers
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.gpt import build_gpt
+        from megatron_distill.models.weights import fill, sharded_tensors
+        from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+        from megatron_distill.train.checkpoint.reader import CheckpointWeights
+        from megatron_distill.train.checkpoint.state import model_shards
+
+        architecture = small_architecture(moe=MOE)
+        execution = Execution(torch.float32, torch.device("cpu"))
+        sides = []
+        for kind in sorted(["grouped", "sequential"], key=lambda kind: kind != first):
+            is_grouped = kind == "grouped"
+            with patch.object(layers, "grouped_experts_run", lambda *_, on=is_grouped, **__: on):
+                sides.append(
+                    build_gpt(architecture, groups=groups, execution=execution, seed=len(sides))
+                )
+        checkpoints = CheckpointFolder(folder, keep=1, asynchronous=False)
+        checkpoints.prepare()
+        checkpoints.save(
+            model_shards(sides[0], groups),
+            Description(
+                step=1, tokens=0, bad_steps=0, architecture=architecture.as_dict(), tokenizer="",
+                layout="", data={},
+            ),
+        )  # fmt: skip
+        (saved,) = folder.glob("step_*")
+        fill(sides[1], CheckpointWeights(saved, architecture), groups=groups)
+        found = [
+            {(part.key, part.global_offset): part.data for part in sharded_tensors(side, groups)}
+            for side in sides
+        ]
+        assert found[0].keys() == found[1].keys()
+        return {key: (value, found[1][key]) for key, value in found[0].items()}
