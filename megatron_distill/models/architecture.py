@@ -186,12 +186,21 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    """The number format of matrix products, "e4m3" or "hybrid", and the key that sets it."""
+
+    format: str
+    key: str
+
+
+@dataclass(frozen=True)
 class Execution:
     """Settings of computation that do not change the model's function."""
 
     dtype: torch.dtype
     device: torch.device
     recompute: Recompute = field(default_factory=lambda: Recompute())
+    fp8: Fp8 | None = None
     # Layers of each pipeline stage, virtual stages in the order of the forward pass; None: even.
     layers_per_stage: tuple[int, ...] | None = None
 
@@ -276,17 +285,30 @@ def transformer_config(
         overlap_p2p_comm=overlap_p2p,
         # Batched, two messages between the same two stages are matched in the wrong order.
         batch_p2p_comm=False,
-        # Fusions are compiled or CUDA kernels; on the host the unfused functions run. Upstream's
-        # fused GELUs are always the tanh approximation.
-        bias_activation_fusion=on_cuda and architecture.activation == "swiglu",
-        bias_dropout_fusion=on_cuda,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        **_arithmetic(architecture, execution),
         **execution.recompute.fields(architecture),
         **_expert_fields(architecture, on_cuda=on_cuda),
     )
+
+
+def _arithmetic(architecture: Architecture, execution: Execution) -> dict[str, object]:
+    """Return the fields of fusions and of FP8.
+
+    Fusions are compiled or CUDA kernels; on the host the unfused functions run.
+    """
+    on_cuda = execution.device.type == "cuda"
+    return {
+        # Upstream's fused GELUs are always the tanh approximation.
+        "bias_activation_fusion": on_cuda and architecture.activation == "swiglu",
+        "bias_dropout_fusion": on_cuda,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "fp8": execution.fp8.format if execution.fp8 else None,
+        # Scales of the present tensors: no history, so nothing of it is in a checkpoint.
+        "fp8_recipe": "tensorwise",
+    }
 
 
 def _stage_layers(

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_distill.models.attention_kernels.choice import kernel_for
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.taps import AttentionTap, LayerCall, VisibleKeys
-from megatron_distill.runtime.segments import in_sequence_order
+from megatron_distill.runtime.segments import Segments, in_sequence_order
 
 
 class TorchAttention(MegatronModule):
@@ -92,10 +92,14 @@ class TorchAttention(MegatronModule):
         rule = replace(
             self.rule, window=self.window, dropout=self.rule.dropout if self.training else 0.0
         )
+        return self.attend(query, key, value, call.segments, rule).flatten(2)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule
+    ) -> Tensor:
+        """Return [s, b, n, d], by the fastest kernel for these queries and this rule."""
         attend = kernel_for(query, rule).attend
         if rule.dropout and not self.config.sequence_parallel:
             with get_cuda_rng_tracker().fork():
-                attended = attend(query, key, value, call.segments, rule)
-        else:
-            attended = attend(query, key, value, call.segments, rule)
-        return attended.flatten(2)
+                return attend(query, key, value, segments, rule)
+        return attend(query, key, value, segments, rule)

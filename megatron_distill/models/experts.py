@@ -130,7 +130,7 @@ class GroupedExperts(MegatronModule):
                 lambda key, data, replica, _, name=name: list(
                     self._pieces(name, key, data, replica, sharded_offsets)
                 ),
-                _stacked,
+                lambda pieces, name=name: torch.cat(pieces).view_as(getattr(self, name)),
                 (0, 0, self.data_group.rank()),
             )
             for name, stored in names.items()
@@ -175,11 +175,6 @@ def _weight(
     set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=split, stride=1)
     weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
     return weight
-
-
-def _stacked(pieces: Sequence[Tensor]) -> Tensor:
-    """Never called: the shards of a checkpoint are read into the weight itself."""
-    raise NotImplementedError(f"{len(pieces)} parts")
 
 
 class OwnTokens(MoETokenDispatcher):

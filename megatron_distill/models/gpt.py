@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron_distill.models.architecture import Architecture, Execution, transformer_config
 from megatron_distill.models.experts import prepare_experts
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
-from megatron_distill.models.layers import layer_specs
+from megatron_distill.models.layers import layer_specs, transformer_engine_runs
 from megatron_distill.models.taps import LayerCall
+from megatron_distill.models.transformer_engine import check_fp8
 from megatron_distill.models.weights import initialise
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
@@ -107,6 +108,8 @@ def build_gpt(
     layout = groups.layout
     if not interleaved:
         layout = layout.without_virtual_stages()
+    engine_runs = transformer_engine_runs(execution.device)
+    check_fp8(architecture, layout, execution, engine_runs=engine_runs)
     config = transformer_config(architecture, layout, execution)
     # Interleaved schedules number the chunks by virtual stage; a single chunk has None.
     stages: list[int | None] = list(range(layout.virtual_pipeline or 0)) or [None]

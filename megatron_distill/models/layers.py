@@ -6,8 +6,7 @@ residual, which runs with gradients enabled even where a layer is recomputed.
 
 Layers use Transformer Engine's modules where it runs, torch's elsewhere.
 
-The core attention is `TorchAttention` in both: documents packed into one sequence and context
-parallelism must work on every backend.
+The core attention is `TorchAttention` in both, except where `EngineAttention` computes the same.
 """
 
 from __future__ import annotations
@@ -50,6 +49,12 @@ from megatron_distill.models.experts import (
 )
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.taps import AttentionTap, LayerCall, LayerTap
+from megatron_distill.models.transformer_engine import (
+    EngineAttention,
+    engine_attends,
+    fused_config,
+    fused_rope_config,
+)
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.mcore_patches import has_transformer_engine
 
@@ -68,11 +73,14 @@ class KindAttention(SelfAttention):
         *arguments: Any,
         kinds: LayerKinds,
         post_norm: Norm | None,
+        is_fused: bool = False,
         **named: Any,
     ) -> None:
         super().__init__(config, *arguments, **named)
         self.kinds = kinds
         self.core_attention.window = kinds.window_of(self.layer_number - 1)
+        self.plain_config = config
+        self.rope_config = fused_rope_config(config) if is_fused else None
         self.post_norm = None if post_norm is None else _build(post_norm, config)
 
     def forward(
@@ -85,6 +93,8 @@ class KindAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from [s, b, h]; returns the residual update and a bias to add to it, if any."""
         layer = self.layer_number - 1  # of the whole model; upstream counts from one
+        if self.rope_config is not None:
+            self.config = self.rope_config if hidden_states.shape[1] == 1 else self.plain_config
         output, bias = super().forward(
             hidden_states,
             attention_mask,
@@ -206,13 +216,18 @@ def _layer_spec(
     )
     assert layer.module is TransformerLayer
     layer.module = TappedLayer
+    is_fused = transformer_engine_runs(device)
+    layer.params = {**(layer.params or {}), "is_fused": is_fused}
     norm = _norm(device)
     post_norm = norm if architecture.post_norms else None
     attention = layer.submodules.self_attention
     attention.module = KindAttention
-    attention.params |= {"kinds": LayerKinds.of(architecture), "post_norm": post_norm}
-    attention.submodules.core_attention = partial(
-        TorchAttention, softcap=architecture.attention_softcap
+    kinds = LayerKinds.of(architecture)
+    attention.params |= {"kinds": kinds, "post_norm": post_norm, "is_fused": is_fused}
+    attention.submodules.core_attention = (
+        partial(EngineAttention, kinds=kinds)
+        if is_fused and engine_attends(architecture, config)
+        else partial(TorchAttention, softcap=architecture.attention_softcap)
     )
     if experts is not None:
         layer.submodules.mlp.submodules.router = SequenceBalancedRouter
@@ -261,7 +276,7 @@ def _torch_layer(
 def _transformer_engine_layer(architecture: Architecture, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
-        moe_grouped_gemm=True,
+        moe_grouped_gemm=not architecture.linear_bias,  # refused upstream
         qk_layernorm=architecture.qk_norm,
     )
     if experts is not None:
@@ -322,6 +337,11 @@ class TappedLayer(TransformerLayer):
     """A stock layer that passes its output to its tap, if set."""
 
     tap: LayerTap | None = None
+
+    def __init__(
+        self, config: TransformerConfig, *arguments: Any, is_fused: bool = False, **named: Any
+    ) -> None:
+        super().__init__(fused_config(config) if is_fused else config, *arguments, **named)
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         hidden_sbH, context = super().forward(*arguments, **named)

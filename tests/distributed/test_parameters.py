@@ -142,6 +142,8 @@ def transformer_engine_layers() -> Iterator[None]:
         for patched in (
             patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True),
             patch.object(specs, "transformer_engine_runs", lambda device: True),
+            # Torch's modules cannot fuse.
+            patch.object(specs, "fused_config", lambda config: config),
             patch.object(transformer_engine, "TENorm", TorchNorm),
         ):
             stack.enter_context(patched)

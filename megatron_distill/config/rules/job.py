@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.fp8 import fp8_problems
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig, SourceConfig
 from megatron_distill.config.schema.data import ConversationFormat, PathlessFormat, TokenizedFormat
@@ -232,6 +233,7 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _conversations,
     _tokenizer,
     _backend,
+    fp8_problems,
 )
 
 

@@ -330,6 +330,10 @@ class ModelConfig(Section):
         description="Teacher only, with terms that have `alignment`: tokens of its own in one "
         "packed sequence; null: `data.sequence_length`. Samples are cut where both are full.",
     )
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        default=None,
+        description="Teacher only: the number format of its matrix products, as `train.fp8`.",
+    )
     offload_hidden: bool = Field(
         default=False,
         description="Teacher only: with pipeline stages, keep its hidden states of a step in "

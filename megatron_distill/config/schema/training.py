@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.section import Section
 
@@ -132,6 +132,12 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="Precision of weights and activations; statistics are always fp32.",
+    )
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        default=None,
+        description="Number format of the matrix products of the student's layers, by Transformer "
+        "Engine on a GPU: `hybrid` is e4m3 and for gradients e5m2, one scale per tensor. The "
+        "weights stay bf16. null: that of `precision`.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
@@ -294,3 +300,9 @@ class RuntimeConfig(Section):
         description="Transformer Engine's layers and Adam on `cuda`, or torch's. `auto`: if "
         "Megatron-Core can import it; `on`: an error if it cannot.",
     )
+
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _switches_are_words(cls, value: object) -> object:
+        """Take `on` and `off`, which are true and false in YAML."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

@@ -40,7 +40,12 @@ from megatron_distill.store import (
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
 from megatron_distill.train.assemble.data import RunSamples
-from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
+from megatron_distill.train.assemble.models import (
+    job_groups,
+    resolve_model,
+    teacher_fp8,
+    teacher_seed,
+)
 from megatron_distill.train.assemble.sources import (
     data_options,
     dataset_digest,
@@ -275,6 +280,7 @@ def _assemble(
     execution = Execution(
         PRECISIONS[config.capture.precision],
         device.torch_device,
+        fp8=teacher_fp8(config.teacher),
         layers_per_stage=config.parallel.layers_per_stage.teacher,
     )
     places = StreamPositions(working_folder(job.folder), job.plan.uid)

@@ -45,7 +45,12 @@ from megatron_distill.runtime.groups import Groups, Layout
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.alignment import open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples, open_samples
-from megatron_distill.train.assemble.models import build_terms, resolve_model, teacher_seed
+from megatron_distill.train.assemble.models import (
+    build_terms,
+    resolve_model,
+    teacher_fp8,
+    teacher_seed,
+)
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -187,7 +192,7 @@ def _open_teacher(
     of_head = source.architecture if is_aligned(config) else student
     return None, OnlineTeacher.of_source(
         source,
-        replace(execution, layers_per_stage=layers),
+        replace(execution, fp8=teacher_fp8(section), layers_per_stage=layers),
         seed=teacher_seed(config.seed),
         sequence_length=section.sequence_length or config.data.sequence_length,
         shard=vocab_shard(of_head, groups, tokens=vocabulary.size),

@@ -20,7 +20,7 @@ from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.architecture import Architecture, Fp8
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import (
@@ -183,6 +183,11 @@ def _copied_layers(model: ModelConfig, role: str, available: int) -> tuple[int, 
 def teacher_seed(seed: int) -> int:
     """Return the seed of a teacher's random weights, which differs from the student's."""
     return seed + _TEACHER_SEED_OFFSET
+
+
+def teacher_fp8(section: ModelConfig | None) -> Fp8 | None:
+    """Return the number format of a teacher's matrix products; None: that of its precision."""
+    return Fp8(section.fp8, "teacher.fp8") if section is not None and section.fp8 else None
 
 
 def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term | ChunkTerm, ...]:

@@ -22,7 +22,7 @@ from megatron_distill.config import (
 from megatron_distill.data.prefetch import Lookahead, PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution, Recompute
+from megatron_distill.models.architecture import Architecture, Execution, Fp8, Recompute
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -141,7 +141,8 @@ def _assemble(
 
 def _execution(train: TrainConfig, device: Device) -> Execution:
     recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
-    return Execution(PRECISIONS[train.precision], device.torch_device, recompute)
+    fp8 = Fp8(train.fp8, "train.fp8") if train.fp8 else None
+    return Execution(PRECISIONS[train.precision], device.torch_device, recompute, fp8)
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:

@@ -33,6 +33,22 @@ parallel={pipeline: 2, layers_per_stage: {student: [4, 0]}}
 parallel={pipeline: 2, virtual_pipeline: 2, layers_per_stage: {student: [2, 2]}}
     -> parallel.layers_per_stage.student = [2, 2]: 2 numbers, but parallel.pipeline = 2 times
        parallel.virtual_pipeline = 2 needs one for each of 4 stages; list 4
+student.fp8=hybrid
+    -> student.fp8 = 'hybrid': of a teacher only; set train.fp8=hybrid and remove it
+train.fp8=hybrid
+    -> train.fp8 = 'hybrid': needs train.precision = 'bf16', not 'fp32'; set train.precision=bf16
+       or train.fp8=null
+train={fp8: e4m3, precision: bf16}
+runtime.transformer_engine=off
+    -> train.fp8 = 'e4m3': needs Transformer Engine, and runtime.transformer_engine = 'off'
+teacher.fp8=e4m3
+train.precision=bf16
+runtime.device=cpu
+    -> teacher.fp8 = 'e4m3': needs a GPU, and runtime.device = 'cpu'; set teacher.fp8=null
+train={fp8: e4m3, precision: bf16}
+data.sequence_length=40
+    -> train.fp8 = 'e4m3': 40 tokens of a micro-batch on a rank (data.sequence_length *
+       train.micro_batch_size / 1); FP8 needs a multiple of 16
 data.sources.0.format=jsonl
     -> data.sources.0.paths = []: format jsonl needs at least one path
 data.validation_sources=[{format: text}]
