@@ -61,9 +61,7 @@ class ModelSource:
         if moe is not None:
             dense = tuple(index for index, layer in enumerate(layers) if layer in moe.dense_layers)
             moe = replace(moe, dense_layers=dense)
-        shape = replace(
-            self.architecture, num_layers=len(layers), sliding_layers=sliding, moe=moe
-        )
+        shape = replace(self.architecture, num_layers=len(layers), sliding_layers=sliding, moe=moe)
         return replace(self, architecture=shape, keep_layers=layers)
 
     def build(
