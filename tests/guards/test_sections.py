@@ -6,6 +6,8 @@ An orchestrator hands the whole on, or reads three keys of it or more.
 import ast
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
 WHOLE = {"RunConfig", "JobConfig", "CaptureConfig"}
