@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from os.path import commonprefix
 from typing import Final, Protocol
 
 import numpy as np
@@ -381,9 +382,10 @@ def _no_encoding(tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, data: byt
             token = next((one for one in texts if data.startswith(one, place)), b"")
         if place == 0 and table.space_first and not data.startswith(_SPACE):
             token = token.removeprefix(_SPACE)
-        if not data.startswith(token, place):
+        equal = len(commonprefix([token, data[place : place + len(token)]]))
+        place += equal
+        if equal < len(token):
             break
-        place += len(token)
     return (
         f"{tokenizer.name}: the token ids are no encoding of the text; the first difference is "
         f"at or after byte {place} of {len(data)}, {_excerpt(data, place)}; give the ids that this "

@@ -107,9 +107,9 @@ def align_messages(student: RenderedTokens, teacher: RenderedTokens) -> Chunks:
 class _Units:
     """The tokens of one side in units that both sides have: contents and closing tokens.
 
-    tokens: indices of the tokens in a unit. ends: where each ends, in bytes of all units one after
-    another. first: the place in `tokens` of the first token of its unit. reaches_out: of every
-    token, whether it reaches out of its content.
+    tokens: indices of the tokens in a unit; one that meets two contents is in both. ends: where
+    each ends, in bytes of all units one after another. first: the place in `tokens` of the first
+    token of its unit. reaches_out: of every token, whether it reaches out of a content.
     """
 
     tokens: Ints
@@ -125,34 +125,29 @@ def _in_units(spans_N2: Ints, contents_K2: Ints, lengths_K: Ints, closing_L: Int
     lengths_U[: 2 * len(lengths_K) : 2] = lengths_K
     begins_U = np.cumsum(lengths_U) - lengths_U
 
-    # A token is in the first content that ends after the token begins, if the two meet.
-    text = np.flatnonzero(starts_N < stops_N) if len(contents_K2) else np.zeros(0, np.int64)
-    content_n = np.searchsorted(contents_K2[:, 1], starts_N[text], side="right")
-    text, content_n = text[content_n < len(contents_K2)], content_n[content_n < len(contents_K2)]
-    begin_n, end_n = contents_K2[content_n, 0], contents_K2[content_n, 1]
-    meets_n = stops_N[text] > np.maximum(begin_n, starts_N[text])
-    meets_n &= begin_n < end_n
-    reaches_n = meets_n & ((starts_N[text] < begin_n) | (stops_N[text] > end_n))
-    # Nor is a token alone in its content if the one before it reaches in from outside.
-    other_n = np.diff(content_n, prepend=-1) != 0
-    reaches_n[1:] |= (meets_n & other_n)[1:] & (stops_N[text[:-1]] > begin_n[1:])
+    # A token meets the contents that end after its first byte and begin before its end.
+    text = np.flatnonzero(starts_N < stops_N)
+    begin_n = np.searchsorted(contents_K2[:, 1], starts_N[text], side="right")
+    count_n = np.searchsorted(contents_K2[:, 0], stops_N[text], side="left") - begin_n
+    count_n = np.maximum(count_n, 0)
+    token_e = np.repeat(text, count_n)
+    within_e = np.arange(len(token_e)) - np.repeat(np.cumsum(count_n) - count_n, count_n)
+    content_e = np.repeat(begin_n, count_n) + within_e
+    filled = lengths_K[content_e] > 0
+    token_e, content_e = token_e[filled], content_e[filled]
+    bounds_e2 = contents_K2[content_e]
+    reaches_e = (starts_N[token_e] < bounds_e2[:, 0]) | (stops_N[token_e] > bounds_e2[:, 1])
     reaches_out = np.zeros(len(spans_N2), np.bool_)
-    reaches_out[text[reaches_n]] = True
-    unit_N = np.full(len(spans_N2), -1)
-    unit_N[text[meets_n]] = 2 * content_n[meets_n]
-    within_N = np.zeros(len(spans_N2), np.int64)
-    within_N[text[meets_n]] = (np.minimum(stops_N[text], end_n) - begin_n)[meets_n]
+    reaches_out[token_e[reaches_e]] = True
+    within_e = np.minimum(stops_N[token_e], bounds_e2[:, 1]) - bounds_e2[:, 0]
 
-    found = closing_L >= 0
-    unit_of_L = 2 * np.arange(len(closing_L)) + 1
-    unit_of_L[len(lengths_K) :] = len(lengths_U) - 1
-    unit_N[closing_L[found]] = unit_of_L[found]
-    within_N[closing_L[found]] = 1
-
-    tokens = np.flatnonzero(unit_N >= 0)
-    units = unit_N[tokens]
-    first = np.searchsorted(units, units, side="left")
-    return _Units(tokens, begins_U[units] + within_N[tokens], first, reaches_out)
+    found = np.flatnonzero(closing_L >= 0)
+    units = np.concatenate([2 * content_e, np.minimum(2 * found + 1, len(lengths_U) - 1)])
+    order = np.argsort(units, kind="stable")
+    units = units[order]
+    tokens = np.concatenate([token_e, closing_L[found]])[order]
+    ends = begins_U[units] + np.concatenate([within_e, np.ones_like(found)])[order]
+    return _Units(tokens, ends, np.searchsorted(units, units, side="left"), reaches_out)
 
 
 def _closing_tokens(spans_N2: Ints, contents_K2: Ints, roles_N: NDArray[np.int8]) -> Ints:

@@ -21,7 +21,7 @@ any_text = st.text(
         st.sampled_from(" \n\t\x00ab\u0301\u200d\u3000\ufb01漢\U0001f469"),
     ),
     max_size=40,
-).map(lambda text: text.replace("\u2581", "_"))
+).map(lambda text: text.replace("\u2581", "_").replace("<", "("))
 
 
 def written(kind: str, text: str) -> bytes:

@@ -1,0 +1,214 @@
+"""Byte ranges of tokens, for every kind of tokenizer.
+
+Regimes: parts of characters, byte fallback, spaces put first and last, other cases, composed and
+removed accents, unknown characters, lost white space; special tokens that the text spells, that it
+does not, and both; ids that are no encoding; pairs of kinds, whose chunks cover every byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_distill.align import align_spans, coverage, token_spans
+from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import DataError
+from tests.reference.byte_spans import Range, spans_of_tokens
+from tests.support.rewriting_tokenizers import REWRITING, rewriting_tokenizer
+from tests.support.tokenizer_kinds import HARD_TEXTS, KINDS, no_underscores, tokenizer_of
+
+# The space that a tokenizer adds to a text.
+EXACT = {"hf_bytes": "", "tiktoken": "", "sp_bpe": "first", "sp_suffix": "last",
+         "hf_fallback": "first"}  # fmt: skip
+WRITES_ALL = (*EXACT, "hf_nfc", "hf_lower", "hf_unigram")
+
+characters = st.one_of(
+    st.characters(exclude_categories=("Cs",)),
+    st.sampled_from(
+        " \n\t\x00abAB\u0301\u0323\u200d\u3000\ufb01\u00bd\u212b\u0130漢한\u1112\u1161"
+    ),
+    st.sampled_from(["\U0001f469", "\U0001f3fd", "\ufe0f", "\u2026", "\uff76", "\uff9e", "É"]),
+)
+# Without the character that stands for a space, and without special tokens.
+any_text = st.text(characters, max_size=40).map(
+    lambda text: text.replace("\u2581", "_").replace("<", "(").replace("[", "(")
+)
+examples = settings(max_examples=60, deadline=None)
+
+
+def kind_of(kind: str) -> Tokenizer:
+    return rewriting_tokenizer(kind) if kind in REWRITING else tokenizer_of(kind)
+
+
+def encoded(kind: str, text: str) -> list[int]:
+    ids: list[int] = kind_of(kind).encode_batch([text])[0].tolist()
+    return ids
+
+
+def spans(kind: str, text: str, ids: list[int] | None = None) -> list[Range]:
+    found = token_spans(kind_of(kind), encoded(kind, text) if ids is None else ids, text)
+    assert found.dtype == np.int64
+    return [(start, stop) for start, stop in found.tolist()]
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@examples
+@given(text=any_text)
+@example(text=HARD_TEXTS[7])
+@example(text=" a")
+@example(text="   ")
+def test_ranges_of_exact_tokenizers_are_the_slow_reference_s(kind: str, text: str) -> None:
+    of_id = kind_of(kind).token_bytes()
+    tokens = [of_id[number] or b"" for number in encoded(kind, text)]
+    assert spans(kind, text) == spans_of_tokens(text, tokens, space=EXACT[kind])
+
+
+def rewritten(kind: str, text: str) -> str:
+    """The text as the tokenizer writes it, without white space at its ends."""
+    if kind in REWRITING:
+        normalizer: Any = rewriting_tokenizer(kind).hugging_face.backend_tokenizer.normalizer
+        return str(normalizer.normalize_str(text)).strip()
+    if kind == "sp_nfkc":
+        processor: Any = tokenizer_of(kind)._processor  # type: ignore[attr-defined]
+        return str(processor.normalize(text)).replace("\u2581", " ").strip()
+    return text.strip()
+
+
+@pytest.mark.parametrize("kind", ["hf_nfc", "hf_lower", "hf_wordpiece", "hf_unigram", "sp_nfkc"])
+@examples
+@given(text=any_text)
+@example(text="E\u0301te\u0301 \u1112\u1161\u11ab \u0130x \ufb01n\u2026 \U0001f44d\U0001f3fdÉ")
+def test_a_range_is_the_text_that_its_token_rewrites(kind: str, text: str) -> None:
+    of_id, data = kind_of(kind).token_bytes(), text.encode()
+    ids, found = encoded(kind, text), spans(kind, text)
+    assert all(0 <= start <= stop <= len(data) for start, stop in found)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(found))
+    covered = {at for span in found for at in range(*span)}
+    lost = bytes(byte for at, byte in enumerate(data) if at not in covered)
+    # WordPiece drops control characters between spaces, SentencePiece those that it cannot write.
+    assert lost.decode().strip() == "" or kind in ("hf_wordpiece", "sp_nfkc")
+    # Tokens up to the next range that begins a character, with those without a range behind it.
+    begin = 0
+    for index in range(1, len(ids) + 1):
+        place = found[index][0] if index < len(ids) else len(data)
+        if index < len(ids) and (found[index][0] == found[index][1] or data[place] & 0xC0 == 0x80):
+            continue
+        group = slice(begin, index)
+        begin = index
+        if any(of_id[number] is None for number in ids[group]):
+            continue  # unknown characters
+        written = b"".join(of_id[number] or b"" for number in ids[group]).decode().strip()
+        ends = [at for span in found[group] if span[0] < span[1] for at in span]
+        if ends:
+            own = rewritten(kind, data[min(ends) : max(ends)].decode())
+            assert unicodedata.normalize("NFC", written) == unicodedata.normalize("NFC", own)
+        else:
+            assert written == "", "a token without a range adds a space"
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(WRITES_ALL, 2)))
+@settings(max_examples=12, deadline=None)
+@given(text=any_text)
+def test_chunks_of_two_kinds_cover_every_byte(first: str, second: str, text: str) -> None:
+    sides = [np.array(spans(kind, text)).reshape(-1, 2) for kind in (first, second)]
+    chunks = align_spans(*sides)
+    figures = coverage(chunks, *sides)
+    size = len(text.encode())
+    assert figures.student.aligned_bytes == figures.teacher.aligned_bytes == size
+    for (start, stop), (begin, end) in zip(chunks.student, chunks.teacher, strict=True):
+        assert sides[0][start, 0] == sides[1][begin, 0]
+        assert sides[0][stop - 1, 1] == sides[1][end - 1, 1]
+
+
+def test_hard_texts_have_ranges_under_every_kind() -> None:
+    for kind in (*KINDS, *REWRITING):
+        for text in no_underscores(HARD_TEXTS):
+            last = max((stop for _, stop in spans(kind, text)), default=0)
+            if kind != "hf_wordpiece" or text.rstrip().isprintable():
+                assert len(text.rstrip().encode()) <= last <= len(text.encode()), (kind, text)
+
+
+def test_tokens_of_one_rewritten_character_are_one_range() -> None:
+    # The accent after the letter is composed into two bytes, of which no boundary is in the text.
+    assert spans("hf_nfc", "e\u0301x") == [(0, 3), (3, 3), (3, 4)]
+    assert spans("hf_lower", "É") == [(0, 0), (0, 1), (1, 2)]
+    assert spans("hf_unigram", "\u2603\u2603 ")[:2] == [(0, 0), (0, 6)]
+
+
+@pytest.mark.parametrize("kind", [*EXACT, "hf_nfc", "hf_wordpiece", "sp_nfkc"])
+def test_special_tokens_around_a_text_have_no_bytes(kind: str) -> None:
+    tokenizer = kind_of(kind)
+    text = "plain words"
+    inner = spans(kind, text)
+    last = inner[-1][1]
+    ids = [*[tokenizer.eos_id] * 2, *encoded(kind, text), tokenizer.eos_id]
+    assert spans(kind, text, ids) == [(0, 0), (0, 0), *inner, (last, last)]
+    assert spans(kind, "", [tokenizer.eos_id]) == [(0, 0)]
+    assert spans(kind, "", []) == []
+
+
+@pytest.mark.parametrize("kind", ["hf_bytes", "tiktoken", "sp_bpe", "hf_fallback", "hf_wordpiece"])
+def test_special_tokens_that_the_text_spells_have_its_bytes(kind: str) -> None:
+    tokenizer = kind_of(kind)
+    (eos,) = (text for text, number in tokenizer.special_ids.items() if number == tokenizer.eos_id)
+    text = f"plain{eos}words{eos}"
+    width = len(eos)
+    parts = [encoded(kind, "plain"), [tokenizer.eos_id], encoded(kind, "words")]
+    ids = [*parts[0], *parts[1], *parts[2], tokenizer.eos_id]
+    found = spans(kind, text, [tokenizer.eos_id, *ids, tokenizer.eos_id])
+    assert found[0] == (0, 0)
+    assert found[1 + len(parts[0])] == (5, 5 + width)
+    assert found[-2:] == [(10 + width, 10 + 2 * width), (10 + 2 * width, 10 + 2 * width)]
+    assert [span for span in found if span[0] < span[1]][0][0] == 0
+
+
+def test_a_special_token_before_a_text_that_spells_it_in_letters() -> None:
+    # SentencePiece encodes the spelling as letters, so the token itself stands outside the text.
+    tokenizer = tokenizer_of("sp_bpe")
+    assert tokenizer.bos_id is not None
+    inner = encoded("sp_bpe", "<s>x")
+    assert tokenizer.bos_id not in inner
+    assert spans("sp_bpe", "<s>x", [tokenizer.bos_id, *inner])[0] == (0, 0)
+    assert spans("sp_bpe", "<s>x", [tokenizer.bos_id, *encoded("sp_bpe", "x")])[0] == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "ids_of", "message"),
+    [
+        ("hf_bytes", "plain words", "plain swords", r"byte 6 of 11, near 'plain words'"),
+        ("hf_bytes", "words", " words", r"byte 0 of 5, near 'words'"),
+        ("tiktoken", "one two", "one", r"byte 3 of 7, near 'one two'"),
+        ("sp_bpe", "one", "one two", r"byte 3 of 3, near 'one'"),
+        ("hf_wordpiece", "One two", "one three", r"the token ids are no encoding of the text"),
+        ("sp_nfkc", "\ufb01ne", "fin", r"give the ids that this tokenizer's encode_batch"),
+    ],
+)
+def test_ids_of_another_text_are_refused(kind: str, text: str, ids_of: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        spans(kind, text, encoded(kind, ids_of))
+    assert str(caught.value).startswith(kind_of(kind).name)
+
+
+def test_a_special_token_inside_a_text_that_does_not_spell_it_is_refused() -> None:
+    tokenizer = kind_of("hf_bytes")
+    ids = [*encoded("hf_bytes", "one"), tokenizer.eos_id, *encoded("hf_bytes", " two")]
+    with pytest.raises(DataError, match="no encoding of the text"):
+        spans("hf_bytes", "one two", ids)
+
+
+def test_ids_and_texts_that_are_none_are_refused() -> None:
+    for number in (-1, kind_of("tiktoken").vocab_size):
+        with pytest.raises(DataError, match=rf"token 1 is id {number}, and ids are in \[0, 511\)"):
+            spans("tiktoken", "a", [*encoded("tiktoken", "a"), number])
+    with pytest.raises(DataError, match="no encoding of the text"):
+        spans("tiktoken", "a", [*encoded("tiktoken", "a"), 505])  # an id without a token
+    with pytest.raises(DataError, match="an unpaired surrogate at character 1"):
+        spans("tiktoken", "a\ud83d", [1])
+    with pytest.raises(ValueError, match=r"token_ids: float64 of shape \(1,\)"):
+        token_spans(kind_of("tiktoken"), [0.5], "a")
