@@ -63,10 +63,6 @@ class ByteTokenizer(Protocol):
         """Special tokens to their ids."""
         ...
 
-    def __hash__(self) -> int:
-        """Equal for equal tokenizers only."""
-        ...
-
     def token_bytes(self) -> Sequence[bytes | None]:
         """The bytes of every id inside running text; None for special tokens and empty ids."""
         ...
@@ -109,7 +105,7 @@ def token_spans(tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str) -> In
     the text around the first difference and its byte: the ids are no encoding of the text, or the
     tokenizer does not tell which characters a token covers.
     """
-    table = _table(tokenizer)
+    table = _table(tokenizer)  # type: ignore[arg-type]  # every object has a hash
     ids_N = _checked_ids(token_ids, table, tokenizer.name)
     try:
         data = text.encode()
