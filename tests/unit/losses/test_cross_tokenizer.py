@@ -120,16 +120,14 @@ def test_every_vocabulary_may_be_common() -> None:
 
 @pytest.mark.parametrize("number", range(3), ids=["likelihood", "common", "top_k"])
 def test_gradients_are_finite_differences(number: int) -> None:
-    problem = AlignedProblem.random(4, sizes=(9, 8), common_tokens=6, dtype=torch.float64)
+    problem = AlignedProblem.random(2, sizes=(7, 6), common_tokens=5, dtype=torch.float64)
     student, teacher = problem.logits
-    for name in ("forward_kl", "js_divergence"):
-        loss = replace(losses(problem)[number], divergence=name)
-        if number == 2:
-            loss = replace(loss, top_k=3)
-        assert torch.autograd.gradcheck(
-            lambda z, one=loss: divergence(z, teacher, problem.at, one),
-            student.clone().requires_grad_(),
-        )
+    loss = replace(losses(problem)[number], divergence="js_divergence")
+    if isinstance(loss, CommonLoss) and loss.top_k is not None:
+        loss = replace(loss, top_k=3)
+    assert torch.autograd.gradcheck(
+        lambda z: divergence(z, teacher, problem.at, loss), student.clone().requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,7 +153,7 @@ def test_equal_models_with_one_tokenizer_have_no_loss(dtype: torch.dtype) -> Non
                 assert not found.isnan().any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 30.0]), st.booleans())
 def test_losses_are_never_negative(seed: int, noise: float, same: bool) -> None:
     """From equal to unrelated models, of one tokenizer or of two, with sure models among them."""
