@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_distill.losses.checks import check_per_token, resolve_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
-from megatron_distill.ops.aligned.common import CommonTerm
 from megatron_distill.ops.aligned.executor import AlignedRows, aligned_divergence
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
+from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named

@@ -18,7 +18,6 @@ from megatron_distill.losses import (
 )
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
-from megatron_distill.ops.aligned.common import CommonTerm
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
     AlignedRows,
@@ -27,6 +26,7 @@ from megatron_distill.ops.aligned.executor import (
     aligned_linear,
 )
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
+from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
 from megatron_distill.signals import DenseLogits, HiddenState

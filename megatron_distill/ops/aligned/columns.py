@@ -80,6 +80,7 @@ class CommonColumns:
         student_shard: this rank's classes among those of all ranks.
         teacher: local columns ``[t]`` of the teacher: of the same tokens if ``is_aligned``, else
             ascending.
+        teacher_rest: local columns of the teacher's further tokens.
         teacher_shard: this rank's part of the common tokens in the order of teacher columns.
         student_places: ``[count]``, the class of each common token in that order.
         is_aligned: whether columns of both sides are of the same tokens.
@@ -92,6 +93,7 @@ class CommonColumns:
     classes: Tensor
     student_shard: VocabShard
     teacher: Tensor
+    teacher_rest: Tensor
     teacher_shard: VocabShard
     student_places: Tensor
     is_aligned: bool
@@ -126,8 +128,6 @@ class CommonColumns:
         classes[columns] = torch.arange(len(columns))
         if not has_rest:
             classes.clamp_(max=max(len(columns) - 1, 0))
-        is_rest = torch.ones(student[rank].real_width, dtype=torch.bool)
-        is_rest[columns] = False
         first = starts[rank] + (rank if has_rest else 0)
         width = len(columns) + int(has_rest)
         by_teacher = teacher_ids.argsort()
@@ -136,16 +136,18 @@ class CommonColumns:
         aligned = teacher_ids[mine]
         is_aligned = len(teacher) == 1 or _all_owned(teacher_ids, owner, teacher)
         ordered = aligned if is_aligned else teacher_ids[by_teacher][local]
+        of_rank = ordered - teacher[rank].start
         places = place if is_aligned else place[by_teacher]
         of_teacher = slice(starts[rank], starts[rank + 1]) if is_aligned else local
         return cls(
             count=count,
             has_rest=has_rest,
             student=columns,
-            student_rest=is_rest.nonzero().squeeze(1),
+            student_rest=_others(student[rank], columns),
             classes=classes,
             student_shard=VocabShard(count + len(student) * int(has_rest), first, first + width),
-            teacher=ordered - teacher[rank].start,
+            teacher=of_rank,
+            teacher_rest=_others(teacher[rank], of_rank),
             teacher_shard=VocabShard(count, of_teacher.start, of_teacher.stop),
             student_places=places,
             is_aligned=is_aligned,
@@ -159,6 +161,13 @@ class CommonColumns:
             if isinstance(value, Tensor)
         }
         return CommonColumns(**(vars(self) | moved))
+
+
+def _others(shard: VocabShard, columns: Tensor) -> Tensor:
+    """The real columns of a shard except these."""
+    is_other = torch.ones(shard.real_width, dtype=torch.bool)
+    is_other[columns] = False
+    return is_other.nonzero().squeeze(1)
 
 
 def _starts(ids: Tensor, shards: Sequence[VocabShard]) -> list[int]:

@@ -143,7 +143,8 @@ class WeightedTerm:
     Attributes:
         term: the loss.
         coefficient: its constant factor in the total.
-        weights: ``[C]``, mask and normalisation of its chunks.
+        weights: ``[C]``, mask and normalisation of its chunks. A chunk without weight in any term
+            is best left out of the plan (-1): its rows would enter the products of the head.
     """
 
     term: AlignedTerm
@@ -408,6 +409,8 @@ class _AlignedDivergenceFunction(torch.autograd.Function):
         memory = _gradient_memory(student, rows)
         owners = []
         for part, tile in rows.tiles(DenseLogits(logits.detach())):
+            if not tile.count:
+                continue
             solved = term.solve(tile, with_gradient=wanted)
             found[part.chunks] = solved.values
             if gradients is None:
@@ -435,5 +438,5 @@ def _upstream_of_rows(upstream: Tensor, plan: TilePlan, owners: Sequence[Tensor]
     if owners:
         assert plan.student.indices is not None
         places = torch.cat(list(owners))
-        of_rows[plan.student.indices] = upstream[plan.chunks[places]]
+        of_rows[plan.student.indices[: len(places)]] = upstream[plan.chunks[places]]
     return of_rows.unsqueeze(1)

@@ -22,7 +22,7 @@ from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import WeightedDivergence
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.row_math import row_sums
-from megatron_distill.ops.softmax_gradient import softmax_weights
+from megatron_distill.ops.softmax_gradient import clear_rows_, softmax_weights
 from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk import gather_ranks, select
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
@@ -67,8 +67,12 @@ class CommonTerm:
         whole = torch.zeros(tile.count, dtype=torch.float64, device=tile.student.raw.device)
         if not len(tile.pairs.chunks):
             return _NoPairs(whole)
-        student = _Compact.of(tile.student, tile.pairs.student, self.columns.student)
-        teacher = _Compact.of(tile.with_teacher, tile.pairs.teacher, self.columns.teacher)
+        student = _Compact.of(
+            tile.student, tile.pairs.student, self.columns.student, self.columns.student_rest
+        )
+        teacher = _Compact.of(
+            tile.with_teacher, tile.pairs.teacher, self.columns.teacher, self.columns.teacher_rest
+        )
         group, temperature = tile.student.group, self.weighted.temperature
         rests = None
         if self.columns.has_rest:
@@ -164,16 +168,14 @@ class _Compact:
     rest: Tensor
 
     @classmethod
-    def of(cls, side: TileSide, rows: Tensor, columns: Tensor) -> _Compact:
+    def of(cls, side: TileSide, rows: Tensor, columns: Tensor, rest: Tensor) -> _Compact:
         dtype = side.scratch.dtype
         raw = side.raw if len(rows) == len(side.raw) else side.raw.index_select(0, rows)
-        is_rest = torch.ones(raw.shape[1], dtype=torch.bool, device=raw.device)
-        is_rest[columns] = False
 
         def at(places: Tensor) -> Tensor:
             return side.rule.apply_(raw.index_select(1, places).to(dtype))
 
-        return cls(at(columns), at(is_rest.nonzero().squeeze(1)))
+        return cls(at(columns), at(rest))
 
 
 @dataclass(frozen=True)
@@ -294,8 +296,9 @@ class SolvedCommon:
             if self.rests is not None:
                 # The class is split over the ranks; its tokens share it by their probabilities.
                 of_rest = self.rests.shares[block] * (part[:, -1:] * self.rests.ranks)
-                of_rest.masked_fill_((weight[block] == 0).unsqueeze(1), 0.0)
                 on_logits[:, columns.student_rest] = of_rest
             elif len(columns.student_rest):
                 on_logits[:, columns.student_rest] = 0.0
+            # Zero times a number that is not finite is none either.
+            clear_rows_(on_logits, (weight[block] == 0).unsqueeze(1))
             out.index_add_(0, rows, on_logits)
