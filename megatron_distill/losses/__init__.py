@@ -13,12 +13,7 @@ from megatron_distill.losses.balance import (
     weighted_sum,
 )
 from megatron_distill.losses.chunk_terms import ChunkTerm, SharedVocabularies
-from megatron_distill.losses.cross_tokenizer import (
-    AlignedSide,
-    CommonLoss,
-    LikelihoodLoss,
-    cross_tokenizer_divergence,
-)
+from megatron_distill.losses.cross_tokenizer import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.losses.features import (
     ATTENTION,
     AttentionInputs,
@@ -41,11 +36,9 @@ __all__ = [
     "AttentionLoss",
     "BalanceMode",
     "BalanceState",
-    "CommonLoss",
     "ChunkTerm",
     "FeatureLoss",
     "FeaturePair",
-    "LikelihoodLoss",
     "LossWeights",
     "Projector",
     "RatioBalance",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.aligned.columns import CommonColumns
-from megatron_distill.ops.aligned.common import CommonTerm
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
+from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.ops.vocab import VocabShard
@@ -79,10 +79,15 @@ class ChunkTerm:
             known = ", ".join(get_args(Alignment))
             raise ValueError(f"alignment is {self.alignment!r}; known: {known}")
         if self._divergence.head_mass is not None:
-            raise ValueError(f"{self.divergence} is not defined with alignment {self.alignment!r}")
+            raise ValueError(
+                f"{self.divergence} is not defined with alignment {self.alignment!r}: it divides "
+                "tokens by the teacher's probability of each, and here a class may be many tokens; "
+                "use forward_kl, reverse_kl or js_divergence"
+            )
         for name, value in (("temperature", self.temperature), ("weight", self.weight)):
             if not math.isfinite(value) or (name == "temperature" and value <= 0):
-                raise ValueError(f"{name} of {self.alignment} is {value}")
+                wanted = "positive and finite" if name == "temperature" else "finite"
+                raise ValueError(f"{name} of {self.alignment} is {value}; it must be {wanted}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k of {self.alignment} is {self.top_k}; it must be at least 1")
 

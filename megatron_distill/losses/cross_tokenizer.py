@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.checks import check_per_token, resolve_shard
+from megatron_distill.losses.chunk_terms import Alignment, ChunkTerm, SharedVocabularies
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.executor import AlignedRows, aligned_divergence
-from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
-from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
 from megatron_distill.ops.aligned.plan import TilePlan
-from megatron_distill.ops.aligned.tile import AlignedTerm
-from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.signals import DenseLogits, HiddenState
 
-__all__ = ["AlignedSide", "CommonLoss", "LikelihoodLoss", "cross_tokenizer_divergence"]
+__all__ = ["AlignedSide", "cross_tokenizer_divergence"]
 
 
 @dataclass(frozen=True)
@@ -40,78 +35,35 @@ class AlignedSide:
     shard: VocabShard | None = None
 
 
-@dataclass(frozen=True)
-class LikelihoodLoss:
-    """A binary divergence between both models' probabilities of each chunk's text.
-
-    The probability of a text is the product over its tokens, to the power ``1 / tau`` (approximate
-    likelihood matching, Minixhofer et al., arXiv 2503.20083). Defined on every chunk.
-
-    Raises:
-        ValueError: an unknown divergence or parameter, or one that is not defined on two classes.
-    """
-
-    divergence: str = "forward_kl"
-    tau: float = 1.0
-    parameters: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _require_positive("tau", self.tau)
-        _f_divergence(self.divergence, self.parameters)
-
-
-@dataclass(frozen=True)
-class CommonLoss:
-    """A divergence over the tokens of both vocabularies, and one class of all further tokens.
-
-    Defined on chunks of one token on each side. Where one of the vocabularies has no further token,
-    both models are normalised over the common ones. With ``top_k`` the classes are the teacher's
-    k most probable common tokens, and one of all others.
-
-    Attributes:
-        student_ids: ``[P]`` int64, the student's id of each common token.
-        teacher_ids: ``[P]`` int64, the teacher's id of the same token.
-        divergence: an f-divergence of the table.
-        temperature: of both softmaxes.
-        top_k: None for all common tokens.
-        parameters: of the divergence.
-
-    Raises:
-        ValueError: an unknown divergence or parameter, or one that is no f-divergence.
-    """
-
-    student_ids: Tensor
-    teacher_ids: Tensor
-    divergence: str = "forward_kl"
-    temperature: float = 1.0
-    top_k: int | None = None
-    parameters: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _require_positive("temperature", self.temperature)
-        _f_divergence(self.divergence, self.parameters)
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
-
-
 def cross_tokenizer_divergence(
     student_logits: Tensor,
     teacher: DenseLogits | HiddenState,
-    loss: LikelihoodLoss | CommonLoss,
     *,
+    alignment: Alignment,
+    divergence: str,
     student: AlignedSide,
     teacher_side: AlignedSide,
     chunks: int,
+    common_ids: tuple[Tensor, Tensor] | None = None,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    top_k: int | None = None,
     group: dist.ProcessGroup | None = None,
     tile_tokens: int | None = None,
+    **parameters: float,
 ) -> Tensor:
     """Divergence of the student from a teacher with a different tokenizer, for each chunk of text.
 
     Shapes: student logits ``[N, S]`` and the teacher's M rows over this rank's columns ->
     ``[chunks]`` fp32 in nats (fp64 for fp64 logits), differentiable in the student's logits. Zero
     for chunks on which the loss is not defined. Inputs are not modified. The gradient is complete
-    on every rank; rows of no chunk and padded columns have none. Logits in fp32 exist for
-    ``tile_tokens`` rows at once.
+    on every rank; rows of no chunk and padded columns have none. ``alignment``, ``divergence``,
+    ``temperature``, ``top_k`` and ``parameters`` are those of `ChunkTerm`. ``common_ids`` are the
+    student's and the teacher's id ``[P]`` int64 of each token that both have. Where one vocabulary
+    has no further token, both models are normalised over the common ones. Copies of logits exist
+    for ``tile_tokens`` rows at once.
+
+    Likelihood: approximate likelihood matching, Minixhofer et al., arXiv 2503.20083.
 
     Collective, forward only: over ``group`` for likelihood one all-gather of 24 bytes per row of
     each model. For common tokens per chunk of one token on each side: one of 32 bytes (48 with
@@ -119,8 +71,17 @@ def cross_tokenizer_divergence(
     teacher's logits (or head), which brings common tokens to the rank of the student's column.
 
     Raises:
-        ValueError: shapes, chunk numbers, shards, group or token ids do not fit.
+        ValueError: shapes, chunk numbers, shards, group or token ids do not fit; an unknown
+            divergence or parameter, or one that is not defined between tokenizers.
     """
+    term = ChunkTerm(
+        alignment,
+        divergence,
+        temperature=temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+        top_k=top_k,
+        parameters=parameters,
+    )
     source = DenseLogits(student_logits)
     shard, ranks = resolve_shard(source.width, student.shard, group)
     teacher_shard = _teacher_shard(teacher.width, teacher_side.shard, ranks)
@@ -129,49 +90,53 @@ def cross_tokenizer_divergence(
     if tile_tokens is None:
         tile_tokens = chunk_tokens_for(max(shard.width, teacher_shard.width), student_logits.device)
     plan = TilePlan.of_chunks(student.chunks, teacher_side.chunks, chunks, tile_tokens=tile_tokens)
-    labels = _labels("student", student, loss, shard)
-    teacher_labels = _labels("teacher", teacher_side, loss, teacher_shard)
-    term: AlignedTerm
-    if isinstance(loss, LikelihoodLoss):
-        term = LikelihoodTerm(
-            "likelihood", _f_divergence(loss.divergence, loss.parameters), loss.tau
-        )
-    else:
-        term, teacher, teacher_shard = _common(loss, teacher, shard, teacher_shard, ranks)
+    labels = _labels("student", student, alignment, shard)
+    teacher_labels = _labels("teacher", teacher_side, alignment, teacher_shard)
+    vocabularies = SharedVocabularies(shard, teacher_shard, None, None, ranks)
+    if alignment == "common":
+        vocabularies, teacher = _with_common(vocabularies, teacher, common_ids, top_k)
+    device = student_logits.device
     rows = AlignedRows(
-        plan.to(student_logits.device),
+        plan.to(device),
         teacher,
-        labels.to(student_logits.device),
-        teacher_labels.to(student_logits.device),
+        labels.to(device),
+        teacher_labels.to(device),
         shard,
-        teacher_shard,
+        vocabularies.teacher_shard,
         ranks,
     )
-    return aligned_divergence(source, rows, term)
+    values = aligned_divergence(source, rows, term.on(vocabularies))
+    return values if term.temperature_factor == 1 else values * term.temperature_factor
 
 
-def _common(
-    loss: CommonLoss,
+def _with_common(
+    vocabularies: SharedVocabularies,
     teacher: DenseLogits | HiddenState,
-    shard: VocabShard,
-    teacher_shard: VocabShard,
-    group: dist.ProcessGroup | None,
-) -> tuple[CommonTerm, DenseLogits | HiddenState, VocabShard]:
-    """The term, and the teacher in the layout that it needs."""
-    student_ids, teacher_ids = loss.student_ids.cpu(), loss.teacher_ids.cpu()
-    student_shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
-    if group is not None and loss.top_k is None:
+    common_ids: tuple[Tensor, Tensor] | None,
+    top_k: int | None,
+) -> tuple[SharedVocabularies, DenseLogits | HiddenState]:
+    """Both vocabularies with their common tokens, and the teacher in the layout that is needed."""
+    if common_ids is None:
+        raise ValueError(
+            "alignment 'common' needs common_ids, the student's and the teacher's id of each "
+            "token that both have"
+        )
+    student_ids, teacher_ids = (ids.cpu() for ids in common_ids)
+    shard, group = vocabularies.teacher_shard, vocabularies.group
+    student_shards = shards_of(vocabularies.student_shard, group)
+    teacher_shards = shards_of(shard, group)
+    new_ids = None
+    if group is not None and top_k is None:
         layout = TeacherLayout.of(student_ids, teacher_ids, student_shards, teacher_shards, group)
-        teacher_ids, teacher_shards = layout.new_ids[teacher_ids], list(layout.shards)
-        teacher, teacher_shard = _rearranged(teacher, layout), layout.shard
+        new_ids, teacher_shards, shard = layout.new_ids, list(layout.shards), layout.shard
+        teacher_ids, teacher = new_ids[teacher_ids], _rearranged(teacher, layout)
     rank = 0 if group is None else dist.get_rank(group)
     columns = CommonColumns.of(student_ids, teacher_ids, student_shards, teacher_shards, rank)
-    weighted = WeightedDivergence(
-        _f_divergence(loss.divergence, loss.parameters), loss.temperature, 1.0
-    )
     device = teacher.logits.device if isinstance(teacher, DenseLogits) else teacher.weight.device
-    term = CommonTerm("common", columns.to(device), weighted, loss.top_k)
-    return term, teacher, teacher_shard
+    return (
+        SharedVocabularies(vocabularies.student_shard, shard, columns.to(device), new_ids, group),
+        teacher,
+    )
 
 
 def _rearranged(
@@ -205,12 +170,10 @@ def _teacher_shard(
     return shard
 
 
-def _labels(
-    name: str, side: AlignedSide, loss: LikelihoodLoss | CommonLoss, shard: VocabShard
-) -> Tensor:
+def _labels(name: str, side: AlignedSide, alignment: Alignment, shard: VocabShard) -> Tensor:
     """The side's labels, zeros if the loss needs none."""
     if side.labels is None:
-        if isinstance(loss, LikelihoodLoss):
+        if alignment == "likelihood":
             raise ValueError(f"likelihood needs the labels of the {name}'s rows; labels is None")
         return torch.zeros_like(side.chunks)
     check_per_token(len(side.chunks), **{f"{name}_labels": side.labels})
@@ -221,24 +184,3 @@ def _labels(
             f"{int(counts.max())}; its vocabulary has {shard.size}"
         )
     return side.labels
-
-
-def _f_divergence(name: str, parameters: Mapping[str, float]) -> Divergence:
-    """The divergence of that name.
-
-    Raises:
-        ValueError: unknown, or its value changes where a class is split.
-    """
-    found = divergence_named(name, **parameters)
-    if found.head_mass is not None:
-        raise ValueError(
-            f"{name} is not defined between tokenizers: it divides the tokens by the teacher's "
-            "probability of each, and here a class may be many tokens; use forward_kl, reverse_kl "
-            "or js_divergence"
-        )
-    return found
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is {value}; it must be positive and finite")

@@ -4,18 +4,14 @@ ranks: two vocabularies with sizes and padding of their own, per chunk and in tr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import (
-    AlignedSide,
-    CommonLoss,
-    LikelihoodLoss,
-    cross_tokenizer_divergence,
-)
+from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.executor import (
@@ -42,21 +38,25 @@ SIZES = (83, 61)
 PADDED = [(84, 64), (128, 112)]
 
 
-def loss_named(name: str, problem: AlignedProblem) -> LikelihoodLoss | CommonLoss:
+def arguments(name: str, problem: AlignedProblem) -> dict[str, Any]:
     if name == "likelihood":
-        return LikelihoodLoss("js_divergence", tau=2.0)
-    return CommonLoss(
-        *problem.ids, "reverse_kl", temperature=2.0, top_k=5 if name == "top_k" else None
-    )
+        return {"alignment": name, "divergence": "js_divergence", "temperature": 2.0}
+    top_k = 5 if name == "top_k" else None
+    return {
+        "alignment": "common",
+        "divergence": "reverse_kl",
+        "temperature": 2.0,
+        "top_k": top_k,
+        "common_ids": problem.ids,
+    }
 
 
 def oracle(name: str, problem: AlignedProblem, student: Tensor, teacher: Tensor) -> Tensor:
-    loss, at = loss_named(name, problem), problem.at
-    if isinstance(loss, LikelihoodLoss):
-        return oracles.likelihood(student, teacher, at, loss.divergence, loss.tau)
-    return oracles.common(
-        student, teacher, at, problem.ids, loss.divergence, loss.temperature, loss.top_k
-    )
+    at, given = problem.at, arguments(name, problem)
+    if name == "likelihood":
+        return oracles.likelihood(student, teacher, at, given["divergence"], 2.0)
+    top_k = given["top_k"]
+    return oracles.common(student, teacher, at, problem.ids, given["divergence"], 2.0, top_k)
 
 
 def padded(values: Tensor, size: int) -> Tensor:
@@ -86,7 +86,7 @@ def divergence_on_shard(
             cross_tokenizer_divergence(
                 leaf,
                 DenseLogits(logits[1]),
-                loss_named(name, problem),
+                **arguments(name, problem),
                 student=AlignedSide(at.student_chunks, at.student_labels, shards[0]),
                 teacher_side=AlignedSide(at.teacher_chunks, at.teacher_labels, shards[1]),
                 chunks=at.count,

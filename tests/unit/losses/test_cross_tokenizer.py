@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_distill.losses import (
-    AlignedSide,
-    CommonLoss,
-    LikelihoodLoss,
-    cross_tokenizer_divergence,
-)
+from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference import cross_tokenizer as oracles
 from tests.reference.cross_tokenizer import AlignedProblem, Alignment
 from tests.reference.distillation import row_error
 
+
+@dataclass(frozen=True)
+class LikelihoodLoss:
+    divergence: str = "forward_kl"
+    temperature: float = 1.0
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"alignment": "likelihood", **_plain(self)}
+
+
+@dataclass(frozen=True)
+class CommonLoss:
+    student_ids: Tensor
+    teacher_ids: Tensor
+    divergence: str = "forward_kl"
+    temperature: float = 1.0
+    top_k: int | None = None
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        ids = self.student_ids, self.teacher_ids
+        return {"alignment": "common", "common_ids": ids, "top_k": self.top_k, **_plain(self)}
+
+
 Loss = LikelihoodLoss | CommonLoss
+
+
+def _plain(loss: Loss) -> dict[str, Any]:
+    return {
+        "divergence": loss.divergence,
+        "temperature": loss.temperature,
+        **loss.parameters,
+    }
+
+
 DIVERGENCES = [
     ("forward_kl", {}),
     ("reverse_kl", {}),
@@ -47,7 +80,7 @@ def divergence(
     return cross_tokenizer_divergence(
         student,
         DenseLogits(teacher),
-        loss,
+        **loss.arguments,
         student=AlignedSide(at.student_chunks, at.student_labels, shards[0]),
         teacher_side=AlignedSide(at.teacher_chunks, at.teacher_labels, shards[1]),
         chunks=at.count,
@@ -58,7 +91,7 @@ def divergence(
 def oracle(student: Tensor, teacher: Tensor, at: Alignment, loss: Loss) -> Tensor:
     if isinstance(loss, LikelihoodLoss):
         return oracles.likelihood(
-            student, teacher, at, loss.divergence, loss.tau, **loss.parameters
+            student, teacher, at, loss.divergence, loss.temperature, **loss.parameters
         )
     ids = (loss.student_ids, loss.teacher_ids)
     temperature, top_k = loss.temperature, loss.top_k
@@ -94,8 +127,7 @@ def test_values_and_gradients_equal_the_oracle(
     problem = AlignedProblem.random(seed=number)
     student, teacher = problem.logits
     loss = losses(problem)[number]
-    key = "tau" if isinstance(loss, LikelihoodLoss) else "temperature"
-    loss = replace(loss, divergence=name, parameters=parameters, **{key: temperature})
+    loss = replace(loss, divergence=name, parameters=parameters, temperature=temperature)
     values, found = gradient(lambda z: divergence(z, teacher, problem.at, loss), student)
     expected, answer = gradient(lambda z: oracle(z, teacher, problem.at, loss), student.double())
     torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=0)
@@ -141,7 +173,7 @@ def test_equal_models_with_one_tokenizer_have_no_loss(dtype: torch.dtype) -> Non
         for name, _ in DIVERGENCES:
             forms: list[Loss] = [
                 LikelihoodLoss(name),
-                LikelihoodLoss(name, tau=3.0),
+                LikelihoodLoss(name, temperature=3.0),
                 CommonLoss(ids, ids, name, temperature=2.0),
                 CommonLoss(ids, ids, name, top_k=5),
             ]
@@ -287,7 +319,7 @@ def test_a_teacher_may_be_hidden_states_with_a_head() -> None:
         found = cross_tokenizer_divergence(
             student,
             HiddenState(problem.teacher_hidden, problem.teacher_weight),
-            loss,
+            **loss.arguments,
             student=AlignedSide(problem.at.student_chunks, problem.at.student_labels),
             teacher_side=AlignedSide(problem.at.teacher_chunks, problem.at.teacher_labels),
             chunks=problem.at.count,
@@ -325,10 +357,10 @@ def test_wrong_input_is_refused() -> None:
     problem = AlignedProblem.random()
     student, teacher = problem.logits
     at, ids = problem.at, problem.ids
-    with pytest.raises(ValueError, match="adaptive_kl is not defined between tokenizers"):
-        CommonLoss(*ids, divergence="adaptive_kl")
-    with pytest.raises(ValueError, match="tau is 0; it must be positive"):
-        LikelihoodLoss(tau=0)
+    with pytest.raises(ValueError, match="adaptive_kl is not defined with alignment 'common'"):
+        divergence(student, teacher, at, CommonLoss(*ids, divergence="adaptive_kl"))
+    with pytest.raises(ValueError, match="temperature of likelihood is 0; it must be positive"):
+        divergence(student, teacher, at, LikelihoodLoss(temperature=0))
     with pytest.raises(ValueError, match="no common token"):
         divergence(student, teacher, at, CommonLoss(ids[0][:0], ids[1][:0]))
     with pytest.raises(ValueError, match="teacher_ids has ids from .* the vocabulary has 61"):
