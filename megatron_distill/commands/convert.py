@@ -104,7 +104,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         Probe,
         compare_folders,
         compare_with_checkpoint,
-        said_lines,
+        comparison_lines,
     )
 
     probe = Probe(sequences=arguments.sequences, length=arguments.tokens)
@@ -112,7 +112,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         comparison = compare_with_checkpoint(arguments.hf, arguments.checkpoint, probe)
     else:
         comparison = compare_folders(arguments.hf, arguments.against, probe)
-    for line in said_lines(comparison):
+    for line in comparison_lines(comparison):
         sys.stdout.write(f"{line}\n")
     if not comparison.is_same:
         other = arguments.checkpoint or arguments.against

@@ -63,12 +63,12 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.output, vocab_size=tokenizer.vocab_size, overwrite=arguments.overwrite
         ) as writer,
     ):
-        task, said = progress.add_task(""), ""
+        task, totals = progress.add_task(""), ""
         for rows in tokenized_documents(spec, tokenizer, skip_bad=arguments.on_error == "skip"):
             writer.add(rows)
-            said = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
-            progress.update(task, description=said)
-    console.print(f"{arguments.output}.bin and .idx: {said}", markup=False)
+            totals = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+            progress.update(task, description=totals)
+    console.print(f"{arguments.output}.bin and .idx: {totals}", markup=False)
     return 0
 
 

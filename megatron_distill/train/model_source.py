@@ -153,12 +153,12 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
         if architecture.positions == "learned":
             drawn["positions"] = architecture.max_position_embeddings
         return _digest({"architecture": fields, "random": drawn})
-    mine: dict[str, str] = {}
+    own: dict[str, str] = {}
     with together(group=group):
         share = shares(list(_blocks(architecture)), group.size())[group.rank()]
-        mine = _digests(source, share)
+        own = _digests(source, share)
     parts: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(parts, mine, group=group)
+    dist.all_gather_object(parts, own, group=group)
     weights = {name: digest for part in parts for name, digest in part.items()}
     return _digest({"architecture": fields, "weights": weights})
 

@@ -153,14 +153,14 @@ def replicated(shards: Iterable[Shard]) -> dict[dist.ProcessGroup, list[Shard]]:
 
 def own_parts(shards: Sequence[Shard]) -> list[Part]:
     """Return the parts that this rank writes or reads on behalf of all that hold them."""
-    mine = [
+    own = [
         Part(shard, 0, shard.data.numel())
         for shard in shards
         if shard.replicas is None and shard.data.numel()
     ]
     for group, held in replicated(shards).items():
-        mine += shares(held, group.size())[group.rank()]
-    return mine
+        own += shares(held, group.size())[group.rank()]
+    return own
 
 
 @torch.no_grad()

@@ -207,7 +207,7 @@ def compare_folders(first: Path, second: Path, probe: Probe) -> Comparison:
     return _compared(len(names), different, *logits, dtypes=dtypes)
 
 
-def said_lines(comparison: Comparison) -> Iterator[str]:
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Yield the report's lines."""
     equal = comparison.tensors - len(comparison.different)
     yield f"dtypes    {comparison.dtypes}"

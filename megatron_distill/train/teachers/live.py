@@ -140,7 +140,7 @@ class FeatureTeacher:
     def __init__(self, online: OnlineTeacher, ways: Sequence[Route]) -> None:
         self.online = online
         self._routes = tuple(ways)
-        self._kept: dict[Feature, Tensor] = {}
+        self._captured: dict[Feature, Tensor] = {}
         self._micro_batches = 0
         # Only the layers on this rank.
         features = {way.feature for way in ways if way.source == online.groups.pipeline.rank()}
@@ -165,9 +165,9 @@ class FeatureTeacher:
             return OnDemand(len(batches), partial(self._one, in_step))
         self._micro_batches = len(batches)
         signals = self.online.signals(batches)
-        kept, self._kept = self._kept, {}
+        captured, self._captured = self._captured, {}
         features = exchange(
-            kept,
+            captured,
             self._routes,
             shapes=self._shapes(batches),
             dtype=self.online.model.config.params_dtype,
@@ -182,8 +182,8 @@ class FeatureTeacher:
     def _one(self, signals: Signals, micro_batch: int) -> WithFeatures:
         signal = signals[micro_batch]
         assert not isinstance(signal, WithFeatures)
-        kept, self._kept = self._kept, {}
-        return WithFeatures(signal, kept)
+        captured, self._captured = self._captured, {}
+        return WithFeatures(signal, captured)
 
     def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         self._keep(("output", layer), hidden_sbH, micro_batch)
@@ -204,11 +204,11 @@ class FeatureTeacher:
 
     def _keep(self, feature: Feature, tensor: Tensor, micro_batch: int) -> None:
         if self.online.runs_in_step:
-            self._kept[feature] = tensor
+            self._captured[feature] = tensor
             return
-        if feature not in self._kept:
-            self._kept[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
-        self._kept[feature][micro_batch] = tensor
+        if feature not in self._captured:
+            self._captured[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
+        self._captured[feature][micro_batch] = tensor
 
     def _shapes(self, batches: Sequence[Batch]) -> dict[str, tuple[int, ...]]:
         """Return the shape of a step's features, by kind."""
@@ -226,7 +226,7 @@ class FeatureTeacher:
 
 
 def exchange(
-    kept: Mapping[Feature, Tensor],
+    captured: Mapping[Feature, Tensor],
     ways: Sequence[Route],
     *,
     shapes: Mapping[str, tuple[int, ...]],
@@ -249,14 +249,14 @@ def exchange(
         if way.destination == rank:
             is_mine = way.source == rank
             empty = partial(torch.empty, shapes[feature[0]], dtype=dtype, device=device)
-            found[feature] = kept[feature] if is_mine else empty()
+            found[feature] = captured[feature] if is_mine else empty()
         if way.source == way.destination or rank not in (way.source, way.destination):
             continue
         is_sender = way.source == rank
         messages.append(
             dist.P2POp(
                 dist.isend if is_sender else dist.irecv,
-                kept[feature] if is_sender else found[feature],
+                captured[feature] if is_sender else found[feature],
                 group=group,
                 tag=number,
                 group_peer=way.destination if is_sender else way.source,
