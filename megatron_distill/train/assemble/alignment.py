@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.align import VocabularyMap
-from megatron_distill.config import RunConfig, is_aligned
+from megatron_distill.config import ModelConfig, RunConfig, is_aligned
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
@@ -113,7 +113,7 @@ def open_teacher_tokens(
     teacher: Tokenizer | None = None
     with together():
         if dist.get_rank() == 0:
-            teacher = read_teacher_tokenizer(config)
+            teacher = read_teacher_tokenizer(config.models["teacher"])
             if teacher.identity == vocabulary.identity:
                 raise ConfigError(
                     f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; "
@@ -122,7 +122,7 @@ def open_teacher_tokens(
                 )
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
-    length = _length(config)
+    length = config.models["teacher"].sequence_length or config.data.sequence_length
     found = None
     if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
         folder = Path(config.data.cache or Path(config.output) / "cache")
@@ -137,13 +137,11 @@ def open_teacher_tokens(
     return TeacherTokens(facts, length, reading, found)
 
 
-def read_teacher_tokenizer(config: RunConfig) -> Tokenizer:
-    """Read the tokenizer that `teacher` names: its own, that of its folder, or of its checkpoint.
+def read_teacher_tokenizer(section: ModelConfig) -> Tokenizer:
+    """Read a teacher's tokenizer: the one it names, that of its folder, or of its checkpoint.
 
     Raises ConfigError or DataError.
     """
-    section = config.teacher
-    assert section is not None, "a term needs a teacher"
     given = section.tokenizer
     if given is not None and given.path is not None:
         return load_tokenizer(given.path)
@@ -160,8 +158,3 @@ def read_teacher_tokenizer(config: RunConfig) -> Tokenizer:
         "objective.terms have an alignment, and the teacher's tokenizer is unknown; set "
         "teacher.tokenizer.path to its folder, or teacher.tokenizer.encoding"
     )
-
-
-def _length(config: RunConfig) -> int:
-    assert config.teacher is not None
-    return config.teacher.sequence_length or config.data.sequence_length

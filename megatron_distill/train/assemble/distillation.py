@@ -117,11 +117,8 @@ def open_run(
     own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
     if own is not None:
         options = replace(options, teacher=own.reading)
-    stored, online = _open_teacher(
-        config, terms, student, vocabulary if own is None else own.vocabulary, groups, execution
-    )
-    if stored is not None:
-        resources.callback(stored.close)
+    of_teacher = vocabulary if own is None else own.vocabulary
+    stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
     given, length = config.parallel.layers_per_stage.student, config.data.sequence_length
     layers = _student_layers(
         given, student, online, groups.layout, execution, sequence_length=length
@@ -146,12 +143,9 @@ def open_run(
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
         assert online is not None, "the rules ask for a live teacher"
-        features = _build_features(
-            section, config.optimizer, student, online, config.seed, execution.device
+        objective, teacher = _with_features(
+            objective, section, config.optimizer, student, online, layers, config.seed
         )
-        teacher = _feature_teacher(features, online, layers)
-        weights = tuple(pair.weight for pair in features.pairs)
-        objective = replace(objective, features=features, feature_weights=weights)
     return OpenRun(
         vocabulary=vocabulary,
         student=source,
@@ -178,6 +172,7 @@ def _open_teacher(
     vocabulary: Vocabulary,
     groups: Groups,
     execution: Execution,
+    resources: ExitStack,
 ) -> tuple[Stored | None, OnlineTeacher | None]:
     """Open the stores, or build the live teacher; at most one of them exists."""
     section = config.teacher
@@ -185,7 +180,9 @@ def _open_teacher(
         return None, None
     if section.store is not None:
         plain = [term for term in terms if isinstance(term, Term)]
-        return open_stored(config, plain, student, vocabulary, groups, execution.device), None
+        stored = open_stored(config, plain, student, vocabulary, groups, execution.device)
+        resources.callback(stored.close)
+        return stored, None
     layers = config.parallel.layers_per_stage.teacher
     source = resolve_model(config, "teacher", vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
@@ -288,6 +285,29 @@ def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedu
     )
 
 
+def _with_features(
+    objective: TokenObjective,
+    section: ObjectiveConfig,
+    optimizer: OptimizerConfig,
+    student: Architecture,
+    online: OnlineTeacher,
+    layers: tuple[int, ...],
+    seed: int,
+) -> tuple[TokenObjective, FeatureTeacher]:
+    """Add the feature losses to both sides; `layers` of each of the student's stages."""
+    device = next(online.model.parameters()).device
+    features = _build_features(section, optimizer, student, online, seed, device)
+    ranks = online.groups.layout.pipeline
+    ways = routes(
+        features.pairs,
+        of_student=ranks_of_layers(layers, ranks),
+        of_teacher=ranks_of_layers(configured_layers(online.model.config), ranks),
+    )
+    weights = tuple(pair.weight for pair in features.pairs)
+    with_features = replace(objective, features=features, feature_weights=weights)
+    return with_features, FeatureTeacher(online, ways)
+
+
 def _build_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
@@ -320,19 +340,6 @@ def _build_features(
         groups=online.groups,
         device=device,
     )
-
-
-def _feature_teacher(
-    features: FeatureLosses, online: OnlineTeacher, layers: tuple[int, ...]
-) -> FeatureTeacher:
-    """Return the teacher with its features; `layers` of each of the student's stages."""
-    ranks = online.groups.layout.pipeline
-    ways = routes(
-        features.pairs,
-        of_student=ranks_of_layers(layers, ranks),
-        of_teacher=ranks_of_layers(configured_layers(online.model.config), ranks),
-    )
-    return FeatureTeacher(online, ways)
 
 
 def _pairs(
