@@ -8,15 +8,16 @@ in the upper half, the position in the lower.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "ExponentShifts",
+    "LOG2_E",
+    "LOG_2",
     "descending",
     "exponentiate",
     "keys_of",
@@ -28,9 +29,9 @@ __all__ = [
 ]
 
 
-_LOG_2 = math.log(2)
+LOG_2 = math.log(2)
 # exp2 takes a fifth of the time of exp on a CPU, and any temperature costs the same.
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # Below this exponent a power of two is zero in fp32.
 _UNDERFLOW = 150
 # Exponent of a row's largest exponential: middle and reach. Weighted sums stay far from the limits
@@ -40,89 +41,134 @@ _MIDDLE, _REACH = 22, 42
 
 @dataclass(frozen=True)
 class ExponentShifts:
-    """The shift of the exponentials, for S softmaxes of n tokens.
+    """The shift of the exponentials ``e^((z - shift) / temperature)``, for S softmaxes of n tokens.
 
     Relative to a token's peak, its top logit is exact and all exponentials fit in fp32. But
     subtracting the peak rounds a logit far below it, by 1e-6 of a probability of e^-16. Where the
     models agree on no more probable id, such ids make the gradient. Relative to zero all are
-    equally exact.
+    equally exact. An offset near the peak takes one pass instead of two: exponentials are
+    ``2^(slope z + offset)``, of slope ``log2(e) / temperature``.
 
     Attributes:
-        exp_shift: ``[S, n]`` the logits whose exponentials are one, in the dtype of the logits.
-        shift_scale: ``[S, n]`` fp64, ratio of these exponentials to those relative to the peak;
-            None if all are relative to it.
+        temperatures: of the softmaxes.
+        shift: ``[S, n]`` the logits whose exponentials are one, or offsets, in the dtype of the
+            logits.
+        log2_scale: ``[S, n]`` fp64, logarithm of the ratio of these exponentials to those relative
+            to the peak; None if all are relative to it.
+        exact: whether exponentials are exact to the last bit. Without it, ``log2_scale`` means that
+            shifts are offsets.
     """
 
-    exp_shift: Tensor
-    shift_scale: Tensor | None = None
+    temperatures: tuple[float, ...]
+    shift: Tensor
+    log2_scale: Tensor | None
+    exact: bool
 
     @classmethod
-    def of(cls, peaks: Tensor, temperatures: Sequence[float], *, differ: Tensor) -> ExponentShifts:
+    def offsets(cls, peaks: Tensor, temperatures: tuple[float, ...]) -> ExponentShifts:
+        """Offsets for tokens with ``peaks [S, n]``; the peaks where sums are not fused."""
+        if not _is_fused(peaks):
+            return cls(temperatures, peaks, None, exact=False)
+        exponents = peaks.double() * _slopes(temperatures)
+        offset = exponents.float().neg_()
+        return cls(temperatures, offset, exponents.add_(offset), exact=False)
+
+    @classmethod
+    def exactly(
+        cls, peaks: Tensor, temperatures: tuple[float, ...], *, differ: Tensor
+    ) -> ExponentShifts:
         """Shifts for tokens with ``peaks [S, n]``: zero if safe and useful, else the peak.
 
         Zero where the models ``differ``, bool ``[n]``, in their top token and fp32 holds the
         exponentials.
         """
-        on_cpu = peaks.device.type == "cpu" and peaks.dtype == torch.float32
-        if not (on_cpu and _differences_are_fused()):
-            return cls(peaks)
-        scale: Tensor | float = 1 / temperatures[0]
-        if len(set(temperatures)) > 1:
-            scale = torch.tensor(temperatures, dtype=torch.float64).reciprocal_().unsqueeze(1)
-        beside = (peaks * (scale * _LOG2_E)).sub_(_MIDDLE).abs_()
-        exp_shift = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
-        return cls(exp_shift, (peaks - exp_shift).double().mul_(scale).exp_())
+        if not _is_fused(peaks):
+            return cls(temperatures, peaks, None, exact=True)
+        slopes = _slopes(temperatures)
+        beside = (peaks * slopes).sub_(_MIDDLE).abs_()
+        shift = peaks.masked_fill((beside <= _REACH).logical_and_(differ), 0.0)
+        return cls(temperatures, shift, (peaks - shift).double().mul_(slopes), exact=True)
+
+    @cached_property
+    def _scale(self) -> Tensor | None:
+        return None if self.log2_scale is None else self.log2_scale.exp2()
+
+    def exponentiate(
+        self,
+        number: int,
+        logits: Tensor,
+        out: Tensor,
+        *,
+        workspace: Tensor,
+        sums: Tensor | None = None,
+    ) -> Tensor:
+        """Exponentials of softmax ``number`` of ``logits [n, V]`` into ``out``.
+
+        Row sums go to ``sums [n]`` fp64 if given. Leaves the exponents of two in ``workspace``,
+        shaped like ``out``, unless exact.
+        """
+        temperature, shift = self.temperatures[number], self.shift[number]
+        if self.exact:
+            exponentiate(logits, shift, temperature, out, workspace=workspace)
+        else:
+            slope = LOG2_E / temperature
+            if self.log2_scale is None:
+                torch.sub(logits, shift.unsqueeze(1), out=workspace).mul_(slope)
+            else:
+                torch.add(shift.unsqueeze(1), logits, alpha=slope, out=workspace)
+            torch.exp2(workspace, out=out)
+        if sums is not None:
+            row_sums(out, out=sums)
+        return out
 
     def relative_to_peaks_(self, sums: Tensor, softmaxes: tuple[int, ...]) -> Tensor:
         """Rescale sums ``[K, n]`` fp64 of exponentials to be relative to the peak, in place."""
-        if self.shift_scale is None:
+        if self._scale is None:
             return sums
-        in_order = softmaxes == tuple(range(self.shift_scale.shape[0]))
-        return sums.div_(self.shift_scale if in_order else self.shift_scale[list(softmaxes)])
+        in_order = softmaxes == tuple(range(len(self.temperatures)))
+        return sums.div_(self._scale if in_order else self._scale[list(softmaxes)])
 
     def normalisers(self, factors: Tensor) -> Tensor:
         """Convert ``factors [S, n]`` fp64, for exponentials relative to the peak, to these shifts.
 
         The result is in the dtype of the logits.
         """
-        return (factors if self.shift_scale is None else factors / self.shift_scale).to(
-            self.exp_shift.dtype
-        )
+        return (factors if self._scale is None else factors / self._scale).to(self.shift.dtype)
 
 
 def exponentiate(
-    logits: Tensor,
-    exp_shift: Tensor,
-    temperature: float,
-    out: Tensor,
-    *,
-    workspace: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Tensor:
-    """``e^((logits - exp_shift) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
+    logits: Tensor, shift: Tensor, temperature: float, out: Tensor, *, workspace: Tensor
+) -> None:
+    """Exact ``e^((logits - shift) / temperature)`` of ``[n, V]`` and ``[n]`` into ``out``.
 
-    Row sums go to ``sums [n]`` fp64 if given. Without a ``workspace`` shaped like ``out``, the
-    accuracy is half an ulp of the exponent.
+    Overwrites ``workspace``, shaped like ``out``.
     """
-    slope = _LOG2_E / temperature
-    exact = workspace is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
-    if not exact or bool(exp_shift.any()):
-        logits = torch.sub(logits, exp_shift.unsqueeze(1), out=out)
-    if workspace is None:
-        logits.mul_(slope).exp2_()
-    elif not exact:
+    slope = LOG2_E / temperature
+    with_rounding = logits.device.type == "cpu" and logits.dtype == torch.float32
+    if not with_rounding or bool(shift.any()):
+        logits = torch.sub(logits, shift.unsqueeze(1), out=out)
+    if not with_rounding:
         (logits if temperature == 1.0 else logits.mul_(1 / temperature)).exp_()
-    else:
-        gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
-        product = torch.mul(gap, slope, out=workspace)
-        # torch.sub with alpha is a fused multiply-add here: it gives the rounding error of the
-        # product.
-        added = torch.sub(product, gap, alpha=slope, out=gap)
-        product.exp2_()
-        torch.addcmul(product, product, added, value=-_LOG_2, out=out)
-    if sums is not None:
-        row_sums(out, out=sums)
-    return out
+        return
+    gap = torch.clamp(logits, min=-_UNDERFLOW / slope, out=out)
+    product = torch.mul(gap, slope, out=workspace)
+    # torch.sub with alpha is a fused multiply-add here: it gives the rounding error of the product.
+    added = torch.sub(product, gap, alpha=slope, out=gap)
+    product.exp2_()
+    torch.addcmul(product, product, added, value=-LOG_2, out=out)
+
+
+@cache
+def _slopes(temperatures: tuple[float, ...]) -> Tensor | float:
+    """Slopes as rounded to fp32, in fp64: one for all softmaxes, or ``[S, 1]``."""
+    slopes = torch.tensor([LOG2_E / one for one in temperatures]).double().unsqueeze(1)
+    return float(slopes[0]) if len(set(temperatures)) == 1 else slopes
+
+
+def _is_fused(logits: Tensor) -> bool:
+    """Whether torch.add and torch.sub with alpha are fused multiply-adds on these logits."""
+    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
+    return on_cpu and _differences_are_fused()
 
 
 @cache

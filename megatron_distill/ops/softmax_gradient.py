@@ -244,9 +244,13 @@ def difference_of_rows(
 ) -> Tensor:
     """``left left_factor - right right_factor`` of ``[N, V]`` and ``[N, 1]`` into ``out``.
 
-    Overwrites both; the products are rounded, see `scale_rows_`.
+    May overwrite ``left`` and ``right``. In fp64 the products are rounded, see `scale_rows_`; fp32
+    is for tokens with different models, and fuses the second product with the subtraction.
     """
-    return torch.sub(left.mul_(left_factor), right.mul_(right_factor), out=out)
+    left.mul_(left_factor)
+    if left.dtype == torch.float64:
+        return torch.sub(left, right.mul_(right_factor), out=out)
+    return torch.addcmul(left, right, right_factor, value=-1, out=out)
 
 
 def clear_rows_(values: Tensor, unused: Tensor) -> Tensor:

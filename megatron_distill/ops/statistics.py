@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.divergences import Model, WeightedDivergence
-from megatron_distill.ops.row_math import ExponentShifts, exponentiate, row_sums, row_top
+from megatron_distill.ops.row_math import LOG_2, ExponentShifts, row_sums, row_top
 from megatron_distill.ops.workspace import Scratch
 
 __all__ = [
@@ -95,14 +95,17 @@ class LocalStatistics:
     def exponent_shifts(self) -> ExponentShifts:
         """Shift of the exponentials of each softmax; valid once peaks have been measured."""
         models, softmaxes, logits = self.spec.models, self.spec.softmaxes, self.extremes
-        temperatures = [temperature for _, temperature in softmaxes]
+        temperatures = tuple(temperature for _, temperature in softmaxes)
         peaks = logits[: len(models)]
         if [model for model, _ in softmaxes] != list(models):
             peaks = torch.stack([logits[models.index(model)] for model, _ in softmaxes])
+        if not self.spec.terms:
+            return ExponentShifts(temperatures, peaks, None, exact=False)
         if not self.spec.exact:
-            return ExponentShifts(peaks)
+            return ExponentShifts.offsets(peaks, temperatures)
         teacher, at_top = models.index("teacher"), self.spec.extremes.index("teacher_at_top")
-        return ExponentShifts.of(peaks, temperatures, differ=logits[at_top] < logits[teacher])
+        differ = logits[at_top] < logits[teacher]
+        return ExponentShifts.exactly(peaks, temperatures, differ=differ)
 
     def made_whole(
         self, value: Tensor, term: WeightedDivergence, top_ratio: Tensor, factor: Tensor
@@ -256,27 +259,29 @@ def measure_block(local: LocalStatistics, logits: Mapping[Model, Tensor], scratc
     """
     spec, statistics = local.spec, local.rows
     _measure_extremes(local, logits)
+    shifts = local.exponent_shifts
     rows = logits["student"].shape[0]
     workspace = scratch.take("workspace", rows)
-    overwritten = workspace if spec.exact else None
-    for (model, temperature), exp_shift in zip(
-        spec.softmaxes, local.exponent_shifts.exp_shift, strict=True
-    ):
+    for number, (model, temperature) in enumerate(spec.softmaxes):
         buffer = scratch.take(f"{model}@{temperature}", rows)
         mass = statistics[f"{model}_mass@{temperature}"]
-        exponentiate(
-            logits[model], exp_shift, temperature, buffer, workspace=overwritten, sums=mass
-        )
+        shifts.exponentiate(number, logits[model], buffer, workspace=workspace, sums=mass)
         if spec.full and temperature == 1.0:
-            peak = local.extremes[spec.extremes.index(f"{model}_peak")].unsqueeze(1)
-            torch.sub(logits[model], peak, out=workspace)
+            if spec.exact:
+                peak = local.extremes[spec.extremes.index(f"{model}_peak")].unsqueeze(1)
+                torch.sub(logits[model], peak, out=workspace)
             if spec.infinite:
                 workspace.clamp_(min=_lowest(workspace.dtype))
-            row_sums(workspace.mul_(buffer), out=statistics[f"{model}_log"])
+            log = row_sums(workspace.mul_(buffer), out=statistics[f"{model}_log"])
+            if not spec.exact:
+                # The workspace held logarithms to base two of the exponentials.
+                if shifts.log2_scale is not None:
+                    log.addcmul_(mass, shifts.log2_scale[number], value=-1)
+                log.mul_(LOG_2)
     for temperature in spec.ratio_temperatures:
         teacher = scratch.take(f"teacher@{temperature}", rows)
         _sum_gaps(teacher, logits, workspace, statistics[f"ratio@{temperature}"], spec.infinite)
-    sums = local.exponent_shifts.relative_to_peaks_(local.sums, spec.summed_softmaxes)
+    sums = shifts.relative_to_peaks_(local.sums, spec.summed_softmaxes)
     ratios = len(spec.ratio_temperatures)
     if spec.infinite and ratios:
         # Products may overflow where the student has no probability.

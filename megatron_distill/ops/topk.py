@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.ops.row_math import descending, exponentiate, keys_of, packed, places_of
+from megatron_distill.ops.row_math import LOG2_E, descending, keys_of, packed, places_of
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Scratch, accumulation_dtype, load_logits, row_blocks
 from megatron_distill.signals import LogitRule, TopK
@@ -241,7 +241,7 @@ def _measure(
     peak.copy_(logits.amax(1).clamp_(min=torch.finfo(peak.dtype).min / 4))
     for temperature, mass in zip(temperatures, masses, strict=True):
         buffer = scratch.take("exponentials", logits.shape[0])
-        exponentiate(logits, peak, temperature, buffer)
+        torch.sub(logits, peak.unsqueeze(1), out=buffer).mul_(LOG2_E / temperature).exp2_()
         torch.sum(left.zero_columns_(buffer), 1, out=mass)
     # Where the top-k ids have nearly all mass, the remaining exponentials underflow, and the loss
     # would be infinite.

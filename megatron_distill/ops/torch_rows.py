@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_distill.ops.adaptive_kl import TeacherBlock, head_share
 from megatron_distill.ops.divergences import Classes, Model, WeightedDivergence
 from megatron_distill.ops.normalizers import Normalizers
-from megatron_distill.ops.row_math import exponentiate, row_sums
+from megatron_distill.ops.row_math import row_sums
 from megatron_distill.ops.softmax_gradient import (
     SoftmaxWeights,
     clear_rows_,
@@ -57,14 +57,13 @@ class Block:
 
     def exponentiate(self, softmaxes: Sequence[Softmax]) -> None:
         """Fill the buffers with exponentials, as `measure_block` does."""
-        workspace = self._buffer("workspace") if self.spec.exact else None
-        exp_shifts = dict(
-            zip(self.spec.softmaxes, self.local.exponent_shifts.exp_shift.unbind(), strict=True)
-        )
-        for model, temperature in softmaxes:
-            buffer = self.scratch.take(f"{model}@{temperature}", self._size)
-            exp_shift = exp_shifts[model, temperature]
-            exponentiate(self.logits[model], exp_shift, temperature, buffer, workspace=workspace)
+        for softmax in softmaxes:
+            model, temperature = softmax
+            buffer, workspace = self._buffer(f"{model}@{temperature}"), self._buffer("workspace")
+            number = self.spec.softmaxes.index(softmax)
+            self.local.exponent_shifts.exponentiate(
+                number, self.logits[model], buffer, workspace=workspace
+            )
 
     def classes(self, temperature: float, *, prefix: str = "") -> Classes:
         """Probabilities, in place of the exponentials; ``prefix`` is of workspace names."""
@@ -158,7 +157,7 @@ class Block:
     def _linear_gradient(self, weights: SoftmaxWeights, out: Tensor | None) -> Tensor:
         """Gradient of forward KL, labels and top-k ids at one temperature.
 
-        It is written to ``out`` if it is the difference of both models' probabilities.
+        It is written to ``out``, if given, with forward KL.
         """
         temperature = weights.temperature
         gradient = self.scratch.take(f"student@{temperature}", self._size)
@@ -168,8 +167,7 @@ class Block:
         elif weights.teacher is None:
             scale_softmax_(gradient, weights, self._buffer, factor=factor)
         else:
-            place = gradient if out is None or weights.scatter else out
-            gradient = self._difference(weights, weights.teacher, place)
+            gradient = self._difference(weights, weights.teacher, gradient if out is None else out)
         for columns, added in weights.scatter:
             gradient.scatter_add_(1, columns, added)
         return gradient
@@ -216,8 +214,6 @@ class Block:
                 scale_rows_(q_times_slope, nonlinear.weight, sparse=sparse)
             total = q_times_slope if total is None else total.add_(q_times_slope)
         assert total is not None
-        if weights.tail_weights or weights.teacher is not None or weights.scatter:
-            out = None
         if weights.tail_weights:
             gradient = total.add_(
                 scale_softmax_(classes.student, weights, self._buffer, student=rest)
