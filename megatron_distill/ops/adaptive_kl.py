@@ -2,7 +2,9 @@
 
 The tail is the least probable ids whose masses, added up from the smallest, stay within a bound;
 ties go by the lowest id. The boundary is found by a radix search: eight bits of the logits at a
-time, with the masses of each bin summed over the ranks. On one CPU rank the vocabulary is sorted.
+time, with the masses of each bin summed over the ranks. Masses are integers there, whose sums are
+the same bits in any order: of a GPU's atomics, and of any split. On one CPU rank the vocabulary is
+sorted.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ __all__ = ["TeacherBlock", "head_share"]
 
 _BITS = 8
 _BINS = 1 << _BITS
+# Integer mass of probability one: finer than fp32 probabilities, and its multiples fit in int64.
+_ONE = 1 << 52
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ def _gaps_alone(block: TeacherBlock, head_mass: float) -> Tensor:
     return _split(gap.gather(1, ids), is_tail)
 
 
+def _integer(probabilities: Tensor) -> Tensor:
+    return probabilities.double().mul_(_ONE).round_().long()
+
+
 @dataclass(frozen=True)
 class _Boundary:
     """Keys below ``key [N]`` are tail, and so are the first ``ties [N]`` keys equal to it here."""
@@ -93,22 +101,23 @@ class _Boundary:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> _Boundary:
-        below = torch.zeros(tokens, 1, dtype=torch.float64, device=device)
+        bound = int(head_mass * _ONE)
+        below = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
         prefix = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
         tied = below
         for shift in range(32 - _BITS, -1, -_BITS):
-            masses = torch.zeros(tokens, _BINS, dtype=torch.float64, device=device)
+            masses = torch.zeros(tokens, _BINS, dtype=torch.int64, device=device)
             for block in blocks():
-                keys, mass = keys_of(block.logits), block.teacher.double()
+                keys, mass = keys_of(block.logits), _integer(block.teacher)
                 if shift == 32 - _BITS:
                     bins = (keys >> shift) + _BINS // 2
                 else:
                     bins = (keys >> shift) & (_BINS - 1)
-                    mass.masked_fill_((keys >> (shift + _BITS)) != prefix[block.rows], 0.0)
+                    mass.masked_fill_((keys >> (shift + _BITS)) != prefix[block.rows], 0)
                 masses[block.rows] = masses[block.rows].scatter_add_(1, bins.long(), mass)
             masses = gather_ranks(masses, group).sum(0)
             reached = below + masses.cumsum(1)
-            chosen = (reached <= head_mass).sum(1, keepdim=True).clamp_(max=_BINS - 1)
+            chosen = (reached <= bound).sum(1, keepdim=True).clamp_(max=_BINS - 1)
             tied = masses.gather(1, chosen)
             below = reached.gather(1, chosen) - tied
             first = shift == 32 - _BITS
@@ -117,9 +126,10 @@ class _Boundary:
         for block in blocks():
             counts[block.rows] = (keys_of(block.logits) == prefix[block.rows]).sum(1)
         every = gather_ranks(counts, group)
-        each = tied.squeeze(1) / every.sum(0).clamp(min=1)
-        room = (head_mass - below.squeeze(1)) / each.clamp_min(1e-300)
-        fitting = torch.minimum(room.clamp(min=0).floor(), every.sum(0).double()).long()
+        # Equal logits have equal masses.
+        each = tied.squeeze(1) // every.sum(0).clamp(min=1)
+        room = (bound - below.squeeze(1)).clamp_(min=0) // each.clamp(min=1)
+        fitting = torch.minimum(room, every.sum(0))
         rank = 0 if group is None else dist.get_rank(group)
         ties = (fitting - every[:rank].sum(0)).clamp(min=0)
         return cls(prefix, ties)
