@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from megatron_distill.data.samples import WEIGHT_UNITS, Sample, SampleSource, St
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
-from megatron_distill.runtime.groups import Groups
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.groups import Groups
 
 
 class StepLoader:
