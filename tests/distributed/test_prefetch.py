@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,3 +84,29 @@ def test_the_world_works_on_after_an_end_in_the_middle(pool: Pool, tmp_path: Pat
     for first, second in pool.run(4, end_early, SourceSpec("jsonl", (str(path),))):
         assert first == second
         assert len(first) == 2 * ROWS // 4
+
+
+def sockets_of_a_group(rank: int, world_size: int, lazily: bool) -> int:
+    """Sockets that this process has opened for the group of the batches after two broadcasts."""
+
+    def count() -> int:
+        files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum(str(path.readlink()).startswith("socket:") for path in files)
+
+    before = count()
+    with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": str(int(lazily))}):
+        group = exchange_group(timeout_seconds=60.0)
+    for _ in range(2):
+        dist.broadcast(torch.zeros(8), group=group, group_src=0)
+    dist.barrier()
+    opened = count() - before
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return opened
+
+
+def test_ranks_connect_with_those_they_exchange_batches_with(pool: Pool) -> None:
+    # On GPUs `prepare_collectives` sets the variable: a mesh has N * (N - 1) ends, a tree 2 * N.
+    mesh, tree = (sum(pool.run(4, sockets_of_a_group, lazily)) for lazily in (False, True))
+    assert mesh >= 12
+    assert tree <= mesh - 4
