@@ -60,7 +60,6 @@ class OwnStep:
     teacher: OnlineTeacher
     objective: TokenObjective
     training: TrainingState
-    timers: PhaseTimers
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
@@ -69,19 +68,21 @@ class OwnStep:
 
     def step(self, batches: StepBatches) -> StepFigures:
         """Do the training loop's work between two batches of the loader."""
-        with self.timers.phase(TEACHER):
+        timers = self.student.timers
+        timers.start_step()
+        with timers.phase(TEACHER):
             signals = self.teacher.signals(batches.micro_batches)
         report = train_step(
             self.student,
             self.training.optimizer,
             self.training.schedule,
-            self.timers.of_teacher(signals),
+            timers.of_teacher(signals),
             [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )
-        teacher_seconds = self.timers.read()[TEACHER]
-        return StepFigures(report.values["ce"], report.values["kd"], teacher_seconds)
+        phases = timers.end_step()
+        return StepFigures(report.values["ce"], report.values["kd"], phases[TEACHER])
 
 
 def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnStep:
@@ -91,9 +92,10 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
     length = case.workload.sequence_length
     chunks = random_gpt(shape, run, groups=groups, seed=STUDENT_SEED)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
-    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
+    timers = PhaseTimers(device)
+    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step, timers=timers)
     return OwnStep(
-        student=Student(chunks, wrapped, groups, length),
+        student=Student(chunks, wrapped, groups, length, timers),
         teacher=build_teacher(case, groups=groups, device=device),
         objective=MarkedObjective(
             ce_weight=1.0,
@@ -105,7 +107,6 @@ def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnSt
             groups=groups,
         ),
         training=training_state(wrapped, dtype=run.dtype),
-        timers=PhaseTimers(device),
     )
 
 

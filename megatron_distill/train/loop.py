@@ -23,7 +23,9 @@ from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
 from megatron_distill.train.metrics import MetricsLog, public_names
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.phase_timers import TEACHER, PhaseTimers
+from megatron_distill.train.phase_report import PhaseReports
+from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
+from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.throughput import Throughput, peak_memory_bytes
@@ -105,7 +107,8 @@ class Parts:
     held_out: HeldOut
     metrics: MetricsLog
     throughput: Throughput
-    timers: PhaseTimers
+    reports: PhaseReports
+    profiler: StepProfiler
     device: torch.device
 
 
@@ -149,23 +152,29 @@ def _train(
     garbage: StepGarbage,
 ) -> bool:
     """Step until the last step or until a signal; return whether a signal was the reason."""
-    state = parts.state
+    state, timers = parts.state, parts.state.student.timers
     watch = ClampWatch(parts.balancing.ratios.clamp)
     stopping = False
     while state.step < plan.steps and not stopping:
         step = state.step + 1
+        parts.profiler.before_step(step)
         started = time.perf_counter()
-        batches = parts.loader.take(step)
-        report, balance, teacher_seconds = _distil(parts, batches, plan)
+        timers.start_step()
+        with timers.phase(DATA):
+            batches = parts.loader.take(step)
+        report, balance = _distil(parts, batches, plan)
         state.advance(batches, applied=report.applied)
         _check_step(report, batches, state, plan)
         if report.applied and torch.distributed.get_rank() == 0:
             for warning in watch.observe(balance):
                 _LOGGER.warning("%s", warning)
-        stopping, peak_bytes = _vote(termination, log, parts.device)
+        with timers.phase(COMMUNICATION):
+            stopping, peak_bytes = _vote(termination, log, parts.device)
+        phases = timers.end_step()
         seconds = time.perf_counter() - started
         last = step == plan.steps
-        record = _record(parts, report, seconds, teacher_seconds, peak_bytes)
+        parts.profiler.after_step(step)
+        record = _record(parts, report, seconds, phases, peak_bytes)
         log.write({**record, "balance": dict(balance)} if balance else record)
         if parts.held_out.steps and (last or _due(step, plan.validation_interval)):
             log.write({"step": step, "validation": _validation(parts)})
@@ -207,9 +216,9 @@ def _due(step: int, interval: int) -> bool:
 
 def _distil(
     parts: Parts, batches: StepBatches, plan: LoopPlan
-) -> tuple[StepReport, Mapping[str, float], float]:
-    """Return the step's report, its logged weights and the teacher's time in seconds."""
-    state, timers = parts.state, parts.timers
+) -> tuple[StepReport, Mapping[str, float]]:
+    """Return the step's report and its logged weights."""
+    state = parts.state
     signals = _signals(parts, batches)
     balanced = parts.balancing.prepare(
         state.student,
@@ -231,12 +240,12 @@ def _distil(
     state.balance, report = parts.balancing.finish(
         balanced, report, groups=state.student.groups, device=parts.device
     )
-    return report, balanced.logged, timers.read().get(TEACHER, 0.0)
+    return report, balanced.logged
 
 
 def _signals(parts: Parts, batches: StepBatches) -> Signals:
     """Return the teacher's signals; those computed during the schedule are timed there."""
-    micro_batches, timers = batches.micro_batches, parts.timers
+    micro_batches, timers = batches.micro_batches, parts.state.student.timers
     if parts.teacher is None:
         return [None] * len(micro_batches)
     with timers.phase(TEACHER):
@@ -280,10 +289,11 @@ def _record(
     parts: Parts,
     report: StepReport,
     seconds: float,
-    teacher_seconds: float,
+    phases: Mapping[str, float],
     peak_bytes: int,
 ) -> dict[str, object]:
     state, values = parts.state, public_names(report.values)
+    milliseconds = {phase: 1000.0 * time for phase, time in phases.items()}
     record: dict[str, object] = {
         "step": state.step,
         "tokens": state.tokens,
@@ -294,7 +304,9 @@ def _record(
         "learning_rate": report.learning_rate,
         **parts.throughput.figures(seconds),
         "step_seconds": seconds,
-        "teacher_seconds": teacher_seconds,
+        "teacher_seconds": phases[TEACHER],
+        "timers": milliseconds,
+        **parts.reports.after_step(state.step, milliseconds),
         "peak_memory_bytes": peak_bytes,
         **values,
     }

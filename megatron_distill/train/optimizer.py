@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.phase_timers import MegatronTimers, PhaseTimers
 
 _DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
@@ -126,8 +127,9 @@ def connect_schedule(
     config: OptimizerConfig,
     *,
     positions: int,
+    timers: PhaseTimers | None = None,
 ) -> None:
-    """Set the loss scaling and the gradient communication of Megatron's schedules.
+    """Set the loss scaling, the gradient communication and the timers of Megatron's schedules.
 
     The objective is a mean already. Megatron's experts scale their auxiliary loss by their number
     of tokens and expect a division by the global number. The loss function therefore returns
@@ -136,6 +138,7 @@ def connect_schedule(
     model_config = wrapped[0].config
     model_config.grad_scale_func = _Division(1.0 / positions)
     model_config.finalize_model_grads_func = _finalise
+    model_config.timers = None if timers is None else MegatronTimers(timers)
     if config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         start = [chunk.start_grad_sync for chunk in wrapped]

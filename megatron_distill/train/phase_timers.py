@@ -3,51 +3,98 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
 import torch
+from torch.profiler import record_function
 
 from megatron_distill.signals import OnDemand, Signal, Signals, WithFeatures
 
+DATA = "data"
 TEACHER = "teacher"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer"
+OTHER = "other"
+PHASES: Final = (DATA, TEACHER, FORWARD, LOSS, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER)
 
 
 class PhaseTimers:
-    """Sums the durations of named phases until they are read.
+    """Divides the time of a step into phases, which add up to the step.
 
-    On CUDA a phase is measured between two events on the current stream, because the host only
-    launches the work. Recording does not wait for the device; `read` waits for the last event, so
-    read after the step's own synchronisation.
+    A phase within another one interrupts it: a live teacher that runs in the student's forward step
+    counts as the teacher's alone. Time outside of all phases is `OTHER`. Nothing is measured
+    outside of a step. On CUDA an event on the current stream marks every change of phase, because
+    the host only launches the work; recording does not wait for the device.
+
+    Attributes:
+        annotates: whether phases are ranges of torch's profiler too.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.annotates = False
+        self._on_cuda = device.type == "cuda"
+        self._runs = False
+        self._phases: list[str] = []
+        self._ranges: list[record_function | None] = []
+        self._changes: list[tuple[str, float]] = []
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._unused: list[torch.cuda.Event] = []
+
+    def start_step(self) -> None:
+        """Begin a step; one that an error has left unfinished is forgotten."""
+        for marks in (self._phases, self._ranges, self._changes, self._events):
+            marks.clear()
+        self._runs = True
+        self._change(OTHER)
+
+    def end_step(self) -> dict[str, float]:
+        """End the step; return the seconds of each phase, in the order of `PHASES`.
+
+        On CUDA it waits for the step's last event: call after the step's own synchronisation.
+        """
+        assert not self._phases, f"{self._phases[-1]} has not ended"
+        self._change(OTHER)
+        self._runs = False
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for (phase, start), (_, end) in pairwise(self._changes):
+            seconds[phase] += end - start
+        if self._on_cuda:
+            self._events[-1][1].synchronize()
+            for (phase, began), (_, ended) in pairwise(self._events):
+                seconds[phase] += began.elapsed_time(ended) / 1000.0
+            self._unused += [event for _, event in self._events]
+        return seconds
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        if self._runs:
+            self._phases.append(phase)
+            self._change(phase)
+            self._ranges.append(record_function(phase) if self.annotates else None)
+            if (entered := self._ranges[-1]) is not None:
+                entered.__enter__()
+
+    def leave(self) -> None:
+        """End the phase begun last, and continue the one around it."""
+        if self._runs:
+            if (left := self._ranges.pop()) is not None:
+                left.__exit__(None, None, None)
+            self._phases.pop()
+            self._change(self._phases[-1] if self._phases else OTHER)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a phase."""
-        if self._device.type == "cuda":
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            started.record()
-            yield
-            ended.record()
-            self._events.append((name, started, ended))
-        else:
-            begin = time.perf_counter()
-            yield
-            self._add(name, time.perf_counter() - begin)
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last read."""
-        for name, started, ended in self._events:
-            ended.synchronize()
-            self._add(name, started.elapsed_time(ended) / 1000.0)
-        self._events.clear()
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+        """Count the block as a phase; after an error the step does not end."""
+        self.enter(name)
+        yield
+        self.leave()
 
     def of_teacher(self, signals: Signals) -> Signals:
         """Return the same signals; the time to compute those taken counts as the teacher's."""
@@ -58,5 +105,45 @@ class PhaseTimers:
 
         return OnDemand(len(signals), timed)
 
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+    def _change(self, phase: str) -> None:
+        """Count the time from now on as a phase's."""
+        if self._on_cuda:
+            event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+        else:
+            self._changes.append((phase, time.perf_counter()))
+
+
+# Timers of Megatron-Core's schedules. The rest of a schedule waits for other stages and sums
+# gradients over ranks, as far as the backward pass does not hide it.
+_OF_MEGATRON: Final[Mapping[str, str]] = {
+    "forward-backward": COMMUNICATION,
+    "forward-compute": FORWARD,
+    "backward-compute": BACKWARD,
+}
+
+
+@dataclass(frozen=True)
+class MegatronTimers:
+    """Phases in the form of `megatron.core.timers.Timers`, for the configuration of a model."""
+
+    timers: PhaseTimers
+
+    def __call__(self, name: str, log_level: int | None = None) -> _MegatronTimer:  # noqa: ARG002
+        """Return the timer of this name; one that is no phase does nothing."""
+        return _MegatronTimer(self.timers, _OF_MEGATRON.get(name))
+
+
+@dataclass(frozen=True)
+class _MegatronTimer:
+    timers: PhaseTimers
+    phase: str | None
+
+    def start(self, barrier: bool = False) -> None:  # noqa: ARG002 - ranks are not held up
+        if self.phase is not None:
+            self.timers.enter(self.phase)
+
+    def stop(self, barrier: bool = False) -> None:  # noqa: ARG002
+        if self.phase is not None:
+            self.timers.leave()

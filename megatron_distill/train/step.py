@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_distill.train.objective import (
     reduce_report,
 )
 from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
+from megatron_distill.train.phase_timers import COMMUNICATION, LOSS, OPTIMIZER, PhaseTimers
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
 
@@ -76,12 +77,16 @@ _Item = tuple[int, Batch, MicroBatchObjective]
 
 @dataclass(frozen=True)
 class Student:
-    """The trained model: its chunks as Megatron-Core modules and as data-parallel wrappers."""
+    """The trained model: its chunks as Megatron-Core modules and as data-parallel wrappers.
+
+    The schedule's phases are measured if `connect_schedule` was given the same timers.
+    """
 
     chunks: Sequence[HiddenStateGPT]
     wrapped: Sequence[DistributedDataParallel]
     groups: Groups
     sequence_length: int
+    timers: PhaseTimers = field(default_factory=lambda: PhaseTimers(torch.device("cpu")))
 
     @property
     def head(self) -> MainGradientHead:
@@ -119,20 +124,28 @@ def _forward(
     )
     signal = given.signal if isinstance(given, WithFeatures) else given
     return hidden_sbh, partial(
-        _loss, objective=objective, head=student.head, batch=batch, signal=signal, step=step
+        _loss,
+        timers=student.timers,
+        objective=objective,
+        head=student.head,
+        batch=batch,
+        signal=signal,
+        step=step,
     )
 
 
 def _loss(
     hidden_sbh: Tensor,
     *,
+    timers: PhaseTimers,
     objective: MicroBatchObjective,
     head: Head,
     batch: Batch,
     signal: Signal | None,
     step: StepBatches,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total, report = objective(hidden_sbh, head, batch, signal, step)
+    with timers.phase(LOSS):
+        total, report = objective(hidden_sbh, head, batch, signal, step)
     positions = total.new_full((), batch.tokens_bs.numel(), dtype=torch.int)
     return total * step.positions, positions, {**report, "total": total.detach()}
 
@@ -195,13 +208,14 @@ def run_student(
         forward_only=forward_only,
         feature_gradients=feature_gradients,
     )
-    means = reduce_report(
-        reports,
-        names=objectives[0].report_names,
-        source_names=objectives[0].source_report_names,
-        groups=student.groups,
-        device=step.micro_batches[0].tokens_bs.device,
-    )
+    with student.timers.phase(COMMUNICATION):
+        means = reduce_report(
+            reports,
+            names=objectives[0].report_names,
+            source_names=objectives[0].source_report_names,
+            groups=student.groups,
+            device=step.micro_batches[0].tokens_bs.device,
+        )
     features = objectives[0].features
     if features is not None:
         means |= features.finish()
@@ -224,30 +238,34 @@ def train_step(
     A loss or gradient that is not finite leaves weights, optimizer states and the learning-rate
     schedule unchanged, and the feature projectors with their optimizer too.
     """
-    for chunk in student.wrapped:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
+    timers = student.timers
     projectors = objectives[0].features.projectors if objectives[0].features else None
-    if projectors is not None:
-        projectors.zero_gradients()
+    with timers.phase(OPTIMIZER):
+        for chunk in student.wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        if projectors is not None:
+            projectors.zero_gradients()
     means = run_student(student, signals, objectives, step)
     if projectors is not None:
-        means[PROJECTOR_NORM] = projectors.reduce_gradients()
+        with timers.phase(COMMUNICATION):
+            means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
     projector_norm = values.get(PROJECTOR_NORM, 0.0)
     terms = [term.name for term in objectives[0].terms]
     sources = step_figures(values, step, objectives[0].source_names, terms=terms)
     learning_rate = float(optimizer.param_groups[0]["lr"])
-    update = apply_gradients(
-        optimizer,
-        clip_grad_norm=clip_grad_norm,
-        loss_is_finite=math.isfinite(values["total"]) and math.isfinite(projector_norm),
-    )
-    if update.applied:
-        if projectors is not None:
-            projectors.apply_gradients(schedule, norm=projector_norm)
-        # As in Megatron's loop, an update's rate is computed from the number of updates before it.
-        schedule.step(1)
+    with timers.phase(OPTIMIZER):
+        update = apply_gradients(
+            optimizer,
+            clip_grad_norm=clip_grad_norm,
+            loss_is_finite=math.isfinite(values["total"]) and math.isfinite(projector_norm),
+        )
+        if update.applied:
+            if projectors is not None:
+                projectors.apply_gradients(schedule, norm=projector_norm)
+            # As in Megatron's loop, an update's rate is computed from the number of updates before.
+            schedule.step(1)
     return StepReport(values, update.grad_norm, learning_rate, update.applied, sources)
 
 

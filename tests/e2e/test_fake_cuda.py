@@ -64,6 +64,12 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "Gemma-like": ("dense", 0, 1, GEMMA),
     "dropout": ("dense", 0, 1, ("student.architecture.hidden_dropout=0.1",)),
     "five terms TP2": ("dense", 1, 2, (TERMS, TENSOR)),
+    "phases of all ranks": (
+        "dense",
+        1,
+        2,
+        ("logging.timers_interval=1", "logging.straggler_interval=2"),
+    ),
     "states": ("dense", 1, 2, (STATES, LINEAR, TENSOR, SEQUENCE)),
     "states, first stage": ("dense", 0, 2, (STATES, LINEAR, PIPELINE)),
     "maps CP2": ("dense", 1, 2, (MAPS, CONTEXT)),

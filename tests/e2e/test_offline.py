@@ -20,7 +20,7 @@ K = 12
 FIRST, LAST = 1e-6, 1e-4
 # Seconds, bytes and what a live teacher costs are not what a course is compared by.
 MEASURED = {
-    *("step_seconds", "teacher_seconds", "tokens_per_second", "peak_memory_bytes"),
+    *("step_seconds", "teacher_seconds", "timers", "tokens_per_second", "peak_memory_bytes"),
     *("model_flops_per_second", "tflops_per_device", "mfu"),
 }
 ALL_TERMS = f"""objective.terms=[

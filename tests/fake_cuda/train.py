@@ -63,5 +63,6 @@ def _train(config: RunConfig, seen: Seen) -> bool:
             seen.is_watching = False
 
     patch.object(loop, "_distil", watched).start()
+    patch.object(torch.cuda.Event, "synchronize", lambda _: seen.note(seen.waits)).start()
     with mode:
         return assembly.run_training(config, CUDA, TerminationRequest())

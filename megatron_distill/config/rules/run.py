@@ -279,6 +279,25 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
             yield without_effect(key, value, "with checkpoint.save = false", instead=nothing)
 
 
+def _profile(config: RunConfig) -> Iterator[Problem]:
+    profile = config.profile
+    for name, least, count in (("steps", 1, "counted from 1"), ("ranks", 0, "counted from 0")):
+        key, values = f"profile.{name}", list(getattr(profile, name))
+        if min(values, default=least) < least or len(set(values)) < len(values):
+            yield Problem((key,), f"{key} = {values}: name each of the {name}, {count}, once")
+    train, steps = config.train, profile.steps
+    if train.epochs is None and steps and min(steps) > train.steps:
+        steps_text = f"because train.steps = {train.steps}"
+        yield without_effect("profile.steps", list(steps), steps_text, instead=())
+    for name, default in (
+        ("ranks", (0,)), ("memory_snapshot", False), ("shapes", False), ("stacks", False),
+    ):  # fmt: skip
+        value = getattr(profile, name)
+        if not steps and value != default:
+            key = f"profile.{name}"
+            yield without_effect(key, value, "without profile.steps", instead=default)
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     job_problems,
     store_problems,
@@ -292,6 +311,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _batch,
     _validation,
     _checkpoint,
+    _profile,
 )
 
 

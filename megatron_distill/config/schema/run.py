@@ -15,6 +15,7 @@ from megatron_distill.config.schema.training import (
     LoggingConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RuntimeConfig,
     ScheduleConfig,
     TrainConfig,
@@ -85,6 +86,9 @@ class RunConfig(JobConfig):
         default=CheckpointConfig(), description="Saving and resuming."
     )
     logging: LoggingConfig = Field(default=LoggingConfig(), description="Outputs of the metrics.")
+    profile: ProfileConfig = Field(
+        default=ProfileConfig(), description="Traces and memory snapshots of chosen steps."
+    )
 
     @property
     def folder(self) -> str:

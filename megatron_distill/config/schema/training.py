@@ -1,4 +1,4 @@
-"""The sections `optimizer`, `schedule`, `train` and `validation`."""
+"""The sections of training, its outputs, its layout and its processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "LoggingConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ProfileConfig",
     "RuntimeConfig",
     "ScheduleConfig",
     "StageLayersConfig",
@@ -215,6 +216,42 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = Field(
         default=None, description="Log to wandb (extra: wandb); null: off."
     )
+    timers_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between log lines with the mean time of each phase, smallest and "
+        "largest over the ranks; 0: none. `metrics.jsonl` has rank 0's phases of every step.",
+    )
+    straggler_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between log lines with the slowest rank of each phase, compared with "
+        "the ranks of its pipeline stage; 0: none.",
+    )
+
+
+class ProfileConfig(Section):
+    """Traces of chosen steps, in `output/profile`."""
+
+    steps: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[[10, 11, 12]],
+        description="Steps to profile, counted from 1; consecutive ones share a file. Each step "
+        "before these warms the profiler up. Empty: none.",
+    )
+    ranks: tuple[int, ...] = Field(
+        default=(0,),
+        strict=False,
+        min_length=1,
+        description="Ranks that write a trace: a Chrome trace (`json.gz`) for Perfetto.",
+    )
+    memory_snapshot: bool = Field(
+        default=False,
+        description="Write snapshots of the CUDA allocator too, for pytorch.org/memory_viz.",
+    )
+    shapes: bool = Field(default=False, description="Record the shapes of operands.")
+    stacks: bool = Field(default=False, description="Record Python's stacks.")
 
 
 class StageLayersConfig(Section):

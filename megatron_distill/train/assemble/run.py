@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
+    LoggingConfig,
+    ProfileConfig,
     RunConfig,
     TrainConfig,
     run_rows,
@@ -47,7 +49,9 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
+from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import PhaseTimers
+from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
@@ -133,7 +137,8 @@ def _assemble(
             num_devices=groups.world.size(),
             device=device.torch_device,
         ),
-        timers=PhaseTimers(device.torch_device),
+        reports=_phase_reports(config.logging, groups, device),
+        profiler=_open_profiler(config.output, config.profile, state.student, device, resources),
         device=device.torch_device,
     )
     return parts, loop_plan(config)
@@ -191,12 +196,14 @@ def _build_state(config: RunConfig, opened: OpenRun, groups: Groups) -> RunState
     if features is not None:
         features.attach(chunks)
     wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
-    connect_schedule(wrapped, config.optimizer, positions=config.train.global_batch_size * length)
+    positions = config.train.global_batch_size * length
+    timers = PhaseTimers(opened.execution.device)
+    connect_schedule(wrapped, config.optimizer, positions=positions, timers=timers)
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.schedule, dtype=opened.execution.dtype
     )
     return RunState(
-        student=Student(chunks, wrapped, groups, length),
+        student=Student(chunks, wrapped, groups, length, timers),
         optimizer=optimizer,
         schedule=build_schedule(
             optimizer, config.optimizer, config.schedule, steps=config.train.steps
@@ -347,6 +354,33 @@ def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
             )
             sinks.append(progress)
         return MetricsLog(sinks)
+
+
+def _phase_reports(logging: LoggingConfig, groups: Groups, device: Device) -> PhaseReports:
+    return PhaseReports(
+        timers_interval=logging.timers_interval,
+        straggler_interval=logging.straggler_interval,
+        stage=groups.pipeline.rank(),
+        device=device.torch_device,
+    )
+
+
+def _open_profiler(
+    output: str,
+    section: ProfileConfig,
+    student: Student,
+    device: Device,
+    resources: ExitStack,
+) -> StepProfiler:
+    """Return the profiler of `profile.steps`; it is closed with the resources."""
+    profiler = StepProfiler(
+        Path(output) / "profile",
+        **section.model_dump(),
+        timers=student.timers,
+        device=device.torch_device,
+    )
+    resources.callback(profiler.close)
+    return profiler
 
 
 def loop_plan(config: RunConfig) -> LoopPlan:

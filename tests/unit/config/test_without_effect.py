@@ -82,6 +82,13 @@ validation.interval=5
     -> validation.interval = 5 has no effect with validation.samples = 0
 checkpoint={save: false, interval: 5}
     -> checkpoint.interval = 5 has no effect with checkpoint.save = false
+profile={ranks: [1], memory_snapshot: true, shapes: true, stacks: true}
+    -> profile.ranks = [1] has no effect without profile.steps
+    -> profile.memory_snapshot = true has no effect without profile.steps
+    -> profile.shapes = true has no effect without profile.steps
+    -> profile.stacks = true has no effect without profile.steps
+profile.steps=[7, 8]
+    -> profile.steps = [7, 8] has no effect because train.steps = 3
 student.architecture={positions: learned, rope_scaling: {kind: linear, factor: 2}}
     -> student.architecture.rope_scaling = 'linear' has no effect with
        student.architecture.positions = 'learned'

@@ -1,0 +1,212 @@
+"""The phases of real runs: they add up to the step, a trace shows them, a slow rank is named.
+
+Regimes: the teacher in the student's forward step and before it; virtual stages, whose first has no
+loss; a loss that a timer, a trace or a gather between steps changes; a slow rank whose peers wait.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_distill import log
+from megatron_distill.train.phase_timers import PhaseTimers
+from tests.distributed.pool import Pool
+from tests.e2e.runs import SECONDS, Inputs, course, quick_and_slow, run, step_records, train_here
+
+STEPS, MICRO_BATCHES = 6, 4
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
+WATCHED = (
+    "logging.timers_interval=2", "logging.straggler_interval=3",
+    "profile={steps: [2, 4, 5], ranks: [0, 7]}",
+)  # fmt: skip
+PIPELINE = ("parallel.pipeline=2", "parallel.virtual_pipeline=2")
+# World, overrides, and the ranges of a step on rank 0.
+CASES: dict[str, tuple[int, Sequence[str], dict[str, int]]] = {
+    "one rank": (
+        1,
+        (),
+        {"teacher": 1 + MICRO_BATCHES, "forward": MICRO_BATCHES, "loss": MICRO_BATCHES},
+    ),
+    # The teacher has run all of its micro-batches; taking a signal takes no time.
+    "virtual stages": (
+        2,
+        PIPELINE,
+        {"teacher": 1 + 2 * MICRO_BATCHES, "forward": 2 * MICRO_BATCHES, "loss": 0},
+    ),
+}
+SLOW_RANK, SLOW_SECONDS = 1, 0.05
+
+
+def trace_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace."""
+    with gzip.open(path, "rt") as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, ["one rank"]))
+def test_phases_add_up_and_watching_changes_no_loss(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    world, overrides, expected = CASES[case]
+    config = inputs.folder / "dense.yaml"
+    plain = run(pool, world, config, tmp_path / "plain", *SHORT, *overrides)
+    watched = run(pool, world, config, tmp_path / "watched", *SHORT, *overrides, *WATCHED)
+    assert course(watched) == course(plain)
+    outside = []
+    for record in watched:
+        phases, milliseconds = record["timers"], 1000.0 * record["step_seconds"]
+        assert all(value >= 0.0 for value in phases.values())
+        assert sum(phases.values()) <= milliseconds
+        outside.append(milliseconds - sum(phases.values()) + phases["other"])
+        assert record["teacher_seconds"] == pytest.approx(phases["teacher"] / 1000.0)
+    assert min(outside) < 0.1 * milliseconds
+    shown = [phase for phase, value in watched[-1]["timers"].items() if value > 0.0]
+    silent = [] if expected["loss"] else ["loss"]
+    assert [phase for phase in watched[-1]["timers"] if phase not in shown] == silent
+    assert [record["step"] for record in watched if "timers_min" in record] == [2, 4, 6]
+    for phase, least in watched[1]["timers_min"].items():
+        own = (watched[0]["timers"][phase] + watched[1]["timers"][phase]) / 2
+        most = watched[1]["timers_max"][phase]
+        assert least - 1e-6 <= own <= most + 1e-6
+        assert world > 1 or least == most
+    files = {"step_0000002": 1, "step_0000004-0000005": 2}
+    traces = sorted(path.name for path in (tmp_path / "watched" / "profile").iterdir())
+    assert traces == [f"{name}_rank_0000.json.gz" for name in files]
+    once = {"data": 1, "optimizer": 2, "backward": expected["forward"]}
+    for name, steps in files.items():
+        events = trace_events(tmp_path / "watched" / "profile" / f"{name}_rank_0000.json.gz")
+        ranges = Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
+        for phase, count in {**expected, **once}.items():
+            assert ranges[phase] == steps * count, (name, phase)
+        assert any(event["name"] == "aten::mm" for event in events)
+
+
+def train_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
+    """Train with one slow rank; returns the log of this rank."""
+    from megatron_distill.train import step
+
+    run_model = step.run_model
+
+    def slow(*given: Any, **named: Any) -> Any:
+        if rank == SLOW_RANK:
+            time.sleep(SLOW_SECONDS)
+        return run_model(*given, **named)
+
+    stream = io.StringIO()
+    configure = log.configure
+    with (
+        patch.object(step, "run_model", slow),
+        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
+    ):
+        train_here(rank, world, config, overrides)
+    return stream.getvalue()
+
+
+def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path / 'run'}", *SHORT, "logging.straggler_interval=3"]
+    config = inputs.folder / "dense.yaml"
+    first, second = pool.run(2, train_unevenly, config, overrides, timeout=SECONDS)
+    assert "slowest" not in second
+    lines = re.findall(r"step (\d+): slowest ranks, mean of 3 steps: (.*)", first)
+    assert [step for step, _ in lines] == ["3", "6"]
+    for _, line in lines:
+        found = re.search(r"forward rank (\d) on (\S+) ([\d.]+) ms \(([\d.]+)x the median\)", line)
+        assert found is not None, line
+        rank, host, milliseconds, ratio = found.groups()
+        assert (int(rank), host != "") == (SLOW_RANK, True)
+        slept = 1000.0 * SLOW_SECONDS * MICRO_BATCHES / 2  # two data-parallel ranks
+        assert slept <= float(milliseconds)
+        assert float(ratio) > 1.3
+        assert "communication" not in line
+    records = step_records(tmp_path / "run")
+    waited = sorted(record["timers"]["communication"] for record in records)[len(records) // 2]
+    assert waited > 0.5 * slept  # rank 0, for its peer
+
+
+def warnings_of(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
+    """Train, and return the log of this rank."""
+    stream = io.StringIO()
+    configure = log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
+        train_here(rank, world, config, overrides)
+    return stream.getvalue()
+
+
+def test_a_profile_that_is_not_possible_is_a_warning(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "profile").write_text("a file where the folder would be")
+    wanted = "profile={steps: [1], ranks: [0, 3], memory_snapshot: true}"
+    overrides = [f"output={output}", "train.steps=1", "schedule.warmup_steps=0", wanted]
+    (said,) = pool.run(1, warnings_of, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
+    warnings = re.findall(r"WARNING rank 0 \S+: (.*)", said)
+    path = output / "profile" / "step_0000001_rank_0000.json.gz"
+    assert warnings == [
+        "profile.ranks = [0, 3]: this run has no ranks [3]",
+        "profile.memory_snapshot = true has no effect on a CPU: a snapshot is of CUDA's allocator",
+        f"profile: cannot write {path}: File exists",
+    ]
+
+
+def profile_without_a_gpu(rank: int, world: int, folder: Path) -> list[str]:
+    """Profile steps for a GPU; returns the calls of the allocator's recorder, and the steps."""
+    from megatron_distill.train.profile import StepProfiler
+
+    calls: list[str] = []
+
+    def recorded(enabled: str | None = "all", max_entries: int = 0) -> None:
+        calls.append("off" if enabled is None else "on")
+
+    def dumped(path: str) -> None:
+        calls.append(Path(path).name)
+
+    memory = torch.cuda.memory
+    with (
+        warnings.catch_warnings(),
+        patch.object(memory, "_record_memory_history", recorded),
+        patch.object(memory, "_dump_snapshot", dumped),
+    ):
+        warnings.simplefilter("ignore")  # that there is no GPU
+        profiler = StepProfiler(
+            folder,
+            steps=[2, 4, 5, 9],
+            ranks=[0],
+            memory_snapshot=True,
+            shapes=True,
+            stacks=False,
+            timers=PhaseTimers(torch.device("cpu")),
+            device=torch.device("cuda"),
+        )
+        for step in range(1, 9):
+            calls.append(str(step))
+            profiler.before_step(step)
+            profiler.after_step(step)
+        profiler.close()
+    return calls
+
+
+def test_memory_is_recorded_around_the_profiled_steps(pool: Pool, tmp_path: Path) -> None:
+    (calls,) = pool.run(1, profile_without_a_gpu, tmp_path)
+    two, five, nine = (
+        f"step_{steps}_rank_0000.memory.pickle"
+        for steps in ("0000002", "0000004-0000005", "0000009")
+    )
+    expected = ["1", "on", "2", two, "off", "3", "on", "4", "5", five, "off"]
+    # The run ends in the warm-up of step 9.
+    assert calls == [*expected, "6", "7", "8", "on", nine, "off"]
