@@ -1,8 +1,4 @@
-"""The phases of real runs: they add up to the step, a trace shows them, a slow rank is named.
-
-Regimes: the teacher in the student's forward step and before it; virtual stages, whose first has no
-loss; a loss that a timer, a trace or a gather between steps changes; a slow rank whose peers wait.
-"""
+"""The phases of real runs: they add up to the step, a trace shows them, a slow rank is named."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which rank a line of stragglers names.
-
-Regimes: stages with different work; the fast ranks, which wait in communication; a difference too
-small for a line; one rank alone; two ranks, whose median is the faster one's.
-"""
+"""The log lines with the phases of all ranks."""
 
 from __future__ import annotations
 
