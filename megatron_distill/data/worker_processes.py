@@ -85,7 +85,7 @@ class _Exchange(Generic[Item, Result]):
         self._ends = ends
         self._items = enumerate(items)
         self._idle = list(ends)
-        self._done: dict[int, Result] = {}
+        self._done: dict[int, Result | DataError] = {}
         self._sent = self._given = 0
         self._is_exhausted = False
 
@@ -94,7 +94,10 @@ class _Exchange(Generic[Item, Result]):
             self._hand_out()
             if self._given in self._done:
                 self._given += 1
-                yield self._done.pop(self._given - 1)
+                result = self._done.pop(self._given - 1)
+                if isinstance(result, DataError):
+                    raise result
+                yield result
             elif self._is_exhausted and self._given == self._sent:
                 return
             else:
@@ -106,7 +109,12 @@ class _Exchange(Generic[Item, Result]):
             and not self._is_exhausted
             and self._sent - self._given < _AHEAD * len(self._ends)
         ):
-            item = next(self._items, None)
+            try:
+                item = next(self._items, None)
+            except DataError as error:  # it has its turn after the results before it
+                self._done[self._sent] = error
+                self._sent += 1
+                item = None
             if item is None:
                 self._is_exhausted = True
                 return
@@ -124,8 +132,6 @@ class _Exchange(Generic[Item, Result]):
                 number, result = end.recv()
             except (EOFError, ConnectionResetError) as error:
                 raise _gone() from error
-            if isinstance(result, DataError):
-                raise result
             self._done[number] = result
             self._idle.append(end)
 

@@ -1,7 +1,7 @@
 """The objective of a micro-batch whose teacher reads the same texts in tokens of its own.
 
 All rows of a chunk must be on one rank. Under context parallelism the hidden states of both models
-are gathered over the context group, and each rank takes the chunks that end in its own part.
+are gathered over the context group, and each rank takes chunks of which it has a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
 from megatron_distill.signals import HiddenState, LogitSource
 
@@ -112,14 +111,13 @@ class AlignedLoss:
 
     Attributes:
         vocabularies: both vocabularies on this rank.
-        tile_tokens: rows of each model whose logits are in memory at once; None: as many as give
-            the usual number of logits.
+        tile_tokens: rows of each model whose logits are in memory at once, the same on all ranks.
         context_rank: this rank among the context-parallel ranks.
         context_size: their number.
     """
 
     vocabularies: SharedVocabularies
-    tile_tokens: int | None
+    tile_tokens: int
     context_rank: int
     context_size: int
 
@@ -147,7 +145,7 @@ class AlignedLoss:
             rows.student_chunks,
             rows.teacher_chunks,
             len(rows.chunk_sources),
-            tile_tokens=self.tile_tokens or chunk_tokens_for(vocabularies.widest, device),
+            tile_tokens=self.tile_tokens,
             has_label=rows.ce_weights != 0,
         ).to(device)
         is_pair = plan.pair_chunks()

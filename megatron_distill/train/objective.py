@@ -24,7 +24,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState, Signal
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.features import FeatureLosses
-from megatron_distill.train.metrics import BY_SOURCE, source_keys, split_report
+from megatron_distill.train.metrics import BY_SOURCE, ChunkMean, source_keys, split_report
 
 
 class Head(Protocol):
@@ -105,6 +105,15 @@ class TokenObjective:
     def source_report_names(self) -> tuple[str, ...]:
         """The entries of a report per source, in one order on all ranks."""
         return source_keys(self._token_names, self.source_names)
+
+    @property
+    def chunk_means(self) -> dict[str, ChunkMean]:
+        """The terms that are means over chunks, by name."""
+        return {
+            term.name: ChunkMean("pairs" if term.is_of_pairs else "chunks", term.weight)
+            for term in self.terms
+            if isinstance(term, ChunkTerm)
+        }
 
     @property
     def _token_names(self) -> tuple[str, ...]:

@@ -12,7 +12,13 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
-from megatron_distill.train.metrics import LabelTotals, SourceFigures, name_of, part_of
+from megatron_distill.train.metrics import (
+    LabelTotals,
+    SourceFigures,
+    name_of,
+    part_of,
+    with_sums,
+)
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import finish_gathers
 from megatron_distill.train.step import Student, run_student
@@ -79,21 +85,22 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
     """
     teacher, objective = held_out.teacher, held_out.objective
     sums: dict[str, torch.Tensor] = {}
-    held = LabelTotals.of(held_out.steps, objective.source_names)
+    chunk_means = objective.chunk_means
+    held = LabelTotals.of(held_out.steps, objective.source_names, chunk_means)
     with evaluating(student):
         for step in held_out.steps:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             objectives = [objective] * len(batches)
             means = run_student(student, signals, objectives, step, forward_only=True)
-            batch_totals = LabelTotals.of([step], ())
+            batch_totals = LabelTotals.of([step], (), chunk_means)
             for key, mean in means.items():
                 # A source's entry, like the rest, is a share of the whole batch.
                 share = part_of(batch_totals.behind(name_of(key)), held.behind(key))
                 sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
     keys = list(sums)
     found = dict(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))
-    return held.nested(found)
+    return held.nested(with_sums(found, chunk_means, objective.source_names))
 
 
 @contextmanager

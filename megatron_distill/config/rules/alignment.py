@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, get_args
 
@@ -58,6 +59,12 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             ("teacher.store", "objective.terms"),
             "teacher.store holds signals for the student's tokens, and a term has an alignment; "
             "set teacher.hf or teacher.checkpoint in its place, or remove the alignment",
+        )
+    if config.objective.balance.per_microbatch:
+        yield Problem(
+            ("objective.balance.per_microbatch", "objective.terms"),
+            "objective.balance.per_microbatch = true takes means over a micro-batch's labels, and "
+            "terms with an alignment are means over chunks; set it to false",
         )
     yield from _sources(config)
     yield from _lengths(config, teacher)
@@ -144,7 +151,7 @@ def _lengths(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
         return
     factor = parallel.context * 2 if parallel.context > 1 else 1
     if parallel.sequence:
-        factor = max(factor, parallel.tensor * parallel.context)
+        factor = math.lcm(factor, parallel.tensor * parallel.context)
     if length % factor:
         yield Problem(
             ("teacher.sequence_length", "parallel.context", "parallel.sequence"),

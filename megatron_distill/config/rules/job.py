@@ -34,8 +34,14 @@ def _models(job: JobConfig) -> Iterator[Problem]:
     for role, model in job.models.items():
         yield from source_problems(model, role)
         if model.architecture is not None:
-            length = model.sequence_length or job.data.sequence_length
-            yield from architecture_problems(model.architecture, role, job.parallel, length)
+            own = model.sequence_length
+            yield from architecture_problems(
+                model.architecture,
+                role,
+                job.parallel,
+                own or job.data.sequence_length,
+                length_key=f"{role}.sequence_length" if own else "data.sequence_length",
+            )
 
 
 def _pipeline(job: JobConfig) -> Iterator[Problem]:

@@ -12,12 +12,17 @@ __all__ = ["architecture_problems", "source_problems"]
 
 
 def architecture_problems(
-    architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
+    architecture: ArchitectureConfig,
+    role: str,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    *,
+    length_key: str = "data.sequence_length",
 ) -> Iterator[Problem]:
     """Find problems of the model `role` ('student' or 'teacher') on this layout."""
     name = f"{role}.architecture"
     yield from _heads(architecture, name)
-    yield from _positions(architecture, name, sequence_length)
+    yield from _positions(architecture, name, sequence_length, length_key)
     yield from _rotations(architecture, name)
     yield from _windows(architecture, name)
     yield from _extras(architecture, name)
@@ -49,12 +54,14 @@ def _heads(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
         )
 
 
-def _positions(shape: ArchitectureConfig, name: str, length: int) -> Iterator[Problem]:
+def _positions(
+    shape: ArchitectureConfig, name: str, length: int, length_key: str
+) -> Iterator[Problem]:
     limit = shape.max_position_embeddings
     if limit is not None and length > limit:
         yield Problem(
-            ("data.sequence_length", f"{name}.max_position_embeddings"),
-            f"data.sequence_length = {length}: more than {name}.max_position_embeddings = "
+            (length_key, f"{name}.max_position_embeddings"),
+            f"{length_key} = {length}: more than {name}.max_position_embeddings = "
             f"{limit}; shorten the sequences or use a model with more positions",
         )
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.align import Chunks, align_spans, token_spans
-from megatron_distill.data.samples import NO_CHUNK
+from megatron_distill.align import align_spans, chunk_numbers, token_spans
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 from megatron_distill.errors import DataError
 
@@ -32,18 +31,26 @@ class Side:
     cuts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tokens_n: NDArray[np.int32], ranges_c2: NDArray[np.int64]) -> Side:
-        """Divide tokens by the half-open token ranges of their chunks."""
-        count = len(ranges_c2)
-        marks = np.zeros(len(tokens_n) + 1, np.int32)
-        np.add.at(marks, ranges_c2[:, 0], 1)
-        number_n = np.cumsum(marks[:-1], dtype=np.int32) - 1
-        stops_n = np.append(ranges_c2[:, 1], 0)[number_n]
-        is_outside = (number_n < 0) | (np.arange(len(tokens_n)) >= stops_n)
+    def of(
+        cls,
+        tokens_n: NDArray[np.int32],
+        ranges_c2: NDArray[np.int64],
+        numbers_n: NDArray[np.int64],
+    ) -> Side:
+        """Divide tokens by the half-open ranges of their chunks, whose numbers are given too."""
         cuts = np.concatenate([[0], ranges_c2[:, 1]]).astype(np.int64)
-        if count:
+        if len(ranges_c2):
             cuts[-1] = len(tokens_n)
-        return cls(tokens_n, np.where(is_outside, NO_CHUNK, number_n).astype(np.int32), cuts)
+        return cls(tokens_n, numbers_n.astype(np.int32), cuts)
+
+    def with_end(self, token: int) -> Side:
+        """The same with one more token, a chunk of its own."""
+        count = len(self.cuts) - 1
+        return Side(
+            np.append(self.tokens_n, np.int32(token)),
+            np.append(self.chunks_n, np.int32(count)),
+            np.append(self.cuts, len(self.tokens_n) + 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -84,26 +91,16 @@ class PairEncoder:
         self, text: str, is_end: bool, student_n: NDArray[np.int32], teacher_n: NDArray[np.int32]
     ) -> AlignedDocument | DataError:
         try:
-            chunks = align_spans(
-                token_spans(self.student, student_n, text),
-                token_spans(self.teacher, teacher_n, text),
-            )
+            spans = token_spans(self.student, student_n, text)
+            teacher_spans = token_spans(self.teacher, teacher_n, text)
+            chunks = align_spans(spans, teacher_spans)
         except DataError as error:
             return error
-        if is_end:
-            student_n = np.append(student_n, np.int32(self.student.eos_id))
-            teacher_n = np.append(teacher_n, np.int32(self.teacher.eos_id))
-            chunks = _with_end(chunks, len(student_n), len(teacher_n))
-        if not len(chunks.student):
+        if text and not len(chunks.student):
             return DataError("the tokenizers share no boundary inside it")
-        return AlignedDocument(
-            Side.of(student_n, chunks.student), Side.of(teacher_n, chunks.teacher)
-        )
-
-
-def _with_end(chunks: Chunks, student_tokens: int, teacher_tokens: int) -> Chunks:
-    """The chunks and one more: the last token of each side."""
-    return Chunks(
-        np.concatenate([chunks.student, [[student_tokens - 1, student_tokens]]]),
-        np.concatenate([chunks.teacher, [[teacher_tokens - 1, teacher_tokens]]]),
-    )
+        student = Side.of(student_n, chunks.student, chunk_numbers(chunks.student, spans))
+        teacher = Side.of(teacher_n, chunks.teacher, chunk_numbers(chunks.teacher, teacher_spans))
+        if is_end:
+            student = student.with_end(self.student.eos_id)
+            teacher = teacher.with_end(self.teacher.eos_id)
+        return AlignedDocument(student, teacher)

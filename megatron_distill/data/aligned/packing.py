@@ -19,8 +19,11 @@ from megatron_distill.data.samples import (
     Sample,
     TeacherTokens,
 )
+from megatron_distill.log import get_logger
 
 __all__ = ["AlignedPacker", "Window"]
+
+_LOG = get_logger(__name__)
 
 Mark = TypeVar("Mark")
 
@@ -61,7 +64,7 @@ class AlignedPacker(Generic[Mark]):
     once. A chunk is valid if all its labels have a token before them in the sample.
 
     Each document carries a mark; `start` gives the mark and the number of the cell with which the
-    next sample begins. A chunk longer than a window is left out and counted in `too_long`.
+    next sample begins. A chunk longer than a window is left out, counted and logged.
     """
 
     def __init__(self, student: Window, teacher: Window) -> None:
@@ -70,6 +73,7 @@ class AlignedPacker(Generic[Mark]):
         self._segments: deque[_Segment[Mark]] = deque()
         self._offset = 0  # cell of the first document with which the next sample begins
         self._available = np.zeros(2, np.int64)  # tokens of both sides from there on
+        self._ended: tuple[Mark, int] | None = None  # the last document used up, and its cells
         self.too_long = 0
 
     @property
@@ -80,8 +84,11 @@ class AlignedPacker(Generic[Mark]):
 
     @property
     def start(self) -> tuple[Mark, int] | None:
-        """Mark and cell of the document where the next sample begins; None if unknown."""
-        return (self._segments[0].mark, self._offset) if self._segments else None
+        """Mark and cell of the document where the next sample begins; None if unknown.
+
+        The end of a document if the next one has not been added.
+        """
+        return (self._segments[0].mark, self._offset) if self._segments else self._ended
 
     def add(self, document: AlignedDocument, mark: Mark, *, skip: int = 0) -> None:
         """Append a document without its first `skip` cells; `skip` only for the first document."""
@@ -92,6 +99,7 @@ class AlignedPacker(Generic[Mark]):
             self._offset = skip
         self._segments.append(_Segment(document, mark))
         self._available += _tokens_from(document, skip)
+        self._leave_out_long()
 
     def take(self, sample_id: int) -> Sample:
         """Cut the next sample; only when `is_ready`."""
@@ -115,17 +123,32 @@ class AlignedPacker(Generic[Mark]):
             document, first = self._segments[0].document, self._offset
             stop = _fitting(document, first, room)
             if stop == first:
-                if pieces:
-                    break
-                self.too_long += 1
-                self._advance(first + 1)
-                continue
+                break
             pieces.append(_Piece(document, first, stop))
             room -= _tokens_from(document, first) - _tokens_from(document, stop) + (first > 0)
             self._advance(stop)
             if stop < document.chunks:
                 break
+        self._leave_out_long()
         return self._sample(pieces, sample_id)
+
+    def _leave_out_long(self) -> None:
+        """Advance over chunks, at the beginning of the next sample, that fit into no window."""
+        widths = np.array([self._student.width, self._teacher.width])
+        while self._segments:
+            document, first = self._segments[0].document, self._offset
+            if _fitting(document, first, widths) > first:
+                return
+            self.too_long += 1
+            if self.too_long.bit_count() == 1:  # 1, 2, 4, 8, ...
+                sizes = _tokens_from(document, first) - _tokens_from(document, first + 1)
+                _LOG.warning(
+                    "a chunk of %d tokens of the student and %d of the teacher is longer than "
+                    "data.sequence_length = %d or teacher.sequence_length = %d; its labels are "
+                    "left out (%d so far)",
+                    *(*sizes, self._student.width - 1, self._teacher.width - 1, self.too_long),
+                )
+            self._advance(first + 1)
 
     def _advance(self, cell: int) -> None:
         """Begin the next sample at a cell of the first document, or with the next document."""
@@ -133,7 +156,7 @@ class AlignedPacker(Generic[Mark]):
         self._available -= _tokens_from(document, self._offset) - _tokens_from(document, cell)
         self._offset = cell
         if cell == document.chunks:
-            self._segments.popleft()
+            self._ended = self._segments.popleft().mark, cell
             self._offset = 0
 
     def _sample(self, pieces: Sequence[_Piece], sample_id: int) -> Sample:

@@ -44,7 +44,7 @@ class Unaligned:
             self._last = f"{place}: {error}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
                 _LOG.warning("%s: left out: %s", self._name, self._last)
-        if self.count > self._share * max(self.documents, _FEWEST):
+        if self.documents >= _FEWEST and self.count > self._share * self.documents:
             raise DataError(
                 f"data.max_unaligned={self._share:g}: {self.count} of {self.documents} documents "
                 f"of data source {self._name} have no chunk that both tokenizers share; the last "
@@ -70,6 +70,7 @@ class TwoTokenizers:
         """See `Tokenization`."""
         return {
             "tokenizer": self.encoder.student.identity,
+            "sequence_length": self.student_length,
             "teacher_tokenizer": self.encoder.teacher.identity,
             "teacher_sequence_length": self.teacher_length,
         }

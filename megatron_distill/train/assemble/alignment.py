@@ -25,6 +25,7 @@ from megatron_distill.losses import SharedVocabularies
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
+from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.aligned_loss import AlignedLoss
@@ -74,6 +75,7 @@ class TeacherTokens:
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
         teacher_shard = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
         columns = new_ids = None
+        widths = [shard.width, teacher_shard.width]
         if self.tokens_map is not None:
             pairs = self.tokens_map.common()
             ids, teacher_ids = (torch.from_numpy(one) for one in pairs)
@@ -84,6 +86,7 @@ class TeacherTokens:
                     rows = layout.rows(online.head_weight)
                     online = replace(online, head_weight=rows)
                 new_ids, teacher_shard = layout.new_ids, layout.shard
+                widths += [one.width for one in layout.shards]
                 teacher_ids, teacher_shards = new_ids[teacher_ids], list(layout.shards)
             rank = groups.tensor.rank()
             columns = CommonColumns.of(ids, teacher_ids, shards, teacher_shards, rank).to(device)
@@ -94,8 +97,10 @@ class TeacherTokens:
             new_ids=None if new_ids is None else new_ids.to(device),
             group=group,
         )
+        # The widest shard of any rank: all ranks of the group must cut the same tiles.
+        tile_tokens = chunk_tokens or chunk_tokens_for(max(widths), device)
         context = groups.context
-        return online, AlignedLoss(shared, chunk_tokens, context.rank(), context.size())
+        return online, AlignedLoss(shared, tile_tokens, context.rank(), context.size())
 
 
 def open_teacher_tokens(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,10 @@ from megatron_distill.data.collation import count_labels, micro_batch, pack_samp
 from megatron_distill.losses import ChunkTerm, SharedVocabularies
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
+from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches, zigzag_index
 from megatron_distill.signals import HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
+from megatron_distill.train.metrics import ChunkMean, step_figures
 
 STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
 TERMS = (ChunkTerm("likelihood"), ChunkTerm("common", divergence="js_divergence", weight=0.7))
@@ -46,7 +49,8 @@ def _side(rng: np.random.Generator, vocabulary: int) -> Side:
     sizes = rng.choice([1, 1, 1, 2, 3], 7)
     stops = sizes.cumsum()
     tokens = rng.integers(0, vocabulary, int(stops[-1])).astype(np.int32)
-    return Side.of(tokens, np.stack([stops - sizes, stops], 1))
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    return Side.of(tokens, np.stack([stops - sizes, stops], 1), numbers)
 
 
 def vocabularies() -> SharedVocabularies:
@@ -116,3 +120,17 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
         hidden[~used] = torch.nan
     changed, _ = loss_of(batch, step, 0, 1, leaves)
     assert torch.equal(changed, expected)
+
+
+def test_a_source_s_figure_is_the_mean_over_its_own_chunks() -> None:
+    _, step = two_sided_batch()
+    counts = LabelCounts(7, 6, chunks=5, pairs=1), LabelCounts(3, 3, chunks=2, pairs=2)
+    step = replace(step, chunks=7, pairs=3, ce_tokens=10, kd_tokens=9, by_source=counts)
+    chunk_means = {"likelihood": ChunkMean("chunks", 1.0), "common": ChunkMean("pairs", 0.5)}
+    # Source a has a loss of 1 on each of its chunks, b one of 3.
+    values = {"likelihood@a": 5 / 7, "likelihood@b": 6 / 7, "common@a": 1 / 3, "common@b": 2.0}
+    found = step_figures(values, step, "ab", terms=list(chunk_means), chunk_means=chunk_means)
+    for source, loss in (("a", 1.0), ("b", 3.0)):
+        assert found[source]["likelihood"] == pytest.approx(loss)
+        assert found[source]["common"] == pytest.approx(loss)
+        assert found[source]["kd_loss"] == pytest.approx(1.5 * loss)

@@ -34,7 +34,11 @@ def side(sizes: Sequence[tuple[int, int]], first_token: int) -> Side:
         ranges.append((place + gap, place + gap + size))
         place += gap + size
     tokens = np.arange(first_token, first_token + place, dtype=np.int32)
-    return Side.of(tokens, np.array(ranges, np.int64))
+    found = np.array(ranges, np.int64)
+    numbers = np.full(place, NO_CHUNK)
+    for number, (start, stop) in enumerate(ranges):
+        numbers[start:stop] = number
+    return Side.of(tokens, found, numbers)
 
 
 def documents(shapes: Sequence[Sizes]) -> list[AlignedDocument]:
@@ -132,10 +136,10 @@ def test_a_packer_resumes_where_the_next_sample_begins(
         if not whole.is_ready:
             break
         whole.take(0)
-        place = whole.start or (remaining[0][0] if remaining else len(made), 0)
+        assert whole.start is not None
+        place = whole.start
     resumed = AlignedPacker[int](*windows)
-    rest = made[place[0] :]
-    for number, document in enumerate(rest):
+    for number, document in enumerate(made[place[0] :]):
         resumed.add(document, number, skip=place[1] if number == 0 else 0)
     expected_samples = [chunk_texts(one) for one in cut_all(whole, [made[n] for n, _ in remaining])]
     found = []
@@ -144,6 +148,19 @@ def test_a_packer_resumes_where_the_next_sample_begins(
     last = resumed.flush(0)
     found += [] if last is None else [chunk_texts(last)]
     assert found == expected_samples
+
+
+def test_a_sample_that_ends_with_a_document_leaves_a_place_to_resume() -> None:
+    made = documents([[(0, 1, 0, 1)] * 6, [(0, 1, 0, 1)] * 6])
+    packer = AlignedPacker[int](Window(6, PAD), Window(6, PAD))
+    packer.add(made[0], 0)
+    packer.take(0)
+    assert packer.start == (0, 6)
+    resumed = AlignedPacker[int](Window(6, PAD), Window(6, PAD))
+    resumed.add(made[0], 0, skip=6)
+    for one in (packer, resumed):
+        one.add(made[1], 1)
+    assert chunk_texts(packer.take(1)) == chunk_texts(resumed.take(1))
 
 
 def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed() -> None:
