@@ -12,7 +12,7 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
-from megatron_distill.losses.chunk_terms import ChunkTerm, SharedVocabularies
+from megatron_distill.losses.chunk_terms import ChunkTerm, Partition, SharedVocabularies
 from megatron_distill.losses.cross_tokenizer import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.losses.features import (
     ATTENTION,
@@ -40,6 +40,7 @@ __all__ = [
     "FeatureLoss",
     "FeaturePair",
     "LossWeights",
+    "Partition",
     "Projector",
     "RatioBalance",
     "RawLosses",

@@ -11,18 +11,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.aligned.executor import AlignedRows
+from megatron_distill.ops.aligned.gold import GoldColumns, GoldTerm
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
 from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
+from megatron_distill.ops.aligned.projected_rows import ProjectedRows
+from megatron_distill.ops.aligned.projection import PROJECTION_TOP_K, ProjectionTerm
+from megatron_distill.ops.aligned.published_projection import (
+    PUBLISHED_TOP_K,
+    PublishedDivergence,
+    PublishedProjectionTerm,
+    published_ids,
+)
+from megatron_distill.ops.aligned.sorted_distance import UldTerm
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.ops.vocab import VocabShard
 
-__all__ = ["Alignment", "ChunkTerm", "SharedVocabularies"]
+__all__ = ["Alignment", "ChunkTerm", "Partition", "SharedVocabularies"]
 
-Alignment = Literal["likelihood", "common"]
+Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
+# Common tokens of `gold`: equal bytes, or also the first piece of a token's row.
+Partition = Literal["strict", "relaxed"]
 
 # Alignments that are defined on chunks of one token on each side alone.
 _OF_PAIRS: Final = ("common",)
+_UNCOMMON_TOP_K: Final = 256
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,9 @@ class SharedVocabularies:
         new_ids: ``[V]`` int64, the number of each of the teacher's ids in its head, where that was
             rearranged (`TeacherLayout`); None where numbers are ids.
         group: the ranks that share the vocabularies; None if this rank holds all of them.
+        projected: the vocabulary map's rows of this rank, with ids in the numbering of the head;
+            None if no term uses them.
+        gold: columns of common and uncommon tokens by partition; those that terms use.
     """
 
     student_shard: VocabShard
@@ -43,6 +60,8 @@ class SharedVocabularies:
     common: CommonColumns | None
     new_ids: Tensor | None
     group: dist.ProcessGroup | None
+    projected: ProjectedRows | None = None
+    gold: Mapping[Partition, GoldColumns] = field(default_factory=dict)
 
     @property
     def widest(self) -> int:
@@ -59,7 +78,11 @@ class ChunkTerm:
     """One loss between both models on chunks, with its weight; fields shared with `Term` are equal.
 
     ``alignment`` is the kind of loss. The ``temperature`` of ``likelihood`` is of the chunk's
-    probability, that of all further kinds of both softmaxes.
+    probability, that of all further kinds of both softmaxes. ``uld`` has no divergence.
+    ``top_k`` None means all common tokens for ``common``, 64 teacher tokens for ``projection``
+    and 8,192 if ``published`` (see `PublishedProjectionTerm`; T^2 is part of it).
+    ``uncommon_top_k`` sorted probabilities are compared by ``gold`` and ``uld``; ``partition``
+    chooses the common tokens of ``gold``.
 
     Raises:
         ValueError: an unknown alignment, divergence or parameter, or a number out of range.
@@ -73,6 +96,9 @@ class ChunkTerm:
     top_k: int | None = None
     parameters: Mapping[str, float] = field(default_factory=dict)
     temperatures: tuple[float, float] | None = None
+    uncommon_top_k: int = _UNCOMMON_TOP_K
+    published: bool = False
+    partition: Partition = "strict"
 
     def __post_init__(self) -> None:
         if self.alignment not in get_args(Alignment):
@@ -90,6 +116,13 @@ class ChunkTerm:
                 raise ValueError(f"{name} of {self.alignment} is {value}; it must be {wanted}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k of {self.alignment} is {self.top_k}; it must be at least 1")
+        if self.uncommon_top_k < 1:
+            raise ValueError(f"uncommon_top_k is {self.uncommon_top_k}; it must be at least 1")
+        if self.published and self.divergence not in get_args(PublishedDivergence):
+            raise ValueError(
+                f"divergence is {self.divergence}; the published projection is defined for "
+                f"{' and '.join(get_args(PublishedDivergence))}"
+            )
 
     @property
     def _divergence(self) -> Divergence:
@@ -98,7 +131,13 @@ class ChunkTerm:
     @property
     def name(self) -> str:
         """Name in reports: alignment and divergence, with settings that are not the default."""
-        name = f"{self.alignment}_{self._divergence.name}"
+        name = "uld" if self.alignment == "uld" else f"{self.alignment}_{self._divergence.name}"
+        if self.published:
+            name += "_published"
+        if self.partition != "strict":
+            name += f"_{self.partition}"
+        if self.uncommon_top_k != _UNCOMMON_TOP_K:
+            name += f"_uncommon{self.uncommon_top_k}"
         if self.temperatures is not None:
             first, last = self.temperatures
             name += f"_t{first:g}to{last:g}"
@@ -116,10 +155,37 @@ class ChunkTerm:
         """Whether the term is defined on chunks of one token on each side alone."""
         return self.alignment in _OF_PAIRS
 
-    def on(self, vocabularies: SharedVocabularies) -> AlignedTerm:
-        """The loss of one tile, without its weight."""
-        if self.alignment == "likelihood":
-            return LikelihoodTerm(self.name, self._divergence, self.temperature)
-        assert vocabularies.common is not None, "a term on common tokens needs their columns"
-        weighted = WeightedDivergence(self._divergence, self.temperature, 1.0)
-        return CommonTerm(self.name, vocabularies.common, weighted, self.top_k)
+    def on(self, vocabularies: SharedVocabularies, rows: AlignedRows) -> AlignedTerm:
+        """The loss of one tile of the rows, without its weight.
+
+        Collective: that of `published_ids` for the published projection.
+        """
+        divergence, temperature = self._divergence, self.temperature
+        match self.alignment:
+            case "likelihood":
+                return LikelihoodTerm(self.name, divergence, temperature)
+            case "common":
+                assert vocabularies.common is not None, (
+                    "a term on common tokens needs their columns"
+                )
+                weighted = WeightedDivergence(divergence, temperature, 1.0)
+                return CommonTerm(self.name, vocabularies.common, weighted, self.top_k)
+            case "projection":
+                return self._projection(vocabularies, rows)
+            case "gold":
+                columns, k = vocabularies.gold[self.partition], self.uncommon_top_k
+                return GoldTerm(self.name, columns, divergence, temperature, k)
+            case "uld":
+                return UldTerm(self.name, temperature, self.uncommon_top_k)
+
+    def _projection(self, vocabularies: SharedVocabularies, rows: AlignedRows) -> AlignedTerm:
+        projected = vocabularies.projected
+        assert projected is not None, "projection needs the rows of a vocabulary map"
+        if not self.published:
+            k = self.top_k or PROJECTION_TOP_K
+            return ProjectionTerm(self.name, projected, self._divergence, self.temperature, k)
+        ids = published_ids(rows, self.top_k or PUBLISHED_TOP_K)
+        direction: PublishedDivergence = (
+            "reverse_kl" if self.divergence == "reverse_kl" else "forward_kl"
+        )
+        return PublishedProjectionTerm(self.name, projected, ids, direction, self.temperature)

@@ -34,6 +34,7 @@ __all__ = [
     "SolvedIdTerm",
     "solve_id_term",
     "solve_id_terms",
+    "values_and_slopes",
 ]
 
 
@@ -213,7 +214,7 @@ class OnClasses:
         classes = Classes(
             log_p.exp(), log_q.exp(), lambda: log_p - log_q, lambda _: torch.empty_like(log_p)
         )
-        values, q_times_slope, constant = _values_and_slopes(
+        values, q_times_slope, constant = values_and_slopes(
             divergence, classes, sums_to_one=self.support != "raw"
         )
         q, total = classes.student, q_times_slope.sum(1, keepdim=True)
@@ -231,7 +232,7 @@ class OnClasses:
         return IdGradient(values.sum(1), slope, gradient, False)
 
 
-def _values_and_slopes(
+def values_and_slopes(
     divergence: Divergence, classes: Classes, *, sums_to_one: bool
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Summands of the value, ``q (dl/dq - constant)``, and the constant.

@@ -152,19 +152,20 @@ class AlignedLoss:
         of_chunks = token_weights(plan.used_chunks(), step.chunks)
         of_pairs = token_weights(is_pair, step.pairs)
         has_parts = sources > 1
+        aligned = AlignedRows(
+            plan=plan,
+            teacher=teacher,
+            student_labels=_moved(rows.student_labels, device),
+            teacher_labels=vocabularies.teacher_numbers(_moved(rows.teacher_labels, device)),
+            student_shard=vocabularies.student_shard,
+            teacher_shard=vocabularies.teacher_shard,
+            group=vocabularies.group,
+        )
         work = AlignedLinear(
-            rows=AlignedRows(
-                plan=plan,
-                teacher=teacher,
-                student_labels=_moved(rows.student_labels, device),
-                teacher_labels=vocabularies.teacher_numbers(_moved(rows.teacher_labels, device)),
-                student_shard=vocabularies.student_shard,
-                teacher_shard=vocabularies.teacher_shard,
-                group=vocabularies.group,
-            ),
+            rows=aligned,
             terms=tuple(
                 WeightedTerm(
-                    term.on(vocabularies),
+                    term.on(vocabularies, aligned),
                     term.weight * term.temperature_factor,
                     of_pairs if term.is_of_pairs else of_chunks,
                 )

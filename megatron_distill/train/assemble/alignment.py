@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
 from megatron_distill.config import ModelConfig, RunConfig, is_aligned
@@ -21,10 +23,12 @@ from megatron_distill.data.tokenizers.open import (
     open_named_encoding,
 )
 from megatron_distill.errors import ConfigError
-from megatron_distill.losses import SharedVocabularies
+from megatron_distill.losses import Partition, SharedVocabularies
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
+from megatron_distill.ops.aligned.gold import GoldColumns
+from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
@@ -74,33 +78,66 @@ class TeacherTokens:
         group = groups.tensor if groups.tensor.size() > 1 else None
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
         teacher_shard = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
-        columns = new_ids = None
-        widths = [shard.width, teacher_shard.width]
+        shared = SharedVocabularies(shard, teacher_shard, None, None, group)
         if self.tokens_map is not None:
-            pairs = self.tokens_map.common()
-            ids, teacher_ids = (torch.from_numpy(one) for one in pairs)
-            shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
-            if group is not None:
-                layout = TeacherLayout.of(ids, teacher_ids, shards, teacher_shards, group)
-                if online.head_weight is not None:
-                    rows = layout.rows(online.head_weight)
-                    online = replace(online, head_weight=rows)
-                new_ids, teacher_shard = layout.new_ids, layout.shard
-                widths += [one.width for one in layout.shards]
-                teacher_ids, teacher_shards = new_ids[teacher_ids], list(layout.shards)
-            rank = groups.tensor.rank()
-            columns = CommonColumns.of(ids, teacher_ids, shards, teacher_shards, rank).to(device)
-        shared = SharedVocabularies(
-            student_shard=shard,
-            teacher_shard=teacher_shard,
-            common=columns,
-            new_ids=None if new_ids is None else new_ids.to(device),
-            group=group,
-        )
-        # The widest shard of any rank: all ranks of the group must cut the same tiles.
-        tile_tokens = chunk_tokens or chunk_tokens_for(max(widths), device)
+            online, shared = _with_map(
+                self.tokens_map, online, shared, groups.tensor.rank(), device
+            )
+        # All ranks of the group must cut the same tiles, and their shards may differ.
+        shards = shards_of(shared.teacher_shard, group)
+        widest = max(shared.student_shard.width, *(one.width for one in shards))
+        tile_tokens = chunk_tokens or chunk_tokens_for(widest, device)
         context = groups.context
         return online, AlignedLoss(shared, tile_tokens, context.rank(), context.size())
+
+
+def _with_map(
+    tokens_map: VocabularyMap,
+    online: OnlineTeacher,
+    shared: SharedVocabularies,
+    rank: int,
+    device: torch.device,
+) -> tuple[OnlineTeacher, SharedVocabularies]:
+    """Return the teacher with its head rearranged, and both vocabularies with the map between them.
+
+    The head is in the layout of the relaxed pairs, which include the strict ones.
+    """
+    group, shard, teacher_shard = shared.group, shared.student_shard, shared.teacher_shard
+    shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
+    pairs = {name: _tensors(*tokens_map.common(name)) for name in get_args(Partition)}
+    new_ids = torch.arange(teacher_shard.size)
+    if group is not None:
+        ids, teacher_ids = pairs["relaxed"]
+        layout = TeacherLayout.of(ids, teacher_ids, shards, teacher_shards, group)
+        if online.head_weight is not None:
+            online = replace(online, head_weight=layout.rows(online.head_weight))
+        new_ids, teacher_shard, teacher_shards = layout.new_ids, layout.shard, list(layout.shards)
+    columns = {
+        name: CommonColumns.of(ids, new_ids[teacher_ids], shards, teacher_shards, rank)
+        for name, (ids, teacher_ids) in pairs.items()
+    }
+    own = (shard, teacher_shard)
+    rows = tokens_map.columns(shard.start, shard.stop)
+    offsets, row_ids, weights = _tensors(
+        rows.row_offsets, rows.row_teacher_ids_n, rows.row_weights_n
+    )
+    (unreached,) = _tensors(tokens_map.unreached_teacher_ids)
+    projected = ProjectedRows.of(
+        offsets, new_ids[row_ids], weights, unreached_ids=new_ids[unreached], shards=own
+    )
+    return online, SharedVocabularies(
+        student_shard=shard,
+        teacher_shard=teacher_shard,
+        common=columns["strict"].to(device),
+        new_ids=None if group is None else new_ids.to(device),
+        group=group,
+        projected=projected.to(device),
+        gold={name: GoldColumns.of(one, own).to(device) for name, one in columns.items()},
+    )
+
+
+def _tensors(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(array) for array in arrays)
 
 
 def open_teacher_tokens(
