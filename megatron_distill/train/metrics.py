@@ -33,6 +33,7 @@ __all__ = [
     "LabelTotals",
     "MetricsLog",
     "MetricsSink",
+    "OnChunks",
     "PUBLIC_NAMES",
     "Record",
     "SourceFigures",
@@ -380,6 +381,7 @@ def step_figures(
     sources: Sequence[str],
     *,
     terms: Sequence[str] = (),
+    on_chunks: OnChunks | None = None,
 ) -> SourceFigures:
     """Take the sources' figures out of a step's values: losses and their label counts.
 
@@ -387,7 +389,8 @@ def step_figures(
     distillation, and each of these terms. Values of other names are dropped.
     """
     losses = {*_COUNTED, *terms}
-    whole, by_source = LabelTotals.of([step], ()), LabelTotals.of([step], sources)
+    whole = LabelTotals.of([step], (), on_chunks)
+    by_source = LabelTotals.of([step], sources, on_chunks)
     shares = {key: values.pop(key) for key in list(values) if _AT in key}
     means = {
         key: share * part_of(whole.behind(name_of(key)), by_source.behind(key))
@@ -398,26 +401,61 @@ def step_figures(
 
 
 @dataclass(frozen=True)
+class OnChunks:
+    """Terms between two tokenizers: means over chunks, or over chunks of one token on each side.
+
+    Attributes:
+        weights: of each term in the distillation loss.
+        of_pairs: names of the terms on chunks of one token on each side.
+    """
+
+    weights: Mapping[str, float]
+    of_pairs: frozenset[str]
+
+    def with_sums(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The means with `kd`, also of a source, as the weighted sum of its terms' means.
+
+        The terms' counts differ, so that a mean of sums over several batches is none of them.
+        """
+        sums = {
+            key: sum(weight * means[f"{term}{key[2:]}"] for term, weight in self.weights.items())
+            for key in means
+            if name_of(key) == "kd"
+        }
+        return {**means, **sums}
+
+
+@dataclass(frozen=True)
 class LabelTotals:
     """Counts of trained labels of some steps, in total and per source."""
 
     whole: LabelCounts
     by_source: Mapping[str, LabelCounts]
+    on_chunks: OnChunks | None = None
 
     @classmethod
-    def of(cls, steps: Sequence[StepBatches], sources: Sequence[str]) -> LabelTotals:
+    def of(
+        cls,
+        steps: Sequence[StepBatches],
+        sources: Sequence[str],
+        on_chunks: OnChunks | None = None,
+    ) -> LabelTotals:
         """Sum the steps' counts."""
-        whole = _added(LabelCounts(step.ce_tokens, step.kd_tokens) for step in steps)
+        whole = _added(
+            LabelCounts(step.ce_tokens, step.kd_tokens, step.chunks, step.pairs) for step in steps
+        )
         by_source = {
             source: _added(step.by_source[index] for step in steps)
             for index, source in enumerate(sources)
         }
-        return cls(whole, by_source)
+        return cls(whole, by_source, on_chunks)
 
     def behind(self, key: str) -> float:
-        """The weighted count of labels in the mean under that key."""
+        """The weighted count of labels, or the count of chunks, in the mean under that key."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
+        if self.on_chunks is not None and name in self.on_chunks.weights:
+            return counts.pairs if name in self.on_chunks.of_pairs else counts.chunks
         return counts.ce if name in _BY_LABEL else counts.kd
 
     def nested(self, means: Mapping[str, float]) -> tuple[dict[str, float], SourceFigures]:
@@ -425,6 +463,8 @@ class LabelTotals:
 
         Each source also reports its label count; a mean over no label is left out.
         """
+        if self.on_chunks is not None:
+            means = self.on_chunks.with_sums(means)
         overall: dict[str, float] = {}
         sources: SourceFigures = {}
         for key, mean in means.items():
@@ -447,4 +487,9 @@ def part_of(count: float, whole: float) -> float:
 
 def _added(counts: Iterable[LabelCounts]) -> LabelCounts:
     counts = tuple(counts)
-    return LabelCounts(sum(one.ce for one in counts), sum(one.kd for one in counts))
+    return LabelCounts(
+        ce=sum(one.ce for one in counts),
+        kd=sum(one.kd for one in counts),
+        chunks=sum(one.chunks for one in counts),
+        pairs=sum(one.pairs for one in counts),
+    )

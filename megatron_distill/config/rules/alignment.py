@@ -59,6 +59,12 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             "teacher.store holds signals for the student's tokens, and a term has an alignment; "
             "set teacher.hf or teacher.checkpoint in its place, or remove the alignment",
         )
+    if config.objective.balance.per_microbatch:
+        yield Problem(
+            ("objective.balance.per_microbatch", "objective.terms"),
+            "objective.balance.per_microbatch = true: terms with an alignment are means over the "
+            "chunks of a whole batch, not of one micro-batch; set it to false",
+        )
     yield from _sources(config)
     yield from _lengths(config, teacher)
 
@@ -108,7 +114,8 @@ def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
         config.data.max_unaligned,
         type(config.data).model_fields["max_unaligned"].default,
     )
-    if share != default:
+    # Without a teacher, as a command on a trained student has it, the data's settings may stay.
+    if share != default and teacher is not None:
         yield without_effect("data.max_unaligned", share, reason, instead=default)
 
 
