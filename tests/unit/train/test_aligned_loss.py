@@ -16,6 +16,7 @@ from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
 from megatron_distill.signals import HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
+from tests.reference.cross_tokenizer import Alignment, common, likelihood
 
 STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
 TERMS = (ChunkTerm("likelihood"), ChunkTerm("common", divergence="js_divergence", weight=0.7))
@@ -116,3 +117,37 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
         hidden[~used] = torch.nan
     changed, _ = loss_of(batch, step, 0, 1, leaves)
     assert torch.equal(changed, expected)
+
+
+def test_loss_and_gradients_are_those_of_whole_logits() -> None:
+    batch, step = two_sided_batch()
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    total, _ = loss_of(batch, step, 0, 1, leaves)
+    student, teacher = ((leaves[at] @ leaves[at + 1].t()).reshape(2 * LENGTH, -1) for at in (0, 2))
+    assert batch.teacher is not None
+    assert batch.chunks_bs is not None
+    assert batch.teacher.chunks_bs is not None
+    labels = batch.labels_bs.reshape(-1)
+    at = Alignment(
+        batch.chunks_bs.reshape(-1),
+        batch.teacher.chunks_bs.reshape(-1),
+        labels,
+        batch.teacher.labels_bs.reshape(-1),
+        batch.chunk_count,
+    )
+    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
+    of_labels = -student.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    expected = (
+        0.5 * of_labels[batch.ce_mask_bs.reshape(-1)].sum() / step.ce_tokens
+        + likelihood(student, teacher, at, "forward_kl").sum() / step.chunks
+        + 0.7
+        * common(student, teacher, at, (torch.arange(4, 15), ids), "js_divergence").sum()
+        / step.pairs
+    )
+    # The weights of chunks and labels are of fp32.
+    torch.testing.assert_close(total, expected, rtol=2e-7, atol=0)
+    gradients = torch.autograd.grad(expected, leaves[:2])
+    for found, gradient in zip(torch.autograd.grad(total, leaves[:2]), gradients, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
