@@ -21,7 +21,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
-from megatron_distill.train.metrics import MetricsLog, public_names
+from megatron_distill.train.metrics import MetricsLog, part_of, public_names
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
@@ -174,7 +174,7 @@ def _train(
         seconds = time.perf_counter() - started
         last = step == plan.steps
         parts.profiler.after_step(step)
-        record = _record(parts, report, seconds, phases, peak_bytes)
+        record = _record(parts, report, batches, seconds, phases, peak_bytes)
         log.write({**record, "balance": dict(balance)} if balance else record)
         if parts.held_out.steps and (last or _due(step, plan.validation_interval)):
             log.write({"step": step, "validation": _validation(parts)})
@@ -288,6 +288,7 @@ def _sample_ids(batches: StepBatches, groups: Groups) -> list[int]:
 def _record(
     parts: Parts,
     report: StepReport,
+    batches: StepBatches,
     seconds: float,
     phases: Mapping[str, float],
     peak_bytes: int,
@@ -310,6 +311,9 @@ def _record(
         "peak_memory_bytes": peak_bytes,
         **values,
     }
+    if batches.chunks:
+        record["chunks"] = batches.chunks
+        record["aligned_labels"] = part_of(batches.kd_tokens, batches.ce_tokens)
     if report.sources:
         record["sources"] = report.sources
     if not report.applied:

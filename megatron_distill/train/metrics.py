@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ __all__ = [
     "LabelTotals",
     "MetricsLog",
     "MetricsSink",
+    "OnChunks",
     "PUBLIC_NAMES",
     "Record",
     "SourceFigures",
@@ -354,28 +355,6 @@ _COUNTED: Final = ("ce", "kd")  # these also report the label count of their mea
 SourceFigures = dict[str, dict[str, float]]
 
 
-class ChunkMean(NamedTuple):
-    """A term that is a mean over chunks: the field of `LabelCounts` it is over, and its weight."""
-
-    unit: Literal["chunks", "pairs"]
-    weight: float
-
-
-def with_sums(
-    means: Mapping[str, float], chunk_means: Mapping[str, ChunkMean], sources: Sequence[str]
-) -> dict[str, float]:
-    """The means with the weighted sums of terms on chunks: in total, if known, and per source.
-
-    Terms may be means over different counts, so the sum's mean does not follow from its share.
-    """
-    found = dict(means)
-    for at in ("", *(f"{_AT}{source}" for source in sources)):
-        if chunk_means and all(f"{name}{at}" in means for name in chunk_means):
-            parts = [one.weight * means[f"{name}{at}"] for name, one in chunk_means.items()]
-            found[f"kd{at}"] = sum(parts)
-    return found
-
-
 def source_keys(names: Sequence[str], sources: Sequence[str]) -> tuple[str, ...]:
     """Return the reduced report's keys of figure `name`: `name@source`, source by source."""
     return tuple(f"{name}{_AT}{source}" for name in names for source in sources)
@@ -402,23 +381,48 @@ def step_figures(
     sources: Sequence[str],
     *,
     terms: Sequence[str] = (),
-    chunk_means: Mapping[str, ChunkMean] | None = None,
+    on_chunks: OnChunks | None = None,
 ) -> SourceFigures:
     """Take the sources' figures out of a step's values: losses and their label counts.
 
     A loss is the mean over the source's trained labels in the global batch: cross-entropy, all
-    distillation, and each of these terms. Values of other names are dropped. `chunk_means` are the
-    terms that are means over the source's chunks.
+    distillation, and each of these terms. Values of other names are dropped.
     """
-    losses, chunk_means = {*_COUNTED, *terms}, chunk_means or {}
-    whole, by_source = (LabelTotals.of([step], names, chunk_means) for names in ((), sources))
+    losses = {*_COUNTED, *terms}
+    whole = LabelTotals.of([step], (), on_chunks)
+    by_source = LabelTotals.of([step], sources, on_chunks)
     shares = {key: values.pop(key) for key in list(values) if _AT in key}
     means = {
         key: share * part_of(whole.behind(name_of(key)), by_source.behind(key))
         for key, share in shares.items()
         if name_of(key) in losses
     }
-    return by_source.nested(with_sums(means, chunk_means, sources))[1]
+    return by_source.nested(means)[1]
+
+
+@dataclass(frozen=True)
+class OnChunks:
+    """Terms between two tokenizers: means over chunks, or over chunks of one token on each side.
+
+    Attributes:
+        weights: of each term in the distillation loss.
+        of_pairs: names of the terms on chunks of one token on each side.
+    """
+
+    weights: Mapping[str, float]
+    of_pairs: frozenset[str]
+
+    def with_sums(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The means with `kd`, also of a source, as the weighted sum of its terms' means.
+
+        The terms' counts differ, so that a mean of sums over several batches is none of them.
+        """
+        sums = {
+            key: sum(weight * means[f"{term}{key[2:]}"] for term, weight in self.weights.items())
+            for key in means
+            if name_of(key) == "kd"
+        }
+        return {**means, **sums}
 
 
 @dataclass(frozen=True)
@@ -427,16 +431,16 @@ class LabelTotals:
 
     whole: LabelCounts
     by_source: Mapping[str, LabelCounts]
-    chunk_means: Mapping[str, ChunkMean]
+    on_chunks: OnChunks | None = None
 
     @classmethod
     def of(
         cls,
         steps: Sequence[StepBatches],
         sources: Sequence[str],
-        chunk_means: Mapping[str, ChunkMean] | None = None,
+        on_chunks: OnChunks | None = None,
     ) -> LabelTotals:
-        """Sum the steps' counts; `chunk_means` are figures that are not means over labels."""
+        """Sum the steps' counts."""
         whole = _added(
             LabelCounts(step.ce_tokens, step.kd_tokens, step.chunks, step.pairs) for step in steps
         )
@@ -444,14 +448,14 @@ class LabelTotals:
             source: _added(step.by_source[index] for step in steps)
             for index, source in enumerate(sources)
         }
-        return cls(whole, by_source, chunk_means or {})
+        return cls(whole, by_source, on_chunks)
 
     def behind(self, key: str) -> float:
-        """The weighted count of labels, or the number of chunks, in the mean under that key."""
+        """The weighted count of labels, or the count of chunks, in the mean under that key."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
-        if name in self.chunk_means:
-            return counts.pairs if self.chunk_means[name].unit == "pairs" else counts.chunks
+        if self.on_chunks is not None and name in self.on_chunks.weights:
+            return counts.pairs if name in self.on_chunks.of_pairs else counts.chunks
         return counts.ce if name in _BY_LABEL else counts.kd
 
     def nested(self, means: Mapping[str, float]) -> tuple[dict[str, float], SourceFigures]:
@@ -459,6 +463,8 @@ class LabelTotals:
 
         Each source also reports its label count; a mean over no label is left out.
         """
+        if self.on_chunks is not None:
+            means = self.on_chunks.with_sums(means)
         overall: dict[str, float] = {}
         sources: SourceFigures = {}
         for key, mean in means.items():

@@ -24,7 +24,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState, Signal
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.features import FeatureLosses
-from megatron_distill.train.metrics import BY_SOURCE, ChunkMean, source_keys, split_report
+from megatron_distill.train.metrics import BY_SOURCE, OnChunks, source_keys, split_report
 
 
 class Head(Protocol):
@@ -107,19 +107,21 @@ class TokenObjective:
         return source_keys(self._token_names, self.source_names)
 
     @property
-    def chunk_means(self) -> dict[str, ChunkMean]:
-        """The terms that are means over chunks, by name."""
-        return {
-            term.name: ChunkMean("pairs" if term.is_of_pairs else "chunks", term.weight)
-            for term in self.terms
-            if isinstance(term, ChunkTerm)
-        }
-
-    @property
     def _token_names(self) -> tuple[str, ...]:
         if not self.metrics and not self.terms:
             return ("ce",)
         return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
+
+    @property
+    def on_chunks(self) -> OnChunks | None:
+        """The counts of terms between two tokenizers; None without such terms."""
+        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
+        if not terms:
+            return None
+        return OnChunks(
+            {term.name: term.weight for term in terms},
+            frozenset(term.name for term in terms if term.is_of_pairs),
+        )
 
     def at(self, weights: LossWeights, temperatures: Sequence[float]) -> TokenObjective:
         """The same objective with different weights and temperatures, its only varying parts."""

@@ -252,13 +252,12 @@ def train_step(
             means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
     projector_norm = values.get(PROJECTOR_NORM, 0.0)
-    terms = [term.name for term in objectives[0].terms]
     sources = step_figures(
         values,
         step,
         objectives[0].source_names,
-        terms=terms,
-        chunk_means=objectives[0].chunk_means,
+        terms=[term.name for term in objectives[0].terms],
+        on_chunks=objectives[0].on_chunks,
     )
     learning_rate = float(optimizer.param_groups[0]["lr"])
     with timers.phase(OPTIMIZER):

@@ -12,13 +12,7 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import Teacher
-from megatron_distill.train.metrics import (
-    LabelTotals,
-    SourceFigures,
-    name_of,
-    part_of,
-    with_sums,
-)
+from megatron_distill.train.metrics import LabelTotals, SourceFigures, name_of, part_of
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import finish_gathers
 from megatron_distill.train.step import Student, run_student
@@ -78,29 +72,29 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
     """Return the means over all held-out tokens, and per source, the same on every rank.
 
     The objective of each batch is a mean over that batch. Batches are therefore combined by their
-    token counts: `ce` and `teacher_ce` by trained labels, the remaining values by distilled
-    positions. A single source has no separate means.
+    token counts: `ce` and `teacher_ce` by trained labels, terms between two tokenizers by their
+    chunks, the remaining values by distilled positions. A single source has no separate means.
 
     Collective: per held-out batch, those of the teacher's pass and of `run_student`.
     """
     teacher, objective = held_out.teacher, held_out.objective
     sums: dict[str, torch.Tensor] = {}
-    chunk_means = objective.chunk_means
-    held = LabelTotals.of(held_out.steps, objective.source_names, chunk_means)
+    on_chunks = objective.on_chunks
+    held = LabelTotals.of(held_out.steps, objective.source_names, on_chunks)
     with evaluating(student):
         for step in held_out.steps:
             batches = step.micro_batches
             signals = teacher.signals(batches) if teacher else [None] * len(batches)
             objectives = [objective] * len(batches)
             means = run_student(student, signals, objectives, step, forward_only=True)
-            batch_totals = LabelTotals.of([step], (), chunk_means)
+            batch_totals = LabelTotals.of([step], (), on_chunks)
             for key, mean in means.items():
                 # A source's entry, like the rest, is a share of the whole batch.
                 share = part_of(batch_totals.behind(name_of(key)), held.behind(key))
                 sums[key] = sums.get(key, torch.zeros_like(mean)) + mean * share
     keys = list(sums)
     found = dict(zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True))
-    return held.nested(with_sums(found, chunk_means, objective.source_names))
+    return held.nested(found)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ data:
   shuffle_samples: 40
 objective:
   terms:
-    - {{divergence: forward_kl, weight: 1.0}}
+{terms}
   chunk_tokens: 24
 optimizer:
   learning_rate: 0.003
@@ -128,6 +128,22 @@ runtime:
 """
 
 
+PLAIN_TERMS = "    - {divergence: forward_kl, weight: 1.0}"
+# Between two tokenizers: for the teacher of `SECOND_TEACHER`.
+ALIGNED_TERMS = """\
+    - {alignment: likelihood, divergence: js_divergence, temperature: 6.0}
+    - {alignment: common, weight: 0.5, temperature: 2.0, scale_by_temperature_squared: true}
+    - {alignment: common, divergence: reverse_kl, weight: 0.25, top_k: 8}"""
+SECOND_TEACHER = (
+    TEACHER
+    + """\
+  sequence_length: 24
+  tokenizer: {{path: {tokenizer}}}
+"""
+)
+SECOND_SIZES = (283, 421)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What all runs of a test session share: a corpus, a tokenizer, initial weights."""
@@ -144,9 +160,17 @@ class Inputs:
         """A byte-level BPE whose size is not a multiple of any padding unit."""
         return self.folder / "tokenizer"
 
-    def write(self, name: str, *sections: str, steps: int = STEPS) -> Path:
+    def second_tokenizer(self, size: int) -> Path:
+        """A BPE of other merges, of fewer or more ids than the first: see `SECOND_SIZES`."""
+        return self.folder / f"tokenizer-{size}"
+
+    def write(
+        self, name: str, *sections: str, steps: int = STEPS, terms: str = PLAIN_TERMS
+    ) -> Path:
         """Write a configuration of these sections and the common ones."""
-        common = COMMON.format(corpus=self.corpus, tokenizer=self.tokenizer, steps=steps)
+        common = COMMON.format(
+            corpus=self.corpus, tokenizer=self.tokenizer, steps=steps, terms=terms
+        )
         path = self.folder / f"{name}.yaml"
         path.write_text("".join(sections) + common)
         return path
@@ -166,12 +190,15 @@ def write_corpus(path: Path) -> None:
 
 
 def train_tokenizer(rank: int, world_size: int, inputs: Inputs) -> int:
-    """Train the session's tokenizer; to be called in a pool worker."""
+    """Train the session's tokenizers; to be called in a pool worker."""
     from megatron_distill.data.tokenizers.open import train_bpe
 
     texts = [json.loads(line)["text"] for line in inputs.corpus.read_text().splitlines()]
     tokenizer = train_bpe(texts, vocab_size=301)
     tokenizer.save(inputs.tokenizer)
+    lines = [line[::-1].upper() for text in texts for line in text.splitlines()]
+    for size in SECOND_SIZES:
+        train_bpe([*texts[::3], *lines], vocab_size=size).save(inputs.second_tokenizer(size))
     return tokenizer.vocab_size
 
 

@@ -330,3 +330,19 @@ def test_a_step_reports_only_losses_and_terms_for_a_source() -> None:
         "a": {"kd_tokens": 1, "kd_loss": 2.0, "forward_kl": 1.0},
         "b": {"kd_tokens": 3, "kd_loss": 2.0, "forward_kl": 1.0},
     }
+
+
+def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
+    from megatron_distill.train.metrics import OnChunks, step_figures
+
+    counts = (LabelCounts(6, 5, chunks=4, pairs=3), LabelCounts(2, 1, chunks=1, pairs=0))
+    step = StepBatches((), 8, 6, 8, chunks=5, pairs=3, by_source=counts)
+    shares = {"all@a": 0.8, "all@b": 0.1, "pairs@a": 2.0, "pairs@b": 0.0, "kd@a": 9.0, "kd@b": 9.0}
+    on_chunks = OnChunks({"all": 1.0, "pairs": 0.5}, frozenset({"pairs"}))
+    found = step_figures(
+        dict(shares), step, ("a", "b"), terms=["all", "pairs"], on_chunks=on_chunks
+    )
+    assert found == {
+        "a": {"kd_tokens": 5, "kd_loss": 2.0, "all": 1.0, "pairs": 2.0},
+        "b": {"kd_tokens": 1, "kd_loss": 0.5, "all": 0.5},
+    }

@@ -23,11 +23,16 @@ OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interva
 Course = list[tuple[float, ...]]
 
 
+def undisturbed_course(pool: Pool, inputs: Inputs, name: str) -> Course:
+    """A configuration's course without any signal."""
+    output = inputs.folder / f"undisturbed-{name}"
+    return course(run(pool, 2, inputs.folder / f"{name}.yaml", output, *OVERRIDES))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, inputs: Inputs) -> Course:
     """What every run here must have done in the end, bit by bit."""
-    output = inputs.folder / "undisturbed"
-    return course(run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES))
+    return undisturbed_course(pool, inputs, "dense")
 
 
 def steps_done(output: Path) -> int:
@@ -64,8 +69,8 @@ def hold_during_a_save(started: Started, output: Path, after: int) -> None:
         send_to_all(started, signal.SIGCONT)
 
 
-def arguments(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
-    config = inputs.folder / "dense.yaml"
+def arguments(inputs: Inputs, output: Path, *overrides: str, name: str = "dense") -> list[str]:
+    config = inputs.folder / f"{name}.yaml"
     return ["--config", str(config), f"output={output}", *OVERRIDES, *overrides]
 
 
@@ -177,13 +182,21 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dense", ["checkpoint.asynchronous=false"]),
+        ("dense", ["checkpoint.asynchronous=true"]),
+        ("aligned", ["data.workers=2"]),
+    ],
+)
 def test_killed_again_and_again_it_arrives(
-    inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
 ) -> None:
+    undisturbed = undisturbed_course(pool, inputs, name)
     output = tmp_path / "run"
     chance = random.Random(5)
-    given = arguments(inputs, output, f"checkpoint.asynchronous={asynchronous}")
+    given = arguments(inputs, output, *overrides, name=name)
     for _ in range(8):
         before = steps_done(output)
         with torchrun(tmp_path, given) as started:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, quick_and_slow, run
+from tests.e2e.runs import SECOND_SIZES, Inputs, quick_and_slow, run
 
 FIRST = 1e-6
 LAST = 1e-4
@@ -52,12 +52,14 @@ def train(pool: Pool, inputs: Inputs, weights: Callable[[str], str]) -> Runner:
     return trained
 
 
-def assert_same_course(found: Course, expected: Course) -> None:
+def assert_same_course(
+    found: Course, expected: Course, quantities: Sequence[str] = QUANTITIES
+) -> None:
     """Compare every step, the first one to rounding and the last one to what Adam makes of it."""
     assert [record["step"] for record in found] == [record["step"] for record in expected]
     for ours, other in zip(found, expected, strict=True):
         tolerance = FIRST if ours["step"] == 1 else LAST
-        for name in QUANTITIES:
+        for name in quantities:
             assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
@@ -233,6 +235,46 @@ def test_families_are_those_of_one_rank_from_random_weights(train: Runner, famil
     world, architecture, layout = FAMILIES[family]
     random = (SHORT, "student.checkpoint=null", *architecture)
     assert_same_course(train("dense", world, *random, *layout), train("dense", 1, *random))
+
+
+# Chunks of two tokenizers: a vocabulary that is smaller or larger than the student's, a head of
+# its own or that of the embedding, samples of other lengths.
+SMALLER = "teacher.tokenizer.path={smaller}"
+ALIGNED: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "TP2": (2, (), (TENSOR,)),
+    "TP2+sequence, tied": (2, ("teacher.architecture.tied_embeddings=true",), (TENSOR, SEQUENCE)),
+    "TP4, smaller": (4, (SMALLER,), (FOUR,)),
+    "PP2, smaller": (2, (SMALLER,), (PIPELINE,)),
+    "PP2+virtual": (2, (), (PIPELINE, VIRTUAL)),
+    "CP2, longer teacher": (2, ("teacher.sequence_length=48",), (CONTEXT,)),
+    "DP2, smaller": (2, (SMALLER,), ()),
+    "TP2xPP2, tied": (4, ("teacher.architecture.tied_embeddings=true",), (TENSOR, PIPELINE)),
+    "TP2xCP2": (4, (), (TENSOR, SEQUENCE, CONTEXT)),
+    "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
+}
+QUICK_ALIGNED = ("TP2xCP2",)
+ALIGNED_QUANTITIES = (
+    *QUANTITIES,
+    "likelihood_js_divergence_t6",
+    "common_forward_kl_t2",
+    "common_reverse_kl_top8",
+)
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(ALIGNED, QUICK_ALIGNED))
+def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(
+    train: Runner, inputs: Inputs, layout: str
+) -> None:
+    world, common, overrides = ALIGNED[layout]
+    smaller = inputs.second_tokenizer(min(SECOND_SIZES))
+    common = [override.format(smaller=smaller) for override in common]
+    expected = train("aligned", 1, *common)
+    assert len(expected) == 20
+    assert min(expected[0][name] for name in ALIGNED_QUANTITIES) > 0.005
+    found = train("aligned", world, *common, *overrides)
+    assert_same_course(found, expected, ALIGNED_QUANTITIES)
+    for name in ("chunks", "aligned_labels"):
+        assert [record[name] for record in found] == [record[name] for record in expected]
 
 
 @pytest.mark.slow

@@ -54,11 +54,12 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
     ),
     "CP2, dropout": ("dense", 2, (CONTEXT, *DROPOUT)),
     "experts EP2": ("moe", 2, (EXPERT,)),
+    "two tokenizers, read by workers": ("aligned", 2, (TENSOR, "data.workers=2")),
 }  # fmt: skip
 
 
 # One of each kind; the others take minutes and run with the slow tests.
-QUICK_SAME = ("DP2, saved meanwhile",)
+QUICK_SAME = ("DP2, saved meanwhile", "two tokenizers, read by workers")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
@@ -104,6 +105,9 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
     "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
     "mixture EP2xPP2 to TP2xEP2": (
         "mixture", (4, (EXPERT, PIPELINE)), (4, (TENSOR, SEQUENCE, EXPERT)),
+    ),
+    "two tokenizers, CP2 to TP2xPP2": (
+        "aligned", (2, (CONTEXT,)), (4, (TENSOR, PIPELINE, "data.workers=2")),
     ),
 }  # fmt: skip
 

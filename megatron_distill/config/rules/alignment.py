@@ -63,8 +63,8 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
     if config.objective.balance.per_microbatch:
         yield Problem(
             ("objective.balance.per_microbatch", "objective.terms"),
-            "objective.balance.per_microbatch = true takes means over a micro-batch's labels, and "
-            "terms with an alignment are means over chunks; set it to false",
+            "objective.balance.per_microbatch = true: terms with an alignment are means over the "
+            "chunks of a whole batch, not of one micro-batch; set it to false",
         )
     yield from _sources(config)
     yield from _lengths(config, teacher)
@@ -115,7 +115,8 @@ def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
         config.data.max_unaligned,
         type(config.data).model_fields["max_unaligned"].default,
     )
-    if share != default:
+    # Without a teacher, as a command on a trained student has it, the data's settings may stay.
+    if share != default and teacher is not None:
         yield without_effect("data.max_unaligned", share, reason, instead=default)
 
 

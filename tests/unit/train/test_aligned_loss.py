@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +13,10 @@ from megatron_distill.data.collation import count_labels, micro_batch, pack_samp
 from megatron_distill.losses import ChunkTerm, SharedVocabularies
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches, zigzag_index
+from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
 from megatron_distill.signals import HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.metrics import ChunkMean, step_figures
+from tests.reference.cross_tokenizer import Alignment, common, likelihood
 
 STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
 TERMS = (ChunkTerm("likelihood"), ChunkTerm("common", divergence="js_divergence", weight=0.7))
@@ -49,8 +47,7 @@ def _side(rng: np.random.Generator, vocabulary: int) -> Side:
     sizes = rng.choice([1, 1, 1, 2, 3], 7)
     stops = sizes.cumsum()
     tokens = rng.integers(0, vocabulary, int(stops[-1])).astype(np.int32)
-    numbers = np.repeat(np.arange(len(sizes)), sizes)
-    return Side.of(tokens, np.stack([stops - sizes, stops], 1), numbers)
+    return Side.of(tokens, np.stack([stops - sizes, stops], 1))
 
 
 def vocabularies() -> SharedVocabularies:
@@ -122,15 +119,35 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
     assert torch.equal(changed, expected)
 
 
-def test_a_source_s_figure_is_the_mean_over_its_own_chunks() -> None:
-    _, step = two_sided_batch()
-    counts = LabelCounts(7, 6, chunks=5, pairs=1), LabelCounts(3, 3, chunks=2, pairs=2)
-    step = replace(step, chunks=7, pairs=3, ce_tokens=10, kd_tokens=9, by_source=counts)
-    chunk_means = {"likelihood": ChunkMean("chunks", 1.0), "common": ChunkMean("pairs", 0.5)}
-    # Source a has a loss of 1 on each of its chunks, b one of 3.
-    values = {"likelihood@a": 5 / 7, "likelihood@b": 6 / 7, "common@a": 1 / 3, "common@b": 2.0}
-    found = step_figures(values, step, "ab", terms=list(chunk_means), chunk_means=chunk_means)
-    for source, loss in (("a", 1.0), ("b", 3.0)):
-        assert found[source]["likelihood"] == pytest.approx(loss)
-        assert found[source]["common"] == pytest.approx(loss)
-        assert found[source]["kd_loss"] == pytest.approx(1.5 * loss)
+def test_loss_and_gradients_are_those_of_whole_logits() -> None:
+    batch, step = two_sided_batch()
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    total, _ = loss_of(batch, step, 0, 1, leaves)
+    student, teacher = ((leaves[at] @ leaves[at + 1].t()).reshape(2 * LENGTH, -1) for at in (0, 2))
+    assert batch.teacher is not None
+    assert batch.chunks_bs is not None
+    assert batch.teacher.chunks_bs is not None
+    labels = batch.labels_bs.reshape(-1)
+    at = Alignment(
+        batch.chunks_bs.reshape(-1),
+        batch.teacher.chunks_bs.reshape(-1),
+        labels,
+        batch.teacher.labels_bs.reshape(-1),
+        batch.chunk_count,
+    )
+    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
+    of_labels = -student.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    expected = (
+        0.5 * of_labels[batch.ce_mask_bs.reshape(-1)].sum() / step.ce_tokens
+        + likelihood(student, teacher, at, "forward_kl").sum() / step.chunks
+        + 0.7
+        * common(student, teacher, at, (torch.arange(4, 15), ids), "js_divergence").sum()
+        / step.pairs
+    )
+    # The weights of chunks and labels are of fp32.
+    torch.testing.assert_close(total, expected, rtol=2e-7, atol=0)
+    gradients = torch.autograd.grad(expected, leaves[:2])
+    for found, gradient in zip(torch.autograd.grad(total, leaves[:2]), gradients, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
