@@ -45,18 +45,58 @@ class Side:
             cuts[-1] = len(tokens_n)
         return cls(tokens_n, np.where(is_outside, NO_CHUNK, number_n).astype(np.int32), cuts)
 
+    @classmethod
+    def of_chunks(cls, tokens_n: NDArray[np.int32], chunks_n: NDArray[np.int32]) -> Side:
+        """Divide tokens by the chunk of each."""
+        is_last_n = (chunks_n != NO_CHUNK) & (np.append(chunks_n[1:], NO_CHUNK) != chunks_n)
+        cuts = np.append(0, np.flatnonzero(is_last_n) + 1).astype(np.int64)
+        if len(cuts) > 1:
+            cuts[-1] = len(tokens_n)
+        return cls(tokens_n, chunks_n, cuts)
+
+    def first(self, chunks: int) -> Side:
+        """The tokens up to the end of a chunk's cell."""
+        stop = int(self.cuts[chunks])
+        return Side(self.tokens_n[:stop], self.chunks_n[:stop], self.cuts[: chunks + 1])
+
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """A document, or a piece of a long one, in the tokens of both models."""
+    """A document, or a piece of a long one, in the tokens of both models.
+
+    flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
+    distillation trains those in chunks. None: cross-entropy trains all.
+    """
 
     student: Side
     teacher: Side
+    flags_n: NDArray[np.uint8] | None = None
 
     @property
     def chunks(self) -> int:
         """Number of chunks, the same on both sides."""
         return len(self.student.cuts) - 1
+
+    def first(self, chunks: int) -> AlignedDocument:
+        """The document up to the end of a chunk's cell."""
+        student = self.student.first(chunks)
+        flags_n = None if self.flags_n is None else self.flags_n[: len(student.tokens_n)]
+        return AlignedDocument(student, self.teacher.first(chunks), flags_n)
+
+    def tokens_from(self, cell: int) -> NDArray[np.int64]:
+        """The number of tokens on both sides from a cell on."""
+        return np.array([side.cuts[-1] - side.cuts[cell] for side in (self.student, self.teacher)])
+
+    def fitting(self, first: int, room: NDArray[np.int64]) -> int:
+        """The end of the cells from `first` that fit into the room of both sides, int64 [2].
+
+        Behind a document's first cell one token of context is needed.
+        """
+        stops = [self.chunks]
+        for side, free in zip((self.student, self.teacher), room, strict=True):
+            end = side.cuts[first] - (first > 0) + free
+            stops.append(int(np.searchsorted(side.cuts, end, side="right")) - 1)
+        return max(first, min(stops))
 
 
 @dataclass(frozen=True)
