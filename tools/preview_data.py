@@ -5,9 +5,9 @@
 
 Green tokens are trained by cross-entropy and distillation, cyan ones by distillation only; dim
 tokens are context. Without colours green becomes [[...]] and cyan ((...)). Conversations are
-prepared and cached for the run. Nothing is trained. Errors that would stop the run before its first
-step are reported first. For a teacher that is not on this machine add
-teacher=null objective.terms=[].
+prepared and cached for the run. With a teacher of another tokenizer each row is a chunk with the
+tokens of both sides. Nothing is trained. Errors that would stop the run before its first step are
+reported first. For a teacher that is not on this machine add teacher=null objective.terms=[].
 """
 
 from __future__ import annotations

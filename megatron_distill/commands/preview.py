@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
 from megatron_distill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron_distill.config import RunConfig
+    from megatron_distill.data.samples import Sample
+    from megatron_distill.data.tokenizers.open import Tokenizer
+
+_AROUND_ROWS: Final = 4  # lines of a terminal for the title and the head of a table
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
     parser.add_argument("--samples", type=int, default=4, help="samples to print (4)")
     parser.add_argument("--counted", type=int, default=256, help="samples to count over (256)")
+    parser.add_argument("--chunks", type=int, default=None, help="rows per sample (the terminal's)")
     parser.add_argument("--width", type=int, default=None, help="columns (the terminal's)")
 
 
@@ -32,25 +41,29 @@ def _run(arguments: argparse.Namespace) -> int:
             config,
             samples=arguments.samples,
             counted=max(arguments.samples, arguments.counted),
+            chunks=arguments.chunks,
             width=arguments.width,
         )
     return 0
 
 
-def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None) -> None:
+def _preview(
+    config: RunConfig, *, samples: int, counted: int, chunks: int | None, width: int | None
+) -> None:
     # Imported here, because they are slow; a wrong configuration is reported at once.
     import torch
     from rich.console import Console
 
+    from megatron_distill.config import is_aligned
     from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     if not config.data.sources:
         raise ConfigError("data.sources = []: there is no corpus to show; name one")
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     # Imported here: they load Megatron-Core, which must be patched first.
-    from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
     from megatron_distill.data.sources import open_training
     from megatron_distill.data.tokenizers.open import Vocabulary
+    from megatron_distill.train.assemble.alignment import read_teacher
     from megatron_distill.train.assemble.models import build_terms
     from megatron_distill.train.assemble.sources import (
         data_options,
@@ -64,29 +77,78 @@ def _preview(config: RunConfig, *, samples: int, counted: int, width: int | None
     data, folder = config.data, Path(config.output)
     options = data_options(data, folder, shows_progress=config.logging.progress)
     tokenizer = read_tokenizer(config, options)
-    check_models(config, Vocabulary.of(tokenizer))
+    vocabulary = Vocabulary.of(tokenizer)
+    teacher = None
+    if is_aligned(config):
+        teacher = read_teacher(data, config.models["teacher"], vocabulary)
+    of_teacher = None if teacher is None else Vocabulary.of(teacher.tokenizer)
+    check_models(config, vocabulary, of_teacher=of_teacher)
     build_terms(config.objective.terms, tokenizer.vocab_size)
     with without_empty_folders(folder / "cache"):
         source = open_training(
-            source_specs(data.sources), tokenizer=tokenizer, options=options, seed=config.seed
+            source_specs(data.sources),
+            tokenizer=tokenizer,
+            options=replace(options, teacher=teacher),
+            seed=config.seed,
         )
     console = Console(width=width, highlight=False, soft_wrap=True)
+    _show(
+        (source.next_sample() for _ in range(counted)),
+        tokenizer,
+        None if teacher is None else teacher.tokenizer,
+        console,
+        shown=samples,
+        title=f"the first {counted} samples of {data.sequence_length} positions",
+        isolate_documents=data.isolate_documents,
+        chunks=console.height - _AROUND_ROWS if chunks is None else chunks,
+    )
+
+
+def _show(
+    found: Iterable[Sample],
+    tokenizer: Tokenizer,
+    teacher: Tokenizer | None,
+    console: Console,
+    *,
+    shown: int,
+    title: str,
+    isolate_documents: bool,
+    chunks: int,
+) -> None:
+    """Print the first samples, and figures of all of them."""
+    from megatron_distill.align import Coverage
+    from megatron_distill.data.aligned.preview import (
+        Pieces,
+        chunk_table,
+        coverage_lines,
+        sample_coverage,
+    )
+    from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
+
     has_colour = console.color_system is not None
-    isolate_documents = data.isolate_documents
-    totals = Totals()
+    totals, coverage = Totals(), Coverage()
+    sides = None if teacher is None else (Pieces(tokenizer), Pieces(teacher))
     console.print(legend(has_colour=has_colour))
-    for number in range(counted):
-        sample = source.next_sample()
-        totals.add(sample, token_kinds(sample, isolate_documents=isolate_documents))
-        if number < samples:
-            console.rule(f"sample {number}")
-            console.print(
-                sample_text(
-                    sample, tokenizer, isolate_documents=isolate_documents, has_colour=has_colour
-                )
+    for number, sample in enumerate(found):
+        kinds = token_kinds(sample, isolate_documents=isolate_documents)
+        totals.add(sample, kinds)
+        if sides is not None:
+            coverage = coverage.merge(sample_coverage(sample, *sides, kinds))
+        if number >= shown:
+            continue
+        console.rule(f"sample {number}")
+        if sides is None:
+            text = sample_text(
+                sample, tokenizer, isolate_documents=isolate_documents, has_colour=has_colour
             )
-    console.rule(f"the first {counted} samples of {data.sequence_length} positions")
+            console.print(text)
+        else:
+            table = chunk_table(sample, *sides, kinds, rows=chunks, has_colour=has_colour)
+            console.print(table, soft_wrap=False)
+    console.rule(title)
     for line in (*totals.lines(), *histogram(totals.lengths, width=console.width)):
+        console.print(line, markup=False)
+    for line in coverage_lines(coverage) if sides is not None else ():
         console.print(line, markup=False)
 
 
@@ -98,8 +160,9 @@ COMMAND = Command(
 
 Green is trained by cross-entropy and distillation, cyan by distillation only, dim is the context;
 without colours [[...]] and ((...)) stand for them. Conversations are prepared and cached for the
-run. Nothing is trained. An error that would stop the run before its first step comes first; for a
-teacher that is not on this machine add teacher=null objective.terms=[].""",
+run. With a teacher of another tokenizer each row is a chunk with the tokens of both sides. Nothing
+is trained. An error that would stop the run before its first step comes first; for a teacher that
+is not on this machine add teacher=null objective.terms=[].""",
     add_arguments=_add_arguments,
     run=_run,
 )

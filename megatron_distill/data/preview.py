@@ -30,7 +30,7 @@ MEANING: Final = {
     PADDING: "padding",
 }
 # Marks around text on a terminal without colour.
-_MARKS: Final = {BOTH: ("[[", "]]"), KD_ONLY: ("((", "))"), CE_ONLY: ("{{", "}}")}
+MARKS: Final = {BOTH: ("[[", "]]"), KD_ONLY: ("((", "))"), CE_ONLY: ("{{", "}}")}
 _BAR: Final = "#"
 
 
@@ -120,7 +120,7 @@ def _append(
     if kind == PADDING:
         found.append(f"... {len(tokens_n)} tokens of padding", style=STYLES[kind])
         return
-    before, after = ("", "") if has_colour else _MARKS.get(kind, ("", ""))
+    before, after = ("", "") if has_colour else MARKS.get(kind, ("", ""))
     if kind != PROMPT and weight != 1.0:
         before += f"(x{weight:g}) "
     found.append(before + tokenizer.decode(tokens_n.tolist()) + after, style=STYLES[kind])
@@ -130,7 +130,7 @@ def legend(*, has_colour: bool) -> Text:
     """Legend of the colours or marks."""
     found = Text()
     for kind, meaning in MEANING.items():
-        before, after = ("", "") if has_colour else _MARKS.get(kind, ("", ""))
+        before, after = ("", "") if has_colour else MARKS.get(kind, ("", ""))
         found.append(f"{before}{meaning}{after}", style=STYLES[kind])
         found.append("  ")
     return found

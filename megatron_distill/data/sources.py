@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from megatron_distill.data.aligned.documents import PairEncoder
+from megatron_distill.data.aligned.layout import AlignedLayout
+from megatron_distill.data.aligned.packing import Window
 from megatron_distill.data.aligned.stream import TwoTokenizers, Unaligned
 from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
 from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
@@ -18,6 +20,8 @@ from megatron_distill.data.chat.source import (
     Choice,
     ConversationOptions,
     ConversationSource,
+    Layout,
+    TokenLayout,
 )
 from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
@@ -163,7 +167,7 @@ def read_held_out(
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
     for number, spec in enumerate(named):
-        parts: list[IndexedSource] | list[PackedStream[Any]] | list[ConversationSource]
+        parts: list[IndexedSource] | list[PackedStream[Any]] | list[ConversationSource[Any]]
         if not spec.kind.is_text:
             parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
         elif spec.conversation is not None:
@@ -193,7 +197,7 @@ def read_held_out(
 
 
 def _spread(
-    source: IndexedSource | PackedStream[Any] | ConversationSource, choice: int
+    source: IndexedSource | PackedStream[Any] | ConversationSource[Any], choice: int
 ) -> Iterator[Sample]:
     """All samples of a finite source, each block of `choice` in a fixed shuffled order."""
     remaining = iter(source.next_or_none, None)
@@ -298,21 +302,28 @@ def _indexed(
 
 def _conversations(
     spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int, *, is_held_out: bool
-) -> ConversationSource:
-    assert options.conversations is not None, "whoever reads conversations says where to keep them"
+) -> ConversationSource[Any]:
+    given, teacher = options.conversations, options.teacher
+    assert given is not None, "options of conversations name the folder of the cache"
     prepared = prepared_conversations(
         spec,
         cast(Tokenizer, tokenizer),
-        options=options.conversations,
+        options=given,
         skip_bad=options.on_error == "skip",
+        teacher=None if teacher is None else teacher.tokenizer,
+        max_unaligned=0.0 if teacher is None else teacher.max_unaligned,
     )
+    width, eos_id = options.sequence_length + 1, tokenizer.eos_id
+    layout: Layout[Any] = TokenLayout(prepared, width, eos_id, given.truncation)
+    if teacher is not None:
+        other = Window(teacher.sequence_length + 1, teacher.tokenizer.eos_id)
+        layout = AlignedLayout(prepared, Window(width, eos_id), other, given.truncation)
     return ConversationSource(
         prepared,
+        layout,
         choice=Choice(seed, options.validation_fraction, is_held_out),
-        sequence_length=options.sequence_length,
-        padding_token=tokenizer.eos_id,
-        truncation=options.conversations.truncation,
-        packing_buffer=options.conversations.packing_buffer,
+        truncation=given.truncation,
+        packing_buffer=given.packing_buffer,
         name=spec.name,
         epochs=1 if is_held_out else None,
     )

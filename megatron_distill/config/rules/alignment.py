@@ -25,6 +25,8 @@ _NOT_USED: Final[dict[str, tuple[tuple[str, ...], object]]] = {
     "top_k": (("likelihood", "gold", "uld"), None),
     "support": (("likelihood", "projection", "gold", "uld"), "tail"),
 }
+# Policies that would begin a sample inside a conversation.
+_UNALIGNED_TRUNCATIONS: Final = ("left", "split")
 
 
 def is_aligned(config: RunConfig) -> bool:
@@ -131,11 +133,12 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
                     f"{key}.format = {source.format!r}: its tokens are of one tokenizer, and terms "
                     "with an alignment need texts; use a source of text",
                 )
-            if source.conversation is not None:
+            if source.conversation is not None and data.truncation in _UNALIGNED_TRUNCATIONS:
                 yield Problem(
-                    (f"{key}.conversation", "objective.terms"),
-                    f"{key}.conversation: terms with an alignment read documents only, as yet; "
-                    "remove the section, or the alignment",
+                    ("data.truncation", "objective.terms"),
+                    f"data.truncation = {data.truncation!r}: with terms that have an alignment a "
+                    "long conversation can end at a chunk, and not begin there; use 'right', "
+                    "'drop' or 'error'",
                 )
     if not data.isolate_documents:
         yield Problem(

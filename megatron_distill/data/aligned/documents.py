@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.align import align_spans, chunk_numbers, token_spans
+from megatron_distill.data.samples import NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 from megatron_distill.errors import DataError
 
@@ -30,19 +31,6 @@ class Side:
     chunks_n: NDArray[np.int32]
     cuts: NDArray[np.int64]
 
-    @classmethod
-    def of(
-        cls,
-        tokens_n: NDArray[np.int32],
-        ranges_c2: NDArray[np.int64],
-        numbers_n: NDArray[np.int64],
-    ) -> Side:
-        """Divide tokens by the half-open ranges of their chunks, whose numbers are given too."""
-        cuts = np.concatenate([[0], ranges_c2[:, 1]]).astype(np.int64)
-        if len(ranges_c2):
-            cuts[-1] = len(tokens_n)
-        return cls(tokens_n, numbers_n.astype(np.int32), cuts)
-
     def with_end(self, token: int) -> Side:
         """The same with one more token, a chunk of its own."""
         count = len(self.cuts) - 1
@@ -52,18 +40,61 @@ class Side:
             np.append(self.cuts, len(self.tokens_n) + 1),
         )
 
+    @classmethod
+    def of_chunks(cls, tokens_n: NDArray[np.int32], chunks_n: NDArray[np.int32]) -> Side:
+        """Divide tokens by the chunk of each."""
+        inside = np.flatnonzero(chunks_n != NO_CHUNK)
+        numbers = chunks_n[inside]
+        count = int(numbers[-1]) + 1 if len(numbers) else 0
+        last = inside[np.searchsorted(numbers, np.arange(count), side="right") - 1]
+        cuts = np.append(0, last + 1).astype(np.int64)
+        if count:
+            cuts[-1] = len(tokens_n)
+        return cls(tokens_n, chunks_n, cuts)
+
+    def first(self, chunks: int) -> Side:
+        """The tokens up to the end of a chunk's cell."""
+        stop = int(self.cuts[chunks])
+        return Side(self.tokens_n[:stop], self.chunks_n[:stop], self.cuts[: chunks + 1])
+
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """A document, or a piece of a long one, in the tokens of both models."""
+    """A document, or a piece of a long one, in the tokens of both models.
+
+    flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
+    distillation trains those in chunks. None: cross-entropy trains all.
+    """
 
     student: Side
     teacher: Side
+    flags_n: NDArray[np.uint8] | None = None
 
     @property
     def chunks(self) -> int:
         """Number of chunks, the same on both sides."""
         return len(self.student.cuts) - 1
+
+    def first(self, chunks: int) -> AlignedDocument:
+        """The document up to the end of a chunk's cell."""
+        student = self.student.first(chunks)
+        flags_n = None if self.flags_n is None else self.flags_n[: len(student.tokens_n)]
+        return AlignedDocument(student, self.teacher.first(chunks), flags_n)
+
+    def tokens_from(self, cell: int) -> NDArray[np.int64]:
+        """The number of tokens on both sides from a cell on."""
+        return np.array([side.cuts[-1] - side.cuts[cell] for side in (self.student, self.teacher)])
+
+    def fitting(self, first: int, room: NDArray[np.int64]) -> int:
+        """The end of the cells from `first` that fit into the room of both sides, int64 [2].
+
+        Behind a document's first cell one token of context is needed.
+        """
+        stops = [self.chunks]
+        for side, free in zip((self.student, self.teacher), room, strict=True):
+            end = side.cuts[first] - (first > 0) + free
+            stops.append(int(np.searchsorted(side.cuts, end, side="right")) - 1)
+        return max(first, min(stops))
 
 
 @dataclass(frozen=True)
@@ -98,9 +129,13 @@ class PairEncoder:
             return error
         if text and not len(chunks.student):
             return DataError("the tokenizers share no boundary inside it")
-        student = Side.of(student_n, chunks.student, chunk_numbers(chunks.student, spans))
-        teacher = Side.of(teacher_n, chunks.teacher, chunk_numbers(chunks.teacher, teacher_spans))
+        student = Side.of_chunks(student_n, _numbers(chunks.student, spans))
+        teacher = Side.of_chunks(teacher_n, _numbers(chunks.teacher, teacher_spans))
         if is_end:
             student = student.with_end(self.student.eos_id)
             teacher = teacher.with_end(self.teacher.eos_id)
         return AlignedDocument(student, teacher)
+
+
+def _numbers(ranges_c2: NDArray[np.int64], spans_n2: NDArray[np.int64]) -> NDArray[np.int32]:
+    return chunk_numbers(ranges_c2, spans_n2).astype(np.int32)

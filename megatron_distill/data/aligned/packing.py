@@ -98,7 +98,7 @@ class AlignedPacker(Generic[Mark]):
         if not self._segments:
             self._offset = skip
         self._segments.append(_Segment(document, mark))
-        self._available += _tokens_from(document, skip)
+        self._available += document.tokens_from(skip)
         self._leave_out_long()
 
     def take(self, sample_id: int) -> Sample:
@@ -121,11 +121,11 @@ class AlignedPacker(Generic[Mark]):
         room = np.array([self._student.width, self._teacher.width])
         while self._segments:
             document, first = self._segments[0].document, self._offset
-            stop = _fitting(document, first, room)
+            stop = document.fitting(first, room)
             if stop == first:
                 break
             pieces.append(_Piece(document, first, stop))
-            room -= _tokens_from(document, first) - _tokens_from(document, stop) + (first > 0)
+            room -= document.tokens_from(first) - document.tokens_from(stop) + (first > 0)
             self._advance(stop)
             if stop < document.chunks:
                 break
@@ -137,11 +137,11 @@ class AlignedPacker(Generic[Mark]):
         widths = np.array([self._student.width, self._teacher.width])
         while self._segments:
             document, first = self._segments[0].document, self._offset
-            if _fitting(document, first, widths) > first:
+            if document.fitting(first, widths) > first:
                 return
             self.too_long += 1
             if self.too_long.bit_count() == 1:  # 1, 2, 4, 8, ...
-                sizes = _tokens_from(document, first) - _tokens_from(document, first + 1)
+                sizes = document.tokens_from(first) - document.tokens_from(first + 1)
                 _LOG.warning(
                     "a chunk of %d tokens of the student and %d of the teacher is longer than "
                     "data.sequence_length = %d or teacher.sequence_length = %d; its labels are "
@@ -153,7 +153,7 @@ class AlignedPacker(Generic[Mark]):
     def _advance(self, cell: int) -> None:
         """Begin the next sample at a cell of the first document, or with the next document."""
         document = self._segments[0].document
-        self._available -= _tokens_from(document, self._offset) - _tokens_from(document, cell)
+        self._available -= document.tokens_from(self._offset) - document.tokens_from(cell)
         self._offset = cell
         if cell == document.chunks:
             self._ended = self._segments.popleft().mark, cell
@@ -167,7 +167,15 @@ class AlignedPacker(Generic[Mark]):
         ]
         (tokens, documents, chunks), teacher = sides
         is_real = documents != PADDING_DOCUMENT
-        flags = np.where(is_real, CE_TRAINED, 0) | np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
+        flags = np.where(is_real, CE_TRAINED, 0)
+        filled = 0
+        for piece in pieces:
+            part = piece.tokens(piece.document.student)
+            if piece.document.flags_n is not None:
+                place = slice(filled, filled + part.stop - part.start)
+                flags[place] = piece.document.flags_n[part] & ~np.uint8(KD_TRAINED)
+            filled += part.stop - part.start
+        flags |= np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
         return Sample(
             tokens,
             documents,
@@ -175,21 +183,6 @@ class AlignedPacker(Generic[Mark]):
             sample_id,
             teacher=TeacherTokens(*teacher, chunks),
         )
-
-
-def _tokens_from(document: AlignedDocument, cell: int) -> NDArray[np.int64]:
-    """The number of tokens on both sides from a cell on."""
-    sides = (document.student, document.teacher)
-    return np.array([side.cuts[-1] - side.cuts[cell] for side in sides])
-
-
-def _fitting(document: AlignedDocument, first: int, room: NDArray[np.int64]) -> int:
-    """The end of the cells from `first` that fit into the room of both sides."""
-    stops = [document.chunks]
-    for side, free in zip((document.student, document.teacher), room, strict=True):
-        end = side.cuts[first] - (first > 0) + free
-        stops.append(int(np.searchsorted(side.cuts, end, side="right")) - 1)
-    return max(first, min(stops))
 
 
 def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
@@ -16,11 +17,11 @@ from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
 
-__all__ = ["TwoTokenizers", "Unaligned"]
+__all__ = ["FEWEST_JUDGED", "TwoTokenizers", "Unaligned"]
 
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
-_FEWEST = 100  # a share of fewer documents is not judged
+FEWEST_JUDGED: Final = 100  # a share of fewer documents is not judged
 
 
 class Unaligned:
@@ -44,7 +45,7 @@ class Unaligned:
             self._last = f"{place}: {error}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
                 _LOG.warning("%s: left out: %s", self._name, self._last)
-        if self.documents >= _FEWEST and self.count > self._share * self.documents:
+        if self.documents >= FEWEST_JUDGED and self.count > self._share * self.documents:
             raise DataError(
                 f"data.max_unaligned={self._share:g}: {self.count} of {self.documents} documents "
                 f"of data source {self._name} have no chunk that both tokenizers share; the last "

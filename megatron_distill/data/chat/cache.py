@@ -27,6 +27,13 @@ _FILES: Final[dict[str, np.dtype[Any]]] = {
     "flags": np.dtype("u1"),
     "index": INDEX_TYPE,
 }
+# Further files for a teacher with a tokenizer of its own.
+_OF_TEACHER: Final[dict[str, np.dtype[Any]]] = {
+    "chunks": np.dtype("<i4"),
+    "teacher_tokens": np.dtype("<i4"),
+    "teacher_chunks": np.dtype("<i4"),
+    "teacher_stops": np.dtype("<i8"),
+}
 _BLOCK_COUNTS: Final = ("rows", "ce_labels", "unclosed", "dropped")
 _COUNTS: Final = ("conversations", "tokens", "kd_labels", "bad_rows", *_BLOCK_COUNTS)
 _HASHED_BYTES: Final = 1 << 22
@@ -34,9 +41,10 @@ _HASHED_BYTES: Final = 1 << 22
 
 @dataclass(frozen=True)
 class Manifest:
-    """Metadata of a cache. `content` is a digest of tokens and flags.
+    """Metadata of a cache. `content` is a digest of all files.
 
-    unclosed, dropped: as in `PreparedBlock`.
+    unclosed, dropped: as in `PreparedBlock`. teacher_tokens: of a teacher with a tokenizer of its
+    own; None without one. unaligned: conversations that it shares no chunk with, and the last one.
     """
 
     conversations: int
@@ -50,25 +58,56 @@ class Manifest:
     problems: tuple[str, ...]
     files: tuple[str, ...]
     content: str
+    teacher_tokens: int | None = None
+    unaligned: int = 0
+    last_unaligned: str = ""
+
+    @property
+    def sizes(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """Element type and number of elements of each file."""
+        counts = {"tokens": self.tokens, "flags": self.tokens, "index": self.conversations}
+        found = {name: (kind, counts[name]) for name, kind in _FILES.items()}
+        if self.teacher_tokens is not None:
+            counts = {
+                "chunks": self.tokens,
+                "teacher_tokens": self.teacher_tokens,
+                "teacher_chunks": self.teacher_tokens,
+                "teacher_stops": self.conversations,
+            }
+            found |= {name: (kind, counts[name]) for name, kind in _OF_TEACHER.items()}
+        return found
+
+
+@dataclass(frozen=True)
+class TeacherArrays:
+    """The teacher's side of all conversations, and the student's chunks, as in `TeacherColumns`."""
+
+    chunks_n: NDArray[np.int32]
+    tokens_m: NDArray[np.int32]
+    chunks_m: NDArray[np.int32]
+    stops: NDArray[np.int64]
 
 
 class PreparedConversations:
     """Conversations of one source, mapped into memory.
 
     tokens_n int32 and flags_n uint8 of all conversations concatenated, `index` of INDEX_TYPE.
+    teacher: None where the teacher has the same tokenizer.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        lengths = {"tokens": manifest.tokens, "flags": manifest.tokens}
         arrays = {
-            name: _mapped(folder / name, kind, lengths.get(name, manifest.conversations))
-            for name, kind in _FILES.items()
+            name: _mapped(folder / name, kind, length)
+            for name, (kind, length) in manifest.sizes.items()
         }
         self.tokens_n: NDArray[np.int32] = arrays["tokens"]
         self.flags_n: NDArray[np.uint8] = arrays["flags"]
         self.index: NDArray[np.void] = arrays["index"]
+        self.teacher: TeacherArrays | None = None
+        if manifest.teacher_tokens is not None:
+            self.teacher = TeacherArrays(*(arrays[name] for name in _OF_TEACHER))
 
     def __len__(self) -> int:
         return self.manifest.conversations
@@ -124,11 +163,11 @@ def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | N
     try:
         stored = json.loads((folder / _MANIFEST).read_bytes())
         manifest = Manifest(**{**stored, "problems": tuple(stored["problems"]), "files": ()})
-        sizes = {name: (folder / name).stat().st_size for name in _FILES}
+        sizes = {name: (folder / name).stat().st_size for name in manifest.sizes}
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    wanted = {"tokens": manifest.tokens, "flags": manifest.tokens, "index": manifest.conversations}
-    if any(sizes[name] != wanted[name] * kind.itemsize for name, kind in _FILES.items()):
+    wanted = manifest.sizes.items()
+    if any(sizes[name] != length * kind.itemsize for name, (kind, length) in wanted):
         return None
     # Files may have been renamed since; the key depends on their content alone.
     named = Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
@@ -141,17 +180,19 @@ def write_cache(
     blocks: Iterable[tuple[str, PreparedBlock]],
     *,
     refuse: Callable[[str], None],
+    has_teacher: bool = False,
 ) -> PreparedConversations:
     """Write prepared blocks, each with its file's name; the folder appears when it is complete.
 
-    `refuse` is called with every bad row and may raise. A failure leaves no folder. Raises
-    DataError: the folder cannot be written.
+    has_teacher: blocks have the columns of a teacher with a tokenizer of its own. `refuse` is
+    called with every bad row and may raise. A failure leaves no folder. Raises DataError: the
+    folder cannot be written.
     """
     try:
         if folder.exists():
             shutil.rmtree(folder)  # it is damaged
         with whole_folder(folder, is_whole=lambda path: (path / _MANIFEST).is_file()) as partial:
-            manifest = _write(partial, files, blocks, refuse)
+            manifest = _write(partial, files, blocks, refuse, has_teacher=has_teacher)
     except OSError as error:
         raise _unwritable(folder, error) from error
     found = open_cache(folder, files)
@@ -167,13 +208,18 @@ def _write(
     files: Sequence[Path],
     blocks: Iterable[tuple[str, PreparedBlock]],
     refuse: Callable[[str], None],
+    *,
+    has_teacher: bool,
 ) -> Manifest:
     digest = hashlib.blake2b(digest_size=16)
     problems: list[str] = []
     counts = dict.fromkeys(_COUNTS, 0)
+    teacher_tokens = unaligned = 0
+    last_unaligned = ""
+    kinds = _FILES | _OF_TEACHER if has_teacher else _FILES
     streams: dict[str, IO[bytes]] = {}
     try:
-        for name in _FILES:
+        for name in kinds:
             streams[name] = (partial / name).open("wb")
         for path, block in blocks:
             for row, reason in block.problems:
@@ -181,22 +227,21 @@ def _write(
                 refuse(message)
                 counts["bad_rows"] += 1
                 problems += [message] if len(problems) < REPORTED_PROBLEMS else []
-            index = block.index.copy()
-            index["stop"] += counts["tokens"]
-            parts: dict[str, NDArray[Any]] = {
-                "tokens": block.tokens_n,
-                "flags": block.flags_n,
-                "index": index,
-            }
-            for name, kind in _FILES.items():
+            parts = _parts(block, counts["tokens"], teacher_tokens)
+            for name, kind in kinds.items():
                 data = np.ascontiguousarray(parts[name], kind).tobytes()
                 digest.update(data)
                 streams[name].write(data)
-            counts["conversations"] += len(index)
+            counts["conversations"] += len(block.index)
             counts["tokens"] += len(block.tokens_n)
-            counts["kd_labels"] += int(index["trained"].sum())
+            counts["kd_labels"] += int(block.index["trained"].sum())
             for name in _BLOCK_COUNTS:
                 counts[name] += getattr(block, name)
+            if block.teacher is not None:
+                teacher_tokens += len(block.teacher.tokens_m)
+                unaligned += len(block.teacher.unaligned)
+                for row, reason in block.teacher.unaligned[-1:]:
+                    last_unaligned = f"{path}:{row}: {reason}"
         for stream in streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -208,9 +253,31 @@ def _write(
         problems=tuple(problems),
         files=(),
         content=digest.hexdigest(),
+        teacher_tokens=teacher_tokens if has_teacher else None,
+        unaligned=unaligned,
+        last_unaligned=last_unaligned,
     )
     write_flushed(partial / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
     return Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
+
+
+def _parts(block: PreparedBlock, tokens: int, teacher_tokens: int) -> dict[str, NDArray[Any]]:
+    """A block's content of each file, behind this many tokens of both sides."""
+    index = block.index.copy()
+    index["stop"] += tokens
+    found: dict[str, NDArray[Any]] = {
+        "tokens": block.tokens_n,
+        "flags": block.flags_n,
+        "index": index,
+    }
+    if block.teacher is not None:
+        found |= {
+            "chunks": block.teacher.chunks_n,
+            "teacher_tokens": block.teacher.tokens_m,
+            "teacher_chunks": block.teacher.chunks_m,
+            "teacher_stops": block.teacher.stops + teacher_tokens,
+        }
+    return found
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

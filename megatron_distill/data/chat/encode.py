@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_distill.data.aligned.conversations import ConversationAligner
 from megatron_distill.data.chat.conversations import (
     ASSISTANT,
     BadConversationError,
@@ -23,7 +24,13 @@ from megatron_distill.data.chat.conversations import (
 )
 from megatron_distill.data.chat.spans import Rendered, ResponseFinder
 from megatron_distill.data.chat.template import ChatTemplate, chat_template, encode_rendered
-from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, weight_flag
+from megatron_distill.data.samples import (
+    CE_TRAINED,
+    FULLY_TRAINED,
+    KD_TRAINED,
+    NO_CHUNK,
+    weight_flag,
+)
 from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
 from megatron_distill.errors import ConfigError
 
@@ -47,13 +54,29 @@ class MaskRule:
 
 
 @dataclass(frozen=True)
+class TeacherColumns:
+    """The conversations of a block for a teacher with a tokenizer of its own, see `TeacherSide`.
+
+    stops: int64, where each conversation's tokens of the teacher end. unaligned: conversations
+    without a chunk, as (row, reason).
+    """
+
+    chunks_n: NDArray[np.int32]
+    tokens_m: NDArray[np.int32]
+    chunks_m: NDArray[np.int32]
+    stops: NDArray[np.int64]
+    unaligned: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
 class PreparedBlock:
     """The conversations of a block of rows, one after another.
 
     index: of INDEX_TYPE, `stop` counted from the block's beginning. problems: rows that are no
     conversations, as (row, reason). rows: rows read, bad ones included. file: the file's index.
     unclosed: conversations whose last response has no end-of-turn token. dropped: responses
-    left out because no prompt comes before them.
+    left out because no prompt comes before them. teacher: None where the teacher has the same
+    tokenizer; with it, the trained labels of `index` are those in chunks.
     """
 
     tokens_n: NDArray[np.int32]
@@ -65,10 +88,25 @@ class PreparedBlock:
     file: int
     unclosed: int = 0
     dropped: int = 0
+    teacher: TeacherColumns | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A conversation of a row, as it is rendered for the student and perhaps for the teacher."""
+
+    row: int
+    conversation: Conversation
+    rendered: Rendered
+    digest: bytes
+    of_teacher: Rendered | None
 
 
 class ConversationEncoder:
-    """Turns blocks of rows into token ids and flags; picklable, for worker processes."""
+    """Turns blocks of rows into token ids and flags; picklable, for worker processes.
+
+    aligner: of a teacher with a tokenizer of its own, None without one.
+    """
 
     def __init__(
         self,
@@ -76,15 +114,22 @@ class ConversationEncoder:
         template: ChatTemplate,
         tokenizer: Tokenizer,
         rule: MaskRule,
+        aligner: ConversationAligner | None = None,
     ) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
         self._rule = rule
         self._finder = ResponseFinder(template)
+        self._aligner = aligner
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether blocks have the columns of a teacher with a tokenizer of its own."""
+        return self._aligner is not None
 
     def __call__(self, block: RowBlock) -> PreparedBlock:
         """The conversations of a block. A bad row raises nothing and is listed in `problems`."""
-        found: list[tuple[int, Conversation, Rendered, bytes]] = []
+        found: list[_Found] = []
         problems: list[tuple[int, str]] = []
         rows = 0
         for row, content in rows_of(block):
@@ -96,15 +141,20 @@ class ConversationEncoder:
                 conversation = conversation_of(content, self._spec)
                 digest = conversation.digest()
                 rendered = self._rendered(conversation)
+                other = None if self._aligner is None else self._aligner.render(conversation)
             except BadConversationError as error:
                 problems.append((row, str(error)))
                 continue
-            found.append((row, conversation, rendered, digest))
+            found.append(_Found(row, conversation, rendered, digest, other))
         return self._encoded(block, found, tuple(problems), rows)
 
     def _rendered(self, conversation: Conversation) -> Rendered:
         try:
-            return self._finder.find(conversation.messages, conversation.tools)
+            return self._finder.find(
+                conversation.messages,
+                conversation.tools,
+                with_contents=self._aligner is not None,
+            )
         except BadConversationError as error:
             if not conversation.dropped:
                 raise
@@ -116,35 +166,66 @@ class ConversationEncoder:
     def _encoded(
         self,
         block: RowBlock,
-        found: Sequence[tuple[int, Conversation, Rendered, bytes]],
+        found: Sequence[_Found],
         problems: tuple[tuple[int, str], ...],
         rows: int,
     ) -> PreparedBlock:
-        texts = [rendered.text for _, _, rendered, _ in found]
-        encodings = encode_rendered(self._tokenizer, texts)
+        encodings = encode_rendered(self._tokenizer, [one.rendered.text for one in found])
+        flags = [
+            label_flags(encoding, one.rendered, one.conversation.weights, self._rule)
+            for one, encoding in zip(found, encodings, strict=True)
+        ]
+        teacher = None
+        trained = [own[1:] & KD_TRAINED > 0 for own in flags]
+        if self._aligner is not None:
+            teacher, trained = _aligned(self._aligner, found, encodings, flags)
         index = np.zeros(len(found), INDEX_TYPE)
-        flags: list[NDArray[np.uint8]] = []
         stop = ce_labels = 0
-        for place, (row, conversation, rendered, digest) in enumerate(found):
-            own = label_flags(encodings[place], rendered, conversation.weights, self._rule)
-            stop += len(own)
-            trained = int(np.count_nonzero(own[1:] & KD_TRAINED))
-            ce_labels += int(np.count_nonzero(own[1:] & CE_TRAINED))
-            number = int.from_bytes(digest, "big")
-            index[place] = (stop, row, number, block.file, trained)
-            flags.append(own)
-        tokens = [encoding.ids_n for encoding in encodings]
+        for place, one in enumerate(found):
+            stop += len(flags[place])
+            ce_labels += int(np.count_nonzero(flags[place][1:] & CE_TRAINED))
+            number = int.from_bytes(one.digest, "big")
+            labels = int(np.count_nonzero(trained[place]))
+            index[place] = (stop, one.row, number, block.file, labels)
         return PreparedBlock(
-            tokens_n=np.concatenate(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32),
+            tokens_n=_joined([encoding.ids_n for encoding in encodings]),
             flags_n=np.concatenate(flags) if flags else np.zeros(0, np.uint8),
             index=index,
             problems=problems,
             rows=rows,
             ce_labels=ce_labels,
             file=block.file,
-            unclosed=sum(not rendered.is_closed for _, _, rendered, _ in found),
-            dropped=sum(conversation.dropped for _, conversation, _, _ in found),
+            unclosed=sum(not one.rendered.is_closed for one in found),
+            dropped=sum(one.conversation.dropped for one in found),
+            teacher=teacher,
         )
+
+
+def _aligned(
+    aligner: ConversationAligner,
+    found: Sequence[_Found],
+    encodings: Sequence[Encoding],
+    flags: Sequence[NDArray[np.uint8]],
+) -> tuple[TeacherColumns, list[NDArray[np.bool_]]]:
+    """The teacher's columns, and of each conversation's labels whether they are in a chunk."""
+    pairs = [(one.rendered, one.of_teacher) for one in found if one.of_teacher is not None]
+    sides = aligner.aligned(pairs, encodings, flags)
+    columns = TeacherColumns(
+        chunks_n=_joined([side.chunks_n for side in sides]),
+        tokens_m=_joined([side.tokens_m for side in sides]),
+        chunks_m=_joined([side.chunks_m for side in sides]),
+        stops=np.cumsum([len(side.tokens_m) for side in sides], dtype=np.int64),
+        unaligned=tuple(
+            (one.row, side.problem)
+            for one, side in zip(found, sides, strict=True)
+            if side.problem is not None
+        ),
+    )
+    return columns, [side.chunks_n[1:] != NO_CHUNK for side in sides]
+
+
+def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, np.int32)
 
 
 def label_flags(

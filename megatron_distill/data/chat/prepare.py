@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_distill.data.aligned.conversations import ConversationAligner, teacher_template
+from megatron_distill.data.aligned.stream import FEWEST_JUDGED
 from megatron_distill.data.chat.cache import (
     PreparedConversations,
     cache_key,
@@ -44,13 +46,21 @@ _MOST_WORKERS: Final = 16
 
 
 def prepared_conversations(
-    spec: SourceSpec, tokenizer: Tokenizer, *, options: ConversationOptions, skip_bad: bool
+    spec: SourceSpec,
+    tokenizer: Tokenizer,
+    *,
+    options: ConversationOptions,
+    skip_bad: bool,
+    teacher: Tokenizer | None = None,
+    max_unaligned: float = 0.0,
 ) -> PreparedConversations:
     """The conversations of a source, found in the cache or prepared now.
 
     The cache is keyed by the files' content, the tokenizer, the template and the settings of the
-    masks. Raises DataError: a file or row is bad, the template does not fit, or the cache cannot
-    be written. With `skip_bad` bad rows are counted and reported instead.
+    masks. teacher: the tokenizer of a teacher that has its own; conversations without a chunk that
+    both share are left out, at most a share of `max_unaligned`. Raises DataError: a file or row is
+    bad, the template does not fit, too many conversations have no chunk, or the cache cannot be
+    written. With `skip_bad` bad rows are counted and reported instead.
     """
     assert spec.conversation is not None
     files = source_files(spec)
@@ -60,16 +70,23 @@ def prepared_conversations(
         distill_on_prompt=options.distill_on_prompt,
     )
     settings = [spec.format, _settings(spec.conversation, template), tokenizer.identity, vars(rule)]
+    aligner = None
+    if teacher is not None:
+        other = teacher_template(spec.conversation, teacher)
+        aligner = ConversationAligner(tokenizer, teacher, other)
+        settings += [vars(other), teacher.identity]
     folder = options.cache / f"conversations-{cache_key(files, settings)}"
     found = open_cache(folder, files)
     if found is None:
-        encoder = ConversationEncoder(spec.conversation, template, tokenizer, rule)
+        encoder = ConversationEncoder(spec.conversation, template, tokenizer, rule, aligner)
         found = _prepare(spec, encoder, folder, files, options, skip_bad=skip_bad)
     else:
         _LOG.info("%s: already prepared, cache hit: %s", spec.name, folder)
         for message in found.manifest.problems:
             _refuse(message, skip_bad=skip_bad)
     _report(spec, found)
+    if teacher is not None:
+        _check_aligned(spec, found, max_unaligned)
     if not options.keeps_weights and _has_weights(found):
         raise DataError(
             f"data source {spec.name}: its messages have weights other than 0 and 1, which a "
@@ -77,6 +94,31 @@ def prepared_conversations(
             "conversation.weight_key to a name that no message has"
         )
     return found
+
+
+def _check_aligned(spec: SourceSpec, found: PreparedConversations, share: float) -> None:
+    """Raise DataError unless enough conversations have chunks, and no message has a weight."""
+    manifest = found.manifest
+    if manifest.unaligned:
+        _LOG.warning(
+            "%s: %s without a chunk that both tokenizers share left out; the last: %s",
+            spec.name,
+            counted(manifest.unaligned, "conversation"),
+            manifest.last_unaligned,
+        )
+    if manifest.unaligned > share * max(manifest.conversations, FEWEST_JUDGED):
+        raise DataError(
+            f"data.max_unaligned={share:g}: {manifest.unaligned} of {manifest.conversations} "
+            f"conversations of data source {spec.name} have no chunk that both tokenizers share; "
+            f"the last is {manifest.last_unaligned}. Correct the text, or raise data.max_unaligned "
+            "to leave them out"
+        )
+    if _has_weights(found):
+        raise DataError(
+            f"data source {spec.name}: its messages have weights other than 0 and 1, which terms "
+            "with an alignment do not use; set conversation.weight_key to a name that no message "
+            "has, or remove the alignment"
+        )
 
 
 def conversation_texts(
@@ -166,7 +208,7 @@ def _prepare(
                 yield str(files[block.file]), block
 
         refused = _Refusals(skip_bad=skip_bad)
-        found = write_cache(folder, files, named(), refuse=refused)
+        found = write_cache(folder, files, named(), refuse=refused, has_teacher=encoder.has_teacher)
     _LOG.info(
         "%s: prepared in %.1f s by %s: %s",
         spec.name,

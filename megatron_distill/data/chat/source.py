@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +62,107 @@ class TooLong:
     """The chosen conversations that do not fit into a window."""
 
     count: int
-    longest: int
-    place: str  # of the longest: file and row
+    longest: int  # its number
     lost_labels: int  # trained labels that the truncation policy leaves out
 
 
-class ConversationSource:
+class HasLength(Protocol):
+    """A piece of a conversation, with its length in the unit of its layout."""
+
+    @property
+    def length(self) -> int:
+        """At most the layout's width."""
+        ...
+
+
+Part = TypeVar("Part", bound=HasLength)
+
+
+class Layout(Protocol[Part]):
+    """How conversations are cut and laid out into windows: for one tokenizer, or for two."""
+
+    @property
+    def identity(self) -> State:
+        """The sizes of the windows, as part of a source's state."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The room of a window, in the unit of lengths."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The length of each conversation, before it is cut."""
+        ...
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """A conversation's tokens and the tokens that fit, for messages."""
+        ...
+
+    def pieces(self, number: int) -> list[Part]:
+        """The pieces of a conversation that have trained labels."""
+        ...
+
+    def trained(self, piece: Part) -> int:
+        """The number of a piece's trained labels."""
+        ...
+
+    def sample(self, pieces: Sequence[Part], sample_id: int) -> Sample:
+        """The sample of one window."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Conversations in the tokens of one tokenizer, in windows of `width` tokens; a `Layout`."""
+
+    prepared: PreparedConversations
+    width: int
+    padding_token: int
+    truncation: str
+
+    @property
+    def identity(self) -> State:
+        """See `Layout`."""
+        return {"sequence_length": self.width - 1}
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """See `Layout`."""
+        return np.asarray(np.diff(self.prepared.index["stop"], prepend=0), np.int64)
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """See `Layout`."""
+        return (
+            f"{self.lengths[number]} tokens",
+            f"{self.width} fit (data.sequence_length + 1)",
+        )
+
+    def pieces(self, number: int) -> list[Piece]:
+        """See `Layout`."""
+        start, stop = self.prepared.bounds(number)
+        pieces = cut_conversation(start, stop, width=self.width, truncation=self.truncation)
+        return [piece for piece in pieces if trains_something(piece, self.prepared.flags_n)]
+
+    def trained(self, piece: Piece) -> int:
+        """See `Layout`."""
+        flags_n = self.prepared.flags_n[piece.start + 1 : piece.stop]
+        return int(np.count_nonzero(flags_n & FULLY_TRAINED))
+
+    def sample(self, pieces: Sequence[Piece], sample_id: int) -> Sample:
+        """See `Layout`."""
+        return packed_sample(
+            pieces,
+            self.prepared.tokens_n,
+            self.prepared.flags_n,
+            width=self.width,
+            padding_token=self.padding_token,
+            sample_id=sample_id,
+        )
+
+
+class ConversationSource(Generic[Part]):
     """Packed samples of prepared conversations, epoch after epoch; a `SampleSource`.
 
     All conversations of an epoch are shuffled. Each `packing_buffer` of them in this order are
@@ -80,18 +175,16 @@ class ConversationSource:
     def __init__(
         self,
         prepared: PreparedConversations,
+        layout: Layout[Part],
         *,
         choice: Choice,
-        sequence_length: int,
-        padding_token: int,
         truncation: str,
         packing_buffer: int,
         name: str,
         epochs: int | None = None,
     ) -> None:
         self._prepared = prepared
-        self._width = sequence_length + 1
-        self._padding_token = padding_token
+        self._layout = layout
         self._truncation = truncation
         self._buffer = packing_buffer
         self._name = name
@@ -101,13 +194,13 @@ class ConversationSource:
         self._identity: State = {
             "conversations": prepared.manifest.content,
             "seed": choice.seed,
-            "sequence_length": sequence_length,
+            **layout.identity,
             "truncation": truncation,
             "packing_buffer": packing_buffer,
             "validation_fraction": choice.held_out_fraction,
         }
         self._say_long()
-        if epochs is None and not any(self._pieces(int(one)) for one in self._chosen_c):
+        if epochs is None and not any(layout.pieces(int(one)) for one in self._chosen_c):
             raise DataError(
                 f"data source {name}: no conversation to train on (there is none, none has a "
                 "trained token within data.sequence_length, or every one is held out); add "
@@ -118,27 +211,28 @@ class ConversationSource:
     def _begin(self, *, epoch: int, buffer: int, given: int, samples: int) -> None:
         self._epoch, self._number, self._given = epoch, buffer, given
         self._samples = samples
-        self._windows: list[list[Piece]] | None = None
+        self._windows: list[list[Part]] | None = None
 
     def _say_long(self) -> None:
         long = self.too_long
         if not long.count:
             return
+        place = self._prepared.place(long.longest)
+        size, room = self._layout.describe(long.longest)
         if self._truncation == "error":
             raise DataError(
-                f"{long.place}: the conversation has {long.longest} tokens, {self._width} fit "
-                f"(data.sequence_length + 1), and {long.count} of this source are too long; raise "
-                "data.sequence_length, or choose another data.truncation"
+                f"{place}: the conversation has {size}, {room}, and {long.count} of this source "
+                "are too long; raise data.sequence_length, or choose another data.truncation"
             )
         _LOG.warning(
-            "%s: %d of %d conversations are longer than the %d tokens that fit, the longest has %d "
-            "(%s); truncation %r leaves out %d trained labels",
+            "%s: %d of %d conversations are too long: the longest has %s, %s (%s); truncation %r "
+            "leaves out %d trained labels",
             self._name,
             long.count,
             len(self),
-            self._width,
-            long.longest,
-            long.place,
+            size,
+            room,
+            place,
             self._truncation,
             long.lost_labels,
         )
@@ -146,28 +240,16 @@ class ConversationSource:
     @cached_property
     def too_long(self) -> TooLong:
         """Conversations longer than the window, counted over one epoch."""
-        lengths_c = self._lengths_c
-        long_c = np.nonzero(lengths_c > self._width)[0]
+        lengths_c = self._layout.lengths[self._chosen_c]
+        long_c = np.nonzero(lengths_c > self._layout.width)[0]
         if not len(long_c):
-            return TooLong(0, 0, "", 0)
-        longest = int(long_c[np.argmax(lengths_c[long_c])])
+            return TooLong(0, -1, 0)
         lost = 0
-        for place in long_c:
-            number = int(self._chosen_c[place])
-            trained = sum(self._trained(piece) for piece in self._pieces(number))
+        for number in map(int, self._chosen_c[long_c]):
+            trained = sum(map(self._layout.trained, self._layout.pieces(number)))
             lost += int(self._prepared.index[number]["trained"]) - trained
-        return TooLong(
-            len(long_c),
-            int(lengths_c[longest]),
-            self._prepared.place(int(self._chosen_c[longest])),
-            lost,
-        )
-
-    @cached_property
-    def _lengths_c(self) -> NDArray[np.int64]:
-        stops_c = self._prepared.index["stop"]
-        lengths_c = np.diff(stops_c, prepend=0)
-        return np.asarray(lengths_c[self._chosen_c], np.int64)
+        longest = int(self._chosen_c[long_c[np.argmax(lengths_c[long_c])]])
+        return TooLong(len(long_c), longest, lost)
 
     def __len__(self) -> int:
         """Conversations of one epoch."""
@@ -178,17 +260,7 @@ class ConversationSource:
         buffers = -(-len(self._chosen_c) // self._buffer)
         return sum(len(self._planned(0, number)) for number in range(buffers))
 
-    def _trained(self, piece: Piece) -> int:
-        flags_n = self._prepared.flags_n[piece.start + 1 : piece.stop]
-        return int(np.count_nonzero(flags_n & FULLY_TRAINED))
-
-    def _pieces(self, number: int) -> list[Piece]:
-        """The pieces of a conversation that have trained labels."""
-        start, stop = self._prepared.bounds(number)
-        pieces = cut_conversation(start, stop, width=self._width, truncation=self._truncation)
-        return [piece for piece in pieces if trains_something(piece, self._prepared.flags_n)]
-
-    def _planned(self, epoch: int, number: int) -> list[list[Piece]]:
+    def _planned(self, epoch: int, number: int) -> list[list[Part]]:
         """The windows of one buffer in shuffled order; empty after the end of an epoch."""
         count = len(self._chosen_c)
         first = number * self._buffer
@@ -196,8 +268,8 @@ class ConversationSource:
             int(self._chosen_c[shuffled(place, count, self._seed, epoch)])
             for place in range(first, min(first + self._buffer, count))
         ]
-        pieces = [piece for number in order for piece in self._pieces(number)]
-        windows = fill_windows([piece.length for piece in pieces], width=self._width)
+        pieces = [piece for number in order for piece in self._layout.pieces(number)]
+        windows = fill_windows([piece.length for piece in pieces], width=self._layout.width)
         key = (self._seed, epoch, number)
         return [
             [pieces[place] for place in windows[window]]
@@ -219,7 +291,7 @@ class ConversationSource:
                 window = self._windows[self._given]
                 self._given += 1
                 self._samples += 1
-                return self._sample(window)
+                return self._layout.sample(window, self._samples - 1)
             is_last = (self._number + 1) * self._buffer >= len(self._chosen_c)
             self._begin(
                 epoch=self._epoch + is_last,
@@ -228,16 +300,6 @@ class ConversationSource:
                 samples=self._samples,
             )
         return None
-
-    def _sample(self, window: list[Piece]) -> Sample:
-        return packed_sample(
-            window,
-            self._prepared.tokens_n,
-            self._prepared.flags_n,
-            width=self._width,
-            padding_token=self._padding_token,
-            sample_id=self._samples - 1,
-        )
 
     def state_dict(self) -> State:
         """Plain values, less than 1 kB."""

@@ -1,4 +1,4 @@
-"""Character spans of the assistant's responses in a rendered conversation, end of turn included.
+"""Character spans of responses, end of turn included, and of contents in a rendered conversation.
 
 Messages' contents are never searched. A span is the difference of two renderings of the
 template, or lies between two verified positions of one rendering.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -37,12 +37,14 @@ _MOST_SHAPES: Final = 512
 class Rendered:
     """A conversation's text, and the character span of each response: {message index: span}.
 
-    is_closed: whether the last response has an end-of-turn token.
+    is_closed: whether the last response has an end-of-turn token. contents: the span of each
+    message's content that the template writes once, white space at its ends apart; None if unknown.
     """
 
     text: str
     spans: Mapping[int, Span]
     is_closed: bool = True
+    contents: Mapping[int, Span] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,13 @@ class ResponseFinder:
         self._borders = ResponseBorders(template)
         self._shapes: dict[tuple[str, ...], _Shape | None] = {}
 
-    def find(self, messages: Messages, tools: Tools = None) -> Rendered:
+    def find(
+        self, messages: Messages, tools: Tools = None, *, with_contents: bool = False
+    ) -> Rendered:
         """Render a conversation, in the first form that the template accepts and renders fully.
 
-        Raises BadConversationError, naming the message.
+        with_contents: find the contents also where that takes a rendering for each. Raises
+        BadConversationError, naming the message.
         """
         refusals: list[tuple[int, BadConversationError]] = []
         for form in message_forms(messages):
@@ -84,6 +89,9 @@ class ResponseFinder:
                 refusals.append((_distance(error, form), error))
                 continue
             if not writes_null(self._template, form, tools, found.text):
+                if with_contents and found.contents is None:
+                    contents = self._borders.contents(form, tools, found.text)
+                    return replace(found, contents=contents)
                 return found
         assert refusals, "a null that is written can be left out"
         raise min(refusals, key=lambda refusal: refusal[0])[1]
@@ -94,9 +102,10 @@ class ResponseFinder:
         text = self._template.render(messages, tools)
         if tools is None and all(_is_plain(message) for message in messages):
             shape = self._shape(tuple(str(message["role"]) for message in messages))
-            spans = None if shape is None else _placed(shape, messages, text)
-            if spans is not None:
-                return self._rendered(messages, text, spans)
+            placed = None if shape is None else _placed(shape, messages, text)
+            if placed is not None:
+                spans, contents = placed
+                return replace(self._rendered(messages, text, spans), contents=contents)
         check_written(self._template, messages, tools)
         return self._rendered(messages, text, self._borders.spans(messages, tools, text))
 
@@ -161,8 +170,10 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
     return len(message) == 2 and bool(content.strip()) and OPEN not in content
 
 
-def _placed(shape: _Shape, messages: Messages, text: str) -> dict[int, Span] | None:
-    """The spans of a conversation, if the shape with its contents gives exactly its text."""
+def _placed(
+    shape: _Shape, messages: Messages, text: str
+) -> tuple[dict[int, Span], dict[int, Span]] | None:
+    """The spans of responses and of contents, if the shape with contents gives exactly the text."""
     raw = [str(messages[index]["content"]) for index in shape.contents]
     for contents in (raw, [content.strip() for content in raw]):
         parts = [shape.literals[0]]
@@ -177,10 +188,14 @@ def _placed(shape: _Shape, messages: Messages, text: str) -> dict[int, Span] | N
         if place % 2 == 0:
             begins.append(length)
         length += len(part)
-    return {
+    spans = {
         index: (begins[start[0]] + start[1], begins[stop[0]] + stop[1])
         for index, (start, stop) in shape.borders.items()
     }
+    placed = zip(shape.contents, begins[1:], contents, strict=True)
+    found = {index: (stop - len(content), stop) for index, stop, content in placed}
+    once = [index for index in found if shape.contents.count(index) == 1]
+    return spans, {index: found[index] for index in once}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +257,17 @@ class ResponseBorders:
         if self._template.has_generation_blocks or last + 1 < len(messages):
             return True
         return self._habits.closes_turns
+
+    def contents(self, messages: Messages, tools: Tools, text: str) -> dict[int, Span]:
+        """Find the contents that the template writes, once and unchanged but for outer spaces."""
+        found: dict[int, Span] = {}
+        for index, message in enumerate(messages):
+            content = message["content"]
+            if isinstance(content, str) and content.strip():
+                span = self._content_span(messages, tools, text, index)
+                if span is not None and text[slice(*span)].strip() == content.strip():
+                    found[index] = span
+        return found
 
     def _end(self, text: str, span: Span, *, is_before_response: bool) -> int:
         """End of a response: after its end-of-turn token, or else the next turn's first token.

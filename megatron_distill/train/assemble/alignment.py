@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
-from megatron_distill.config import ModelConfig, RunConfig, is_aligned
+from megatron_distill.config import DataConfig, ModelConfig, RunConfig, is_aligned
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
@@ -37,7 +37,7 @@ from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
 
-__all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher_tokenizer"]
+__all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
 
 # Alignments that compare tokens, and so need the map between both vocabularies.
 _OF_TOKENS: Final = ("common", "projection", "gold")
@@ -152,31 +152,39 @@ def open_teacher_tokens(
     """
     if not is_aligned(config):
         return None
-    teacher: Tokenizer | None = None
+    reading: TeacherReading | None = None
     with together():
         if dist.get_rank() == 0:
-            teacher = read_teacher_tokenizer(config.models["teacher"])
-            if teacher.identity == vocabulary.identity:
-                raise ConfigError(
-                    f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; "
-                    "remove `alignment` from objective.terms, whose plain divergences compare both "
-                    "models token by token"
-                )
+            reading = read_teacher(config.data, config.models["teacher"], vocabulary)
+    teacher = None if reading is None else reading.tokenizer
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
-    length = config.models["teacher"].sequence_length or config.data.sequence_length
     found = None
     if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
         folder = Path(config.data.cache or Path(config.output) / "cache")
         found = open_vocabulary_map(student, teacher, folder=folder, device=device)
-    reading = None
-    if teacher is not None:
-        data = config.data
-        workers = data.workers
-        if workers is None:
-            workers = 2 if (os.cpu_count() or 1) >= _MANY_CORES else 0
-        reading = TeacherReading(teacher, length, data.max_unaligned, workers)
+    length = config.models["teacher"].sequence_length or config.data.sequence_length
     return TeacherTokens(facts, length, reading, found)
+
+
+def read_teacher(data: DataConfig, section: ModelConfig, vocabulary: Vocabulary) -> TeacherReading:
+    """Return how samples are read in the teacher's tokens, in a process without a world.
+
+    vocabulary: of the student. Raises ConfigError or DataError as `open_teacher_tokens`, the map
+    apart.
+    """
+    teacher = read_teacher_tokenizer(section)
+    if teacher.identity == vocabulary.identity:
+        raise ConfigError(
+            f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; "
+            "remove `alignment` from objective.terms, whose plain divergences compare both "
+            "models token by token"
+        )
+    length = section.sequence_length or data.sequence_length
+    workers = data.workers
+    if workers is None:
+        workers = 2 if (os.cpu_count() or 1) >= _MANY_CORES else 0
+    return TeacherReading(teacher, length, data.max_unaligned, workers)
 
 
 def read_teacher_tokenizer(section: ModelConfig) -> Tokenizer:

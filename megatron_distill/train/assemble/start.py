@@ -45,15 +45,18 @@ def check_start(config: JobConfig) -> None:
         )
 
 
-def check_models(config: JobConfig, vocabulary: Vocabulary | None) -> None:
+def check_models(
+    config: JobConfig, vocabulary: Vocabulary | None, *, of_teacher: Vocabulary | None = None
+) -> None:
     """Raise ConfigError or CheckpointError unless the models exist and fit the job.
 
-    `vocabulary` None: not known yet. Reads configurations and the files' headers, no weights. Needs
-    no world.
+    `vocabulary` None: not known yet. `of_teacher`: of a teacher with a tokenizer of its own. Reads
+    configurations and the files' headers, no weights. Needs no world.
     """
     for role, model in config.models.items():
         if model.store is None or has_model(model):
-            read_model(config, role, vocabulary)
+            own = of_teacher if role == "teacher" and of_teacher is not None else vocabulary
+            read_model(config, role, own)
 
 
 def newest_checkpoint(output: str, section: CheckpointConfig) -> Path | None:

@@ -298,8 +298,9 @@ data={isolate_documents: false}
        document; set it to true for terms with an alignment
 objective.terms=[{alignment: likelihood}]
 data.sources=[{format: jsonl, paths: a, conversation: {}}]
-    -> data.sources.0.conversation: terms with an alignment read documents only, as yet; remove the
-       section, or the alignment
+data.truncation=split
+    -> data.truncation = 'split': with terms that have an alignment a long conversation can end at a
+       chunk, and not begin there; use 'right', 'drop' or 'error'
 objective.terms=[{alignment: likelihood}]
 data.sources=[{format: megatron, paths: a}]
 data.tokenizer={path: a, train_vocab_size: null}

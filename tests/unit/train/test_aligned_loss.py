@@ -47,7 +47,7 @@ def _side(rng: np.random.Generator, vocabulary: int) -> Side:
     sizes = rng.choice([1, 1, 1, 2, 3], 7)
     stops = sizes.cumsum()
     tokens = rng.integers(0, vocabulary, int(stops[-1])).astype(np.int32)
-    return Side.of(tokens, np.stack([stops - sizes, stops], 1))
+    return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
 
 
 def vocabularies() -> SharedVocabularies:

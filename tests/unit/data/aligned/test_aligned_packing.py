@@ -34,11 +34,10 @@ def side(sizes: Sequence[tuple[int, int]], first_token: int) -> Side:
         ranges.append((place + gap, place + gap + size))
         place += gap + size
     tokens = np.arange(first_token, first_token + place, dtype=np.int32)
-    found = np.array(ranges, np.int64)
-    numbers = np.full(place, NO_CHUNK)
+    numbers = np.full(place, NO_CHUNK, np.int32)
     for number, (start, stop) in enumerate(ranges):
         numbers[start:stop] = number
-    return Side.of(tokens, found, numbers)
+    return Side.of_chunks(tokens, numbers)
 
 
 def documents(shapes: Sequence[Sizes]) -> list[AlignedDocument]:

@@ -174,8 +174,8 @@ def test_long_conversations_are_counted_and_named(
         logging.getLogger("megatron_distill").propagate = True
         source_of(spec_of(path), options_of(tmp_path, length))
     longest = sizes.index(max(sizes)) + 1
-    reported = f"2 of 6 conversations are longer than the {length + 1} tokens that fit"
-    assert reported in caplog.text
+    reported = f"has {max(sizes)} tokens, {length + 1} fit (data.sequence_length + 1)"
+    assert f"2 of 6 conversations are too long: the longest {reported}" in caplog.text
     assert f"{path}:{longest}" in caplog.text
 
 

@@ -200,7 +200,7 @@ def test_learned_shapes_agree_with_each_conversation_alone(
 
     def found(finder: ResponseFinder) -> Any:
         try:
-            return finder.find(messages)
+            return finder.find(messages, with_contents=True)
         except BadConversationError as error:
             return str(error)
 

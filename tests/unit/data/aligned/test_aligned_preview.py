@@ -1,0 +1,146 @@
+"""The preview of aligned samples: a row per chunk with equal text on both sides, true figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megatron_distill.align import Coverage
+from megatron_distill.data.aligned.preview import (
+    Pieces,
+    chunk_table,
+    coverage_lines,
+    sample_coverage,
+)
+from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.preview import token_kinds
+from megatron_distill.data.samples import Sample
+from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
+from megatron_distill.data.tokenizers.open import Tokenizer
+from tests.support.sample_configs import ARCHITECTURE
+from tests.support.tokenizer_kinds import tokenizer_of
+
+TEXTS = ["plain words: plain [b]words[/b]\n", "naïve 中文 x", "def f(x):\n\treturn x ** 2\n" * 3]
+
+
+def samples(folder: Path, count: int) -> tuple[list[Sample], Tokenizer, Tokenizer]:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    student, teacher = tokenizer_of("hf_bytes"), tokenizer_of("sp_bpe")
+    reading = TeacherReading(teacher, 60, max_unaligned=0.01, workers=0)
+    source = open_training(
+        [SourceSpec("jsonl", (str(rows),))],
+        tokenizer=student,
+        options=DataOptions(70, shuffle_buffer=1, shuffle_samples=1, teacher=reading),
+        seed=3,
+    )
+    return [source.next_sample() for _ in range(count)], student, teacher
+
+
+def cells(table: Table) -> list[tuple[str, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Path) -> None:
+    (sample,), student, teacher = samples(tmp_path, 1)
+    assert sample.teacher is not None
+    sides = (Pieces(student), Pieces(teacher))
+    kinds = token_kinds(sample, isolate_documents=True)
+    table = chunk_table(sample, *sides, kinds, rows=1000, has_colour=True)
+    rows = cells(table)
+    chunks = [row for row in rows if re.fullmatch(r"\d+:\d+", row[0])]
+    assert len(chunks) == sample.teacher.chunks > 20
+    for _, text, own, others in chunks:
+        if text in student.special_ids:
+            assert own == text
+            assert others in teacher.special_ids
+        elif "\\x" not in own + others:
+            assert own.replace(" ", "") == others.replace(" ", "") == text
+    # Every token is in a row: as many pieces as the tokens that are no padding.
+    counted = [sum(len(row[side].split()) for row in rows) for side in (2, 3)]
+    real = [
+        int((one >= 0).sum()) for one in (sample.document_ids_S1, sample.teacher.document_ids_U1)
+    ]
+    assert counted == real
+    assert [row[1] for row in rows if row[1].startswith("--")][0] == "-- document 0 --"
+    few = chunk_table(sample, *sides, kinds, rows=3, has_colour=False)
+    console = Console(width=60, record=True)
+    console.print(few)
+    shown = console.export_text()
+    assert re.search(r"\.\.\. +\d+ more chunks", shown)
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "[[" in shown
+
+
+def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:
+    found, student, teacher = samples(tmp_path, 4)
+    sides = (Pieces(student), Pieces(teacher))
+    total = Coverage()
+    expected = dict.fromkeys(("1:1", "1:n", "n:1", "n:m"), 0)
+    for sample in found:
+        assert sample.teacher is not None
+        kinds = token_kinds(sample, isolate_documents=True)
+        total = total.merge(sample_coverage(sample, *sides, kinds))
+        for chunk in range(sample.teacher.chunks):
+            own = int((sample.teacher.student_chunks_S1 == chunk).sum())
+            others = int((sample.teacher.chunks_U1 == chunk).sum())
+            expected[
+                f"{'n' if own > 1 else 1}:{'1' if others == 1 else 'n' if own == 1 else 'm'}"
+            ] += 1
+    sizes = (total.one_to_one, total.one_to_many, total.many_to_one, total.many_to_many)
+    assert sizes == tuple(expected.values())
+    assert sum(sizes) == total.chunks
+    assert min(sizes[:3]) > 0
+    # All bytes but those of the first chunk of each document, and those before a cut.
+    assert 0.85 < total.student.aligned_bytes / total.student.bytes < 1
+    assert total.student.aligned_bytes == total.teacher.aligned_bytes
+    text = "\n".join(coverage_lines(total))
+    assert f"chunks {total.chunks:,}: 1:1 {100 * sizes[0] / total.chunks:.1f}%" in text
+
+
+@pytest.mark.slow
+def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
+    for role, kind in (("student", "hf_bytes"), ("teacher", "sp_bpe")):
+        tokenizer_of(kind).save(tmp_path / role)
+    config = {
+        "output": str(tmp_path / "run"),
+        "student": {"architecture": ARCHITECTURE},
+        "teacher": {
+            "architecture": ARCHITECTURE,
+            "tokenizer": {"path": str(tmp_path / "teacher")},
+            "sequence_length": 60,
+        },
+        "objective": {"terms": [{"alignment": "likelihood"}]},
+        "data": {
+            "sources": [{"format": "jsonl", "paths": str(tmp_path / "rows.jsonl")}],
+            "tokenizer": {"path": str(tmp_path / "student")},
+            "sequence_length": 70,
+        },
+        "train": {"steps": 3, "global_batch_size": 4},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    root = Path(__file__).parents[4]
+    found = subprocess.run(
+        [sys.executable, root / "tools" / "preview_data.py", path, "--samples", "2", "--counted",
+         "5", "--chunks", "12"],
+        capture_output=True, text=True, timeout=300, cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": "", "COLUMNS": "100"}, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"tokens +text +student +teacher", found.stdout)
+    assert re.search(r"\n +\d+:\d+ ", found.stdout)
+    assert "more chunks" in found.stdout
+    assert "sample 2" not in found.stdout
+    assert re.search(r"in chunks, teacher: \d+\.\d% of [\d,]+ bytes", found.stdout)
