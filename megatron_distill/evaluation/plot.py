@@ -44,7 +44,8 @@ def plot_losses(
 ) -> Path:
     """Draw the cross-entropy of up to six `runs` over their training tokens; return `path`.
 
-    The values are drawn as they are; `unit` is the label of their axis. Each run has a thin line for its smoothed training loss and marked points for its held-out loss.
+    The values are drawn as they are; `unit` is the label of their axis. Each run has a thin line
+    for its smoothed training loss and marked points for its held-out loss.
     A dashed line is the teacher's held-out loss. The left part of a curve, where a loss falls from
     ln(vocabulary), may be cut off so that the rest stays legible.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
@@ -125,7 +125,7 @@ def remove(comparison: Comparison) -> None:
         (comparison.place / name).unlink(missing_ok=True)
 
 
-def carry_out(comparison: Comparison, console: Console) -> Mapping[str, object]:
+def carry_out(comparison: Comparison, console: Console) -> Mapping[str, Any]:
     """Make all unfinished runs, show the result, and return it as plain values.
 
     It is also written to `result.md` and `result.json`, with the picture `curves.png`. Raises
@@ -149,7 +149,7 @@ def carry_out(comparison: Comparison, console: Console) -> Mapping[str, object]:
     )
     outcome = {
         "seed": comparison.seed,
-        "bits_per_byte": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in rows],
         "teacher_text": asdict(comparison.teacher_text),
         "student_text": asdict(comparison.student_text),
         "runs": [asdict(summarize(run.log())) for run in comparison.children],
@@ -191,13 +191,12 @@ def compare(
 
 
 def margins_over_seeds(
-    comparisons: Sequence[Comparison], outcomes: Sequence[Mapping[str, object]]
+    comparisons: Sequence[Comparison], outcomes: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, object]:
     """Return the spread over the seeds of each loss's improvement, in bits per byte."""
     names = [run.label for run in comparisons[0].distilled]
     tables = [
-        {row["label"]: row["bits_per_byte"] for row in outcome["bits_per_byte"]}  # type: ignore[attr-defined]
-        for outcome in outcomes
+        {row["label"]: row["bits_per_byte"] for row in outcome["rows"]} for outcome in outcomes
     ]
     alone = comparisons[0].alone.label
     return {
