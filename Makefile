@@ -9,12 +9,13 @@ TEST_PROCESSES ?= 2
 # Each of them computes with one thread: together they are as many as the cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: help venv peers quickstart quickstart-offline test slow lint format docs pins clean
+.PHONY: help venv peers quickstart quickstart-offline quickstart-tokenizers test slow lint format docs pins clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   distil a small model on this machine and show the result"
 	@echo "make quickstart-offline   the same, and once more from a store without the teacher"
+	@echo "make quickstart-tokenizers   a teacher and students of another tokenizer, one per loss"
 	@echo "make test         all tests that fit two cores and six minutes"
 	@echo "make slow         the long tests"
 	@echo "make peers        install TRL, Liger and ModelOpt, which some tests compare with"
@@ -49,6 +50,9 @@ quickstart: $(STAMP)
 
 quickstart-offline: $(STAMP)
 	$(BIN)/python launch/quickstart.py --offline
+
+quickstart-tokenizers: $(STAMP)
+	$(BIN)/python launch/quickstart_tokenizers.py
 
 test: $(STAMP)
 	$(PYTEST)

@@ -18,23 +18,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
-from megatron_distill.errors import DataError, MegatronDistillError, counted
+from megatron_distill.errors import DataError, MegatronDistillError
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.quickstart import (
     ChildCapture,
     ChildRun,
     RunStoppedError,
+    announce,
     ask,
     check_equal_start,
     make,
     over_seeds,
+    processes_here,
+    remove_child,
     show_outcome,
     show_store,
+    spread,
     write_json,
 )
 from megatron_distill.evaluation.runs import (
@@ -43,7 +48,6 @@ from megatron_distill.evaluation.runs import (
     markdown_table,
     summarize,
 )
-from megatron_distill.runtime.torchrun import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
@@ -104,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = [carry_out(flow, console) for flow in flows]
         if arguments.result is not None:
             command = shlex.join([Path(sys.executable).name, *sys.argv])
-            write_json(arguments.result, over_seeds(outcomes, command))
+            margins = spread([outcome["margin"]["nats"] for outcome in outcomes])
+            write_json(arguments.result, over_seeds(outcomes, command, {"margin_nats": margins}))
     except MegatronDistillError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"\nerror: {error}", markup=False
@@ -220,14 +225,11 @@ def plan_capture(place: Path, student: RunConfig) -> ChildCapture:
 
 
 def _processes(config: RunConfig) -> int:
-    """Ranks of a run: those of its layout, or on a CPU one per core where it is data parallel."""
     parallel, train = config.parallel, config.train
-    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
-    if model_ranks > 1 or torch.cuda.is_available():
-        return model_ranks
-    micro_batches = train.global_batch_size // train.micro_batch_size
-    fitting = range(1, min(available_cores(), micro_batches) + 1)
-    return max(ranks for ranks in fitting if micro_batches % ranks == 0)
+    return processes_here(
+        model_ranks=parallel.tensor * parallel.pipeline * parallel.context,
+        micro_batches=train.global_batch_size // train.micro_batch_size,
+    )
 
 
 def _default_config() -> str:
@@ -238,10 +240,7 @@ def _default_config() -> str:
 def remove(flow: Flow) -> None:
     """Delete the files and folders of earlier calls, and nothing else."""
     for child in flow.children:
-        if child.folder.is_dir():
-            shutil.rmtree(child.folder)
-        child.settings_file.unlink(missing_ok=True)
-        child.summary_file.unlink(missing_ok=True)
+        remove_child(child)
     for student in flow.students:
         flow.agreement_file(student).unlink(missing_ok=True)
     flow.sample_file.unlink(missing_ok=True)
@@ -249,13 +248,13 @@ def remove(flow: Flow) -> None:
         shutil.rmtree(flow.exported)
 
 
-def carry_out(flow: Flow, console: Console) -> Mapping[str, object]:
+def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
     """Run all unfinished runs, show the result, and return it as plain values.
 
     Raises RunStoppedError after a signal, and a MegatronDistillError if a run failed.
     """
     for number, child in enumerate(flow.children, start=1):
-        _announce(child, console, f"{number}/{len(flow.children)}", seed=flow.seed)
+        announce(child, console, f"{number}/{len(flow.children)}", seed=flow.seed)
         make(child)
     logs = [run.log() for run in flow.students]
     for other in logs[1:]:
@@ -312,17 +311,6 @@ def _sample(flow: Flow) -> str:
         ],
         answer=flow.sample_file,
     )
-
-
-def _announce(child: ChildRun | ChildCapture, console: Console, number: str, *, seed: int) -> None:
-    console.print(f"\n[bold]{number} {child.label}[/bold] (seed {seed})", end="")
-    if child.finished:
-        console.print(": finished before")
-        return
-    console.print(f": {child.extent} in {counted(child.processes, 'process', 'processes')}")
-    script = os.path.relpath(child.script)
-    call = ["torchrun", f"--nproc-per-node={child.processes}", script, *child.arguments]
-    console.print(f"  {shlex.join(call)}", style="dim", markup=False)
 
 
 def _held_out_loss(summary: RunSummary, flow: Flow) -> float:

@@ -43,6 +43,8 @@ _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read per sample used: a larger factor draws from more documents.
 _HELD_OUT_CHOICE: Final = 8
 
+_Finite = IndexedSource | PackedStream[Any] | ConversationSource
+
 
 @dataclass(frozen=True)
 class TeacherReading:
@@ -163,23 +165,10 @@ def read_held_out(
     takers: list[Callable[[], Sample | None]] = []
     weights: list[float] = []
     owners: list[int] = []
-    fraction = options.validation_fraction
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
     for number, spec in enumerate(named):
-        parts: list[IndexedSource] | list[PackedStream[Any]] | list[ConversationSource[Any]]
-        if not spec.kind.is_text:
-            parts = _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
-        elif spec.conversation is not None:
-            parts = [_conversations(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)]
-        else:
-            order = Order(
-                seed=HELD_OUT_SEED,
-                shuffle_buffer=1,  # no reading ahead
-                held_out_fraction=fraction,
-                is_held_out=True,
-            )
-            parts = [_stream(spec, tokenizer, options, order, epochs=1)]
+        parts = _held_out_parts(spec, tokenizer, options)
         weight = spec.weight / len(parts)
         choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
         takers.extend(partial(next, _spread(part, choice), None) for part in parts)
@@ -189,16 +178,43 @@ def read_held_out(
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
-            f"(data.validation_fraction={fraction}) fill only "
+            f"(data.validation_fraction={options.validation_fraction}) fill only "
             f"{counted(len(found_samples), 'sample')} of {options.sequence_length} tokens; lower "
             "validation.samples, raise data.validation_fraction, or set data.validation_sources"
         )
     return SampleList(found_samples)
 
 
-def _spread(
-    source: IndexedSource | PackedStream[Any] | ConversationSource[Any], choice: int
+def all_held_out(
+    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions
 ) -> Iterator[Sample]:
+    """All samples of the held-out documents: as many as `read_held_out` gives at most.
+
+    Raises DataError.
+    """
+    for spec in _named(specs, "data.validation_sources"):
+        for part in _held_out_parts(spec, tokenizer, options):
+            yield from iter(part.next_or_none, None)
+
+
+def _held_out_parts(
+    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions
+) -> Sequence[_Finite]:
+    """The finite streams of a source's held-out documents."""
+    if not spec.kind.is_text:
+        return _indexed(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)
+    if spec.conversation is not None:
+        return [_conversations(spec, tokenizer, options, HELD_OUT_SEED, is_held_out=True)]
+    order = Order(
+        seed=HELD_OUT_SEED,
+        shuffle_buffer=1,  # no reading ahead
+        held_out_fraction=options.validation_fraction,
+        is_held_out=True,
+    )
+    return [_stream(spec, tokenizer, options, order, epochs=1)]
+
+
+def _spread(source: _Finite, choice: int) -> Iterator[Sample]:
     """All samples of a finite source, each block of `choice` in a fixed shuffled order."""
     remaining = iter(source.next_or_none, None)
     while pool := list(islice(remaining, choice)):

@@ -19,8 +19,8 @@ from megatron_distill.evaluation.runs import RunLog, Series
 __all__ = ["plot_losses"]
 
 # Okabe and Ito's palette, distinct with any colour vision; in grey the markers differ.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-_MARKERS = ("o", "s", "^", "D", "v")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 _TEACHER_COLOUR = "#444444"
 _INK = "#222222"
 _SIZE_INCHES = (8.0, 4.6)
@@ -35,11 +35,17 @@ class _EndLabel:
 
 
 def plot_losses(
-    runs: Sequence[RunLog], path: Path, *, title: str, teacher_ce: float | None = None
+    runs: Sequence[RunLog],
+    path: Path,
+    *,
+    title: str,
+    teacher_ce: float | None = None,
+    unit: str = "cross-entropy (nats per token)",
 ) -> Path:
-    """Draw the cross-entropy of `runs` over their training tokens; return `path`.
+    """Draw the cross-entropy of up to six `runs` over their training tokens; return `path`.
 
-    Each run has a thin line for its smoothed training loss and marked points for its held-out loss.
+    The values are drawn as they are; `unit` is the label of their axis. Each run has a thin line
+    for its smoothed training loss and marked points for its held-out loss.
     A dashed line is the teacher's held-out loss. The left part of a curve, where a loss falls from
     ln(vocabulary), may be cut off so that the rest stays legible.
 
@@ -58,7 +64,7 @@ def plot_losses(
         raise DataError(f"{path}: no run has a loss to draw")
     _set_limits(axes, runs, labels)
     _write_labels(axes, labels)
-    _dress(axes, title)
+    _dress(axes, title, unit)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
     return path
@@ -140,10 +146,10 @@ def _write_labels(axes: Axes, labels: Sequence[_EndLabel]) -> None:
         )
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _dress(axes: Axes, title: str, unit: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=_INK, fontweight="bold", pad=22)
     axes.set_xlabel("tokens trained on", fontsize=10.5, color=_INK)
-    axes.set_ylabel("cross-entropy (nats per token)", fontsize=10.5, color=_INK)
+    axes.set_ylabel(unit, fontsize=10.5, color=_INK)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     axes.tick_params(labelsize=9.5, colors=_INK)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)

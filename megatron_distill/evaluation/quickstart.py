@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from megatron_distill.errors import ConfigError, DataError, StoreError, TrainingError
+from megatron_distill.errors import ConfigError, DataError, StoreError, TrainingError, counted
 from megatron_distill.evaluation.runs import (
     Margin,
     RunLog,
@@ -40,13 +42,17 @@ __all__ = [
     "ChildCapture",
     "ChildRun",
     "RunStoppedError",
+    "announce",
     "ask",
     "check_equal_start",
     "claim",
     "make",
     "over_seeds",
+    "processes_here",
+    "remove_child",
     "show_outcome",
     "show_store",
+    "spread",
     "write_json",
 ]
 
@@ -188,6 +194,37 @@ def make(child: ChildRun | ChildCapture) -> None:
     write_json(child.summary_file, child.outcome(time.perf_counter() - started))
 
 
+def announce(child: ChildRun | ChildCapture, console: Console, number: str, *, seed: int) -> None:
+    """Print a child's label, extent and command, or that it has finished before."""
+    console.print(f"\n[bold]{number} {child.label}[/bold] (seed {seed})", end="")
+    if child.finished:
+        console.print(": finished before")
+        return
+    console.print(f": {child.extent} in {counted(child.processes, 'process', 'processes')}")
+    script = os.path.relpath(child.script)
+    call = ["torchrun", f"--nproc-per-node={child.processes}", script, *child.arguments]
+    console.print(f"  {shlex.join(call)}", style="dim", markup=False)
+
+
+def remove_child(child: Child) -> None:
+    """Delete the folder and the files of an earlier call."""
+    if child.folder.is_dir():
+        shutil.rmtree(child.folder)
+    child.settings_file.unlink(missing_ok=True)
+    child.summary_file.unlink(missing_ok=True)
+
+
+def processes_here(*, model_ranks: int, micro_batches: int) -> int:
+    """Ranks of a run: those of its layout, or on a CPU one per core where it is data parallel.
+
+    micro_batches: of one step, over all ranks.
+    """
+    if model_ranks > 1 or torch.cuda.is_available():
+        return model_ranks
+    fitting = range(1, min(available_cores(), micro_batches) + 1)
+    return max(ranks for ranks in fitting if micro_batches % ranks == 0)
+
+
 def ask(script: Path, arguments: Sequence[str], *, answer: Path) -> str:
     """Return the content of the file `answer`; run `script`, which writes it, if it is missing.
 
@@ -232,22 +269,24 @@ def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
         )
 
 
-def over_seeds(outcomes: Sequence[Mapping[str, object]], command: str) -> Mapping[str, object]:
-    """Return the outcomes with the spread of their margins, the command, date and hardware."""
-    margins = [outcome["margin"]["nats"] for outcome in outcomes]  # type: ignore[index]
+def over_seeds(
+    outcomes: Sequence[Mapping[str, object]], command: str, spreads: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Return the outcomes with the spreads of their margins, the command, date and hardware."""
     return {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": _hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "margin_nats": {
-            "mean": statistics.fmean(margins),
-            "least": min(margins),
-            "most": max(margins),
-        },
+        **spreads,
         "seeds": list(outcomes),
     }
+
+
+def spread(values: Sequence[float]) -> Mapping[str, float]:
+    """Return mean, least and most of one figure over the seeds."""
+    return {"mean": statistics.fmean(values), "least": min(values), "most": max(values)}
 
 
 def _hardware() -> str:

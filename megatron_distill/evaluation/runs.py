@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,21 @@ class RunLog:
     def last_held_out(self, name: str) -> float | None:
         """Return a metric of the last validation; None if it has no such finite number."""
         return _number(_validation(self.validations[-1]), name) if self.validations else None
+
+    def scaled(self, name: str, factor: float) -> RunLog:
+        """Return the run with one metric of steps and validations multiplied by a factor."""
+
+        def times(record: Mapping[str, object]) -> Mapping[str, object]:
+            value = _number(record, name)
+            return record if value is None else {**record, name: value * factor}
+
+        return replace(
+            self,
+            steps=tuple(times(record) for record in self.steps),
+            validations=tuple(
+                {**record, "validation": times(_validation(record))} for record in self.validations
+            ),
+        )
 
 
 def read_run(folder: Path, *, label: str) -> RunLog:

@@ -63,11 +63,6 @@ class SharedVocabularies:
     projected: ProjectedRows | None = None
     gold: Mapping[Partition, GoldColumns] = field(default_factory=dict)
 
-    @property
-    def widest(self) -> int:
-        """Columns of the wider of both shards."""
-        return max(self.student_shard.width, self.teacher_shard.width)
-
     def teacher_numbers(self, ids: Tensor) -> Tensor:
         """The teacher's ids in the numbering of its head."""
         return ids if self.new_ids is None else self.new_ids[ids]

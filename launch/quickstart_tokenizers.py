@@ -1,0 +1,246 @@
+"""Distil a teacher into students with another tokenizer, and compare the losses for it.
+
+Each run is one of launch/pretrain_distill.py under torchrun. The first trains the teacher of the
+quickstart. The next trains a small student, whose tokenizer differs from the teacher's, without
+distillation. Then one run per loss trains the same student with the teacher, from the same initial
+weights and on the same texts. The result is in bits per byte of the held-out documents. The same
+command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_distill.config import RunConfig, load_config, to_yaml
+from megatron_distill.data.sources import (
+    DataOptions,
+    TeacherReading,
+    all_held_out,
+    sample_texts,
+)
+from megatron_distill.data.tokenizers.open import Tokenizer, trained_in
+from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.evaluation.bits_per_byte import (
+    HeldOutText,
+    measure_text,
+    require_comparable,
+)
+from megatron_distill.evaluation.quickstart import (
+    ChildRun,
+    RunStoppedError,
+    over_seeds,
+    processes_here,
+    write_json,
+)
+from megatron_distill.evaluation.quickstart_tokenizers import (
+    ALONE,
+    LOSSES,
+    TOKENIZERS,
+    Comparison,
+    carry_out,
+    chosen_losses,
+    margins_over_seeds,
+    remove,
+)
+from megatron_distill.train.assemble.sources import data_options, source_specs
+
+ROOT = Path(__file__).resolve().parent.parent
+TEACHER = os.path.relpath(ROOT / "configs" / "quickstart_teacher.yaml")
+STUDENT = os.path.relpath(ROOT / "configs" / "quickstart_tokenizers_student.yaml")
+STOPPED_STATUS = 130
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One model's tokenizer in the folder of results, and the held-out documents in its tokens."""
+
+    folder: Path
+    text: HeldOutText
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of a run with this tokenizer that validates on all held-out documents."""
+        return (
+            f"data.tokenizer.path={self.folder}",
+            "data.tokenizer.train_vocab_size=null",
+            f"validation.samples={self.text.samples}",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = _parse(argv)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        losses = chosen_losses(arguments.losses)
+        if arguments.fresh:
+            shutil.rmtree(arguments.output / TOKENIZERS, ignore_errors=True)
+        teacher, student = prepare(arguments)
+        seeds = arguments.seeds or [arguments.seed]
+        flows = [plan(arguments, seed, losses, teacher, student) for seed in seeds]
+        if arguments.fresh:
+            for flow in flows:
+                remove(flow)
+        outcomes = [carry_out(flow, console) for flow in flows]
+        if arguments.result is not None:
+            command = shlex.join([Path(sys.executable).name, *sys.argv])
+            margins = margins_over_seeds(flows, outcomes)
+            write_json(arguments.result, over_seeds(outcomes, command, margins))
+    except MegatronDistillError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"\nerror: {error}", markup=False
+        )
+        return 1
+    except RunStoppedError as stop:
+        console.print(f"\n{stop}. The same command goes on from here.", markup=False)
+        return STOPPED_STATUS
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart_tokenizers"))
+    parser.add_argument(
+        "--losses",
+        default=",".join(LOSSES),
+        help="the losses to compare, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, help="in place of the files' seed")
+    parser.add_argument("--seeds", type=_numbers, help="everything once per seed, e.g. 1,2,3")
+    parser.add_argument("--steps", type=int, help="in place of train.steps, in all runs")
+    parser.add_argument("--fresh", action="store_true", help="throw earlier runs away first")
+    parser.add_argument("--result", type=Path, help="write the outcome of every seed as JSON")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes to all runs, e.g. data.validation_fraction=0.01",
+    )
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Tokens, Tokens]:
+    """Train both tokenizers, unless an earlier call has, and read the held-out documents.
+
+    The teacher's come first. Raises ConfigError or DataError, before anything is written if a
+    configuration is invalid.
+    """
+    for override in arguments.overrides:
+        if override.startswith(("validation.samples", "data.tokenizer")):
+            raise ConfigError(
+                f"{override}: bits per byte are of all held-out documents, in tokenizers trained "
+                "here; set data.validation_fraction for less text"
+            )
+    configs = [load_config(file, arguments.overrides) for file in (TEACHER, STUDENT)]
+    folders = [arguments.output / TOKENIZERS / name for name in ("teacher", "student")]
+    teacher, student = (
+        _tokenizer(config, folder) for config, folder in zip(configs, folders, strict=True)
+    )
+    reading = TeacherReading(teacher, _teacher_length(configs[1]), 1.0, workers=0)
+    options = [_options(config) for config in configs]
+    found = [
+        Tokens(folders[0], _held_out(configs[0], teacher, options[0])),
+        Tokens(folders[1], _held_out(configs[1], student, replace(options[1], teacher=reading))),
+    ]
+    require_comparable(student=found[1].text, teacher=found[0].text)
+    return found[0], found[1]
+
+
+def _tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
+    wanted = config.data.tokenizer
+    assert wanted.train_vocab_size is not None, "both files train a tokenizer"
+    specs = source_specs(config.data.sources)
+    return trained_in(
+        folder,
+        lambda: sample_texts(specs, options=_options(config), characters=wanted.train_bytes),
+        vocab_size=wanted.train_vocab_size,
+        output=str(folder),
+    )
+
+
+def _options(config: RunConfig) -> DataOptions:
+    return data_options(config.data, Path(config.output), shows_progress=False)
+
+
+def _teacher_length(config: RunConfig) -> int:
+    assert config.teacher is not None, "the student's file names a teacher"
+    return config.teacher.sequence_length or config.data.sequence_length
+
+
+def _held_out(config: RunConfig, tokenizer: Tokenizer, options: DataOptions) -> HeldOutText:
+    data = config.data
+    specs = source_specs(data.sources)
+    samples = all_held_out(specs, tokenizer=tokenizer, options=options)
+    return measure_text(samples, tokenizer.token_bytes(), isolate_documents=data.isolate_documents)
+
+
+def plan(
+    arguments: argparse.Namespace,
+    seed: int | None,
+    losses: Sequence[str],
+    teacher: Tokens,
+    student: Tokens,
+) -> Comparison:
+    """Return the runs of one seed; raises ConfigError if a configuration is invalid."""
+    place: Path = arguments.output / f"seed_{seed}" if arguments.seeds else arguments.output
+    shared = [*([] if seed is None else [f"seed={seed}"]), *arguments.overrides]
+
+    def run(name: str, label: str, file: str, *own: str) -> ChildRun:
+        overrides = [f"output={place / name}", *own, *shared]
+        if arguments.steps is not None:
+            warmup = load_config(file, overrides).schedule.warmup_steps
+            overrides.append(f"train.steps={arguments.steps}")
+            overrides.append(f"schedule.warmup_steps={min(warmup, arguments.steps // 5)}")
+        config = load_config(file, overrides)
+        return ChildRun(
+            name=name,
+            label=label,
+            place=place,
+            script=ROOT / "launch" / "pretrain_distill.py",
+            arguments=("--config", file, *overrides),
+            settings=to_yaml(config),
+            steps=config.train.steps,
+            processes=_processes(config),
+        )
+
+    def student_run(name: str, label: str, terms: str) -> ChildRun:
+        checkpoint = f"teacher.checkpoint={place / 'teacher'}"
+        own = (*student.overrides, checkpoint, f"objective.terms={terms}")
+        return run(f"student_{name}", label, STUDENT, *own)
+
+    return Comparison(
+        place=place,
+        seed=load_config(STUDENT, shared).seed,
+        teacher=run("teacher", "teacher", TEACHER, *teacher.overrides),
+        alone=student_run("alone", "student alone", ALONE),
+        distilled=[student_run(name, name, LOSSES[name]) for name in losses],
+        teacher_text=teacher.text,
+        student_text=student.text,
+    )
+
+
+def _processes(config: RunConfig) -> int:
+    parallel, train = config.parallel, config.train
+    return processes_here(
+        model_ranks=parallel.tensor * parallel.pipeline * parallel.context,
+        micro_batches=train.global_batch_size // train.micro_batch_size,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

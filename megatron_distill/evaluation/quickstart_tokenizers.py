@@ -1,0 +1,259 @@
+"""Students with a tokenizer of their own, one per loss, compared in bits per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.bits_per_byte import HeldOutText
+from megatron_distill.evaluation.plot import plot_losses
+from megatron_distill.evaluation.quickstart import (
+    ChildRun,
+    announce,
+    check_equal_start,
+    make,
+    remove_child,
+    spread,
+    write_json,
+)
+from megatron_distill.evaluation.runs import RunLog, margin, summarize
+
+__all__ = [
+    "ALONE",
+    "LOSSES",
+    "TOKENIZERS",
+    "BitsPerByte",
+    "Comparison",
+    "carry_out",
+    "chosen_losses",
+    "compare",
+    "margins_over_seeds",
+    "remove",
+]
+
+TOKENIZERS: Final = "tokenizers"
+
+# `objective.terms` of the student with each loss. The likelihood's divergence between two classes
+# is small beside a cross-entropy, 0.02 nats at the start.
+LOSSES: Final[Mapping[str, str]] = {
+    "likelihood": "[{alignment: likelihood, divergence: forward_kl, weight: 10.0}]",
+    "common": "[{alignment: common, divergence: forward_kl, weight: 1.0}]",
+}
+# A term of weight 0: the samples of all students are then cut at the same places of the text.
+ALONE: Final = "[{alignment: likelihood, divergence: forward_kl, weight: 0.0}]"
+
+_COLUMNS: Final = (
+    ("held-out text", "bits/byte"),
+    ("towards the teacher", "of the gap"),
+    ("held-out CE", "nats/label"),
+    ("label", "bytes"),
+    ("trained on", "tokens"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of one seed: a teacher, a student alone, and a student for each loss.
+
+    The texts are those of all held-out documents, in the teacher's tokens and in the students'.
+    """
+
+    place: Path
+    seed: int
+    teacher: ChildRun
+    alone: ChildRun
+    distilled: Sequence[ChildRun]
+    teacher_text: HeldOutText
+    student_text: HeldOutText
+
+    @property
+    def students(self) -> Sequence[ChildRun]:
+        """All students, in order of execution."""
+        return (self.alone, *self.distilled)
+
+    @property
+    def children(self) -> Sequence[ChildRun]:
+        """All runs, in order of execution."""
+        return (self.teacher, *self.students)
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    """The held-out loss of one run.
+
+    Attributes:
+        label: name of the run.
+        bits_per_byte: cross-entropy of all labels over the bytes of their text.
+        gap_closed: improvement over the student alone, as a share of the teacher's; None for the
+            teacher and the student alone, or if the teacher is no better.
+        nats_per_label: mean cross-entropy of the labels.
+        bytes_per_label: mean bytes of their text.
+        tokens: tokens that the run was trained on.
+    """
+
+    label: str
+    bits_per_byte: float
+    gap_closed: float | None
+    nats_per_label: float
+    bytes_per_label: float
+    tokens: int
+
+
+def chosen_losses(text: str) -> Sequence[str]:
+    """Return the losses of a comma-separated list; raises ConfigError for an unknown one."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in LOSSES]
+    if unknown:
+        raise ConfigError(
+            f"--losses {text}: unknown {', '.join(map(repr, unknown))}; choose from "
+            f"{', '.join(LOSSES)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def remove(comparison: Comparison) -> None:
+    """Delete the runs and the results of earlier calls, and nothing else."""
+    for child in comparison.children:
+        remove_child(child)
+    for name in ("result.md", "result.json", "curves.png"):
+        (comparison.place / name).unlink(missing_ok=True)
+
+
+def carry_out(comparison: Comparison, console: Console) -> Mapping[str, Any]:
+    """Make all unfinished runs, show the result, and return it as plain values.
+
+    It is also written to `result.md` and `result.json`, with the picture `curves.png`. Raises
+    RunStoppedError after a signal, and a MegatronDistillError if a run failed.
+    """
+    count = len(comparison.children)
+    for number, child in enumerate(comparison.children, start=1):
+        announce(child, console, f"{number}/{count}", seed=comparison.seed)
+        make(child)
+    logs = [run.log() for run in comparison.students]
+    for log in logs[1:]:
+        check_equal_start(logs[0], log)
+    rows = compare(comparison.teacher.log(), logs, comparison)
+    factor = comparison.student_text.bits_per_byte(1.0)
+    picture = plot_losses(
+        [log.scaled("ce_loss", factor) for log in logs],
+        comparison.place / "curves.png",
+        title="One student with its own tokenizer, the same texts: alone and per loss",
+        teacher_ce=rows[0].bits_per_byte,
+        unit="cross-entropy (bits per byte of held-out text)",
+    )
+    outcome = {
+        "seed": comparison.seed,
+        "rows": [asdict(row) for row in rows],
+        "teacher_text": asdict(comparison.teacher_text),
+        "student_text": asdict(comparison.student_text),
+        "runs": [asdict(summarize(run.log())) for run in comparison.children],
+    }
+    write_json(comparison.place / "result.json", outcome)
+    (comparison.place / "result.md").write_text(_markdown(rows), encoding="utf-8")
+    _show(rows, comparison, console)
+    console.print(f"\ncurves    {picture}", markup=False)
+    console.print(f"result    {comparison.place / 'result.md'}", markup=False)
+    return outcome
+
+
+def compare(
+    teacher: RunLog, students: Sequence[RunLog], comparison: Comparison
+) -> Sequence[BitsPerByte]:
+    """Return the rows of the table: the teacher, the student alone, each further student.
+
+    Raises DataError: a run has no held-out loss.
+    """
+    texts = [comparison.teacher_text, *[comparison.student_text] * len(students)]
+    losses = [_held_out_loss(run) for run in (teacher, *students)]
+    bits = [text.bits_per_byte(loss) for text, loss in zip(texts, losses, strict=True)]
+    rows = []
+    for index, run in enumerate((teacher, *students)):
+        closed = None
+        if index > 1:
+            closed = margin(alone=bits[1], distilled=bits[index], teacher=bits[0]).gap_closed
+        rows.append(
+            BitsPerByte(
+                label=run.label,
+                bits_per_byte=bits[index],
+                gap_closed=closed,
+                nats_per_label=losses[index],
+                bytes_per_label=texts[index].bytes_per_label,
+                tokens=summarize(run).tokens,
+            )
+        )
+    return rows
+
+
+def margins_over_seeds(
+    comparisons: Sequence[Comparison], outcomes: Sequence[Mapping[str, Any]]
+) -> Mapping[str, object]:
+    """Return the spread over the seeds of each loss's improvement, in bits per byte."""
+    names = [run.label for run in comparisons[0].distilled]
+    tables = [
+        {row["label"]: row["bits_per_byte"] for row in outcome["rows"]} for outcome in outcomes
+    ]
+    alone = comparisons[0].alone.label
+    return {
+        "margin_bits_per_byte": {
+            name: spread([table[alone] - table[name] for table in tables]) for name in names
+        }
+    }
+
+
+def _held_out_loss(run: RunLog) -> float:
+    loss = run.last_held_out("ce_loss")
+    if loss is None:
+        raise DataError(f"{run.folder}: the run has no held-out loss; start anew with --fresh")
+    return loss
+
+
+def _show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console) -> None:
+    table = Table(
+        title="Held-out documents, all of their text",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("run", no_wrap=True)
+    for name, unit in _COLUMNS:
+        table.add_column(f"{name}\n[dim]{unit}[/dim]", justify="right")
+    for row in rows:
+        table.add_row(row.label, *_cells(row))
+    console.print()
+    console.print(table)
+    text = comparison.student_text
+    console.print(
+        f"{text.text_bytes:,} bytes: {text.labels:,} labels of the student, "
+        f"{comparison.teacher_text.labels:,} of the teacher."
+    )
+    alone, best = rows[1], min(rows[2:], key=lambda row: row.bits_per_byte)
+    difference = alone.bits_per_byte - best.bits_per_byte
+    verdict = "lower" if difference > 0 else "HIGHER"
+    console.print(
+        f"With its best loss, {best.label}, the same student on the same texts ends "
+        f"{abs(difference):.4f} bits per byte {verdict}."
+    )
+
+
+def _markdown(rows: Sequence[BitsPerByte]) -> str:
+    heads = ["run", *(f"{name} ({unit})" for name, unit in _COLUMNS)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(_COLUMNS)]
+    lines += ["| " + " | ".join([row.label, *_cells(row)]) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: BitsPerByte) -> Sequence[str]:
+    return (
+        f"{row.bits_per_byte:.4f}",
+        "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
+        f"{row.nats_per_label:.4f}",
+        f"{row.bytes_per_label:.2f}",
+        f"{row.tokens:,}",
+    )

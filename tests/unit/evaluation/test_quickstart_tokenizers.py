@@ -1,0 +1,110 @@
+"""The comparison of losses between tokenizers: its runs, its table and its refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from launch import quickstart_tokenizers
+from megatron_distill.config import load_config
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.bits_per_byte import HeldOutText
+from megatron_distill.evaluation.quickstart_tokenizers import (
+    LOSSES,
+    Comparison,
+    compare,
+    margins_over_seeds,
+)
+from megatron_distill.evaluation.runs import RunLog
+
+TEACHER_TEXT, STUDENT_TEXT = HeldOutText(20, 1000, 4000), HeldOutText(25, 1250, 4000)
+NAMES = list(LOSSES)
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    monkeypatch.chdir(quickstart_tokenizers.ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = parsed("--output", str(tmp_path), "--steps", "10", "train.micro_batch_size=2")
+    teacher = quickstart_tokenizers.Tokens(tmp_path / "a", TEACHER_TEXT)
+    student = quickstart_tokenizers.Tokens(tmp_path / "b", STUDENT_TEXT)
+    return quickstart_tokenizers.plan(arguments, 7, NAMES, teacher, student)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return quickstart_tokenizers._parse(words)
+
+
+def log(label: str, loss: float | None) -> RunLog:
+    held_out = ({"step": 2, "validation": {} if loss is None else {"ce_loss": loss}},)
+    steps = tuple({"step": step, "tokens": step * 100, "ce_loss": 7.0} for step in (1, 2))
+    return RunLog(label, Path(label), steps, held_out)
+
+
+def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> None:
+    teacher, *students = (
+        load_config(run.arguments[1], run.arguments[2:]) for run in comparison.children
+    )
+    assert [run.name for run in comparison.distilled] == [f"student_{name}" for name in NAMES]
+    assert [student.objective.terms[0].alignment for student in students[1:]] == NAMES
+    assert [student.objective.terms[0].weight > 0 for student in students] == [
+        False, *[True] * len(NAMES),
+    ]  # fmt: skip
+    for student in students:
+        alike = student.model_copy(
+            update={"output": students[0].output, "objective": students[0].objective}
+        )
+        assert alike == students[0]
+        assert student.teacher is not None
+        assert student.teacher.checkpoint == teacher.output
+        assert student.validation.samples == STUDENT_TEXT.samples
+        assert student.train.steps == teacher.train.steps == 10
+    assert teacher.validation.samples == TEACHER_TEXT.samples
+    same = ("sources", "validation_fraction", "isolate_documents")
+    assert all(getattr(teacher.data, name) == getattr(students[0].data, name) for name in same)
+
+
+def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Comparison) -> None:
+    losses = [2.0, *(1.8 for _ in NAMES)]
+    students = [log(str(index), loss) for index, loss in enumerate(losses)]
+    rows = compare(log("teacher", 2.0), students, comparison)
+    teacher, alone = (
+        2.0 * labels / 4000 / math.log(2) for labels in (1000, 1250)
+    )  # the same loss per label is less per byte with fewer labels
+    assert [row.bits_per_byte for row in rows[:2]] == pytest.approx([teacher, alone])
+    assert [row.gap_closed for row in rows[:2]] == [None, None]
+    assert [row.gap_closed for row in rows[2:]] == pytest.approx([0.5] * len(NAMES))
+    with pytest.raises(DataError, match="no held-out loss"):
+        compare(log("teacher", None), students, comparison)
+
+
+def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> None:
+    outcomes = [
+        {"rows": [{"label": "student alone", "bits_per_byte": 3.0},
+                  *({"label": name, "bits_per_byte": bits} for name in NAMES)]}
+        for bits in (2.5, 3.5)
+    ]  # fmt: skip
+    found = margins_over_seeds([comparison, comparison], outcomes)
+    assert json.loads(json.dumps(found))["margin_bits_per_byte"] == {
+        name: {"mean": 0.0, "least": -0.5, "most": 0.5} for name in NAMES
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--losses", "likelihood,nearest"], "unknown 'nearest'; choose from likelihood, common"),
+        (["validation.samples=8"], "validation.samples=8: bits per byte are of all held-out"),
+        (["optimizer.learning_rat=1"], "learning_rate"),
+    ],
+)
+def test_a_wrong_argument_is_found_before_anything_is_written(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quickstart_tokenizers.main(["--output", str(tmp_path), *words]) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
