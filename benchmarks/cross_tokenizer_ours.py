@@ -1,0 +1,236 @@
+"""Our step with a teacher of another tokenizer, and its loss alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.cross_tokenizer_texts import LENGTH, Texts
+from benchmarks.own_step import OwnStep
+from benchmarks.subject import OPTIMIZER, training_state
+from megatron_distill.align.build_map import build_vocabulary_map
+from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary, load_tokenizer
+from megatron_distill.losses import AlignedSide, ChunkTerm, cross_tokenizer_divergence
+from megatron_distill.models.architecture import Execution
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights
+from megatron_distill.ops import LogitRule
+from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import DenseLogits, HiddenState
+from megatron_distill.train.aligned_loss import AlignedLoss
+from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.model_source import ModelSource, describe_checked
+from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+from megatron_distill.train.phase_timers import PhaseTimers
+from megatron_distill.train.step import Student
+from megatron_distill.train.teachers.live import OnlineTeacher
+
+__all__ = ["Ours", "build_ours"]
+
+Run = Callable[[], float]
+
+# Each is one row of the tables; the loss from logits alone is without cross-entropy.
+TERMS: Final[Mapping[str, tuple[ChunkTerm, ...]]] = {
+    "likelihood": (ChunkTerm("likelihood"),),
+    "common": (ChunkTerm("common"),),
+    "common, top 64": (ChunkTerm("common", top_k=64),),
+}
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The models, the data, and the loss with both vocabularies.
+
+    Attributes:
+        step: of the first row of `TERMS`.
+        batches: the texts of one step.
+        aligned: the loss.
+        common_ids: the ids of the tokens that both vocabularies have.
+        prepare_seconds: tokenising twice, aligning and packing, which a run does meanwhile.
+        facts: sizes, by name.
+    """
+
+    step: OwnStep
+    batches: StepBatches
+    aligned: AlignedLoss
+    common_ids: tuple[torch.Tensor, torch.Tensor]
+    prepare_seconds: float
+    facts: Mapping[str, float]
+
+    @property
+    def steps(self) -> dict[str, Run]:
+        """One optimizer step with each row's terms; returns the loss between the models."""
+        return {name: self._step(terms) for name, terms in TERMS.items()}
+
+    def _step(self, terms: tuple[ChunkTerm, ...]) -> Run:
+        own = replace(self.step, objective=replace(self.step.objective, terms=terms))
+
+        def run() -> float:
+            return own.step(self.batches).kd
+
+        return run
+
+    def from_hidden(self, scale: float) -> dict[str, Run]:
+        """The loss with cross-entropy from hidden states, forward and backward, by row."""
+        (batch,) = self.batches.micro_batches
+        student = self.step.student.chunks[0].head_weight().detach().clone()
+        teacher = self.step.teacher.head_weight
+        assert teacher is not None
+        generator = torch.Generator().manual_seed(4)
+        hidden, of_teacher = (
+            torch.randn(batch.tokens_bs.numel(), head.shape[1], generator=generator) * scale
+            for head in (student, teacher)
+        )
+        total = torch.zeros(student.shape)
+
+        def run(terms: tuple[ChunkTerm, ...]) -> float:
+            leaf, head = hidden.detach().requires_grad_(), student.detach().requires_grad_()
+            loss, report = self.aligned(
+                HiddenState(leaf, head),
+                HiddenState(of_teacher, teacher),
+                batch,
+                self.batches,
+                ce_weight=1.0,
+                terms=terms,
+                sources=0,
+                weight_gradient_sum=total,
+            )
+            loss.backward()
+            return float(report["kd"])
+
+        return {name: lambda terms=terms: run(terms) for name, terms in TERMS.items()}  # type: ignore[misc]
+
+    def from_logits(self, scale: float) -> dict[str, Run]:
+        """The mean over chunks from given logits, forward and backward, by row."""
+        (batch,) = self.batches.micro_batches
+        assert batch.teacher is not None
+        assert batch.chunks_bs is not None
+        assert batch.teacher.chunks_bs is not None
+        generator = torch.Generator().manual_seed(5)
+        shared = self.aligned.vocabularies
+        rows, teacher_rows = batch.tokens_bs.numel(), batch.teacher.tokens_bs.numel()
+        student = torch.randn(rows, shared.student_shard.width, generator=generator) * scale
+        teacher = torch.randn(teacher_rows, shared.teacher_shard.width, generator=generator) * scale
+        sides = [
+            AlignedSide(one.chunks_bs.reshape(-1), one.labels_bs.reshape(-1))
+            for one in (batch, batch.teacher)
+        ]
+
+        def run(term: ChunkTerm) -> float:
+            leaf = student.detach().requires_grad_()
+            values = cross_tokenizer_divergence(
+                leaf,
+                DenseLogits(teacher),
+                alignment=term.alignment,
+                divergence=term.divergence,
+                top_k=term.top_k,
+                student=sides[0],
+                teacher_side=sides[1],
+                chunks=batch.chunk_count,
+                common_ids=self.common_ids,
+            )
+            mean = values.sum() / (self.batches.pairs if term.is_of_pairs else self.batches.chunks)
+            mean.backward()
+            return float(mean.detach())
+
+        return {name: lambda term=terms[0]: run(term) for name, terms in TERMS.items()}  # type: ignore[misc]
+
+
+def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
+    """Both models from their folders, the step's batch, optimizer and objective."""
+    tokenizers = [load_tokenizer(folder / name) for name in ("student", "teacher")]
+    started = time.perf_counter()
+    batches = _batches(Texts.read(folder), *tokenizers)
+    seconds = time.perf_counter() - started
+    sources = [_source(folder / name) for name in ("student", "teacher")]
+    shapes = [source.architecture for source in sources]
+    vocabularies = [Vocabulary.of(tokenizer) for tokenizer in tokenizers]
+    run = Execution(dtype=torch.float32, device=device)
+    chunks = sources[0].build(run, groups=groups, seed=1)
+    wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
+    timers = PhaseTimers(device)
+    connect_schedule(wrapped, OPTIMIZER, positions=batches.positions, timers=timers)
+    online = OnlineTeacher.of_source(
+        sources[1],
+        run,
+        seed=1,
+        sequence_length=LENGTH,
+        shard=vocab_shard(shapes[1], groups, tokens=vocabularies[1].size),
+        groups=groups,
+    )
+    found = build_vocabulary_map(*tokenizers)
+    tokens = TeacherTokens(vocabularies[1], LENGTH, None, found)
+    online, aligned = tokens.connect(online, shapes[0], vocabularies[0], groups, chunk_tokens=None)
+    terms = next(iter(TERMS.values()))
+    objective = TokenObjective(
+        ce_weight=1.0,
+        terms=terms,
+        metrics=(),
+        chunk_tokens=None,
+        shard=vocab_shard(shapes[0], groups, tokens=vocabularies[0].size),
+        logit_rule=LogitRule(None, 1.0),
+        groups=groups,
+        aligned=aligned,
+    )
+    common = found.common()
+    return Ours(
+        step=OwnStep(
+            student=Student(chunks, wrapped, groups, LENGTH, timers),
+            teacher=online,
+            objective=objective,
+            training=training_state(wrapped, dtype=run.dtype),
+        ),
+        batches=batches,
+        aligned=aligned,
+        common_ids=(torch.from_numpy(common[0]), torch.from_numpy(common[1])),
+        prepare_seconds=seconds,
+        facts={
+            "student tokens": vocabularies[0].size,
+            "teacher tokens": vocabularies[1].size,
+            "common tokens": len(common[0]),
+            "labels": batches.ce_tokens,
+            "chunks": batches.chunks,
+            "pairs": batches.pairs,
+        },
+    )
+
+
+def _source(folder: Path) -> ModelSource:
+    described = describe_checked(folder)
+    return ModelSource(described.architecture, lambda: HuggingFaceWeights(folder, described))
+
+
+def _batches(texts: Texts, student: Tokenizer, teacher: Tokenizer) -> StepBatches:
+    """One text in each sequence."""
+    encoder = PairEncoder(student, teacher)
+    whole = texts.whole
+    samples = []
+    for number, document in enumerate(encoder(whole, [True] * len(whole))):
+        assert isinstance(document, AlignedDocument), document
+        windows = (Window(LENGTH + 1, one.eos_id) for one in (student, teacher))
+        packer = AlignedPacker[int](*windows)
+        packer.add(document, number)
+        sample = packer.flush(number)
+        assert sample is not None
+        samples.append(sample)
+    packed = pack_samples(samples)
+    (counts,) = count_labels(packed, isolate_documents=True)
+    batch: Any = micro_batch(packed, slice(0, len(samples)), isolate_documents=True)
+    return StepBatches(
+        (batch.with_trained_rows(),),
+        ce_tokens=counts.ce,
+        kd_tokens=counts.kd,
+        positions=len(samples) * LENGTH,
+        chunks=counts.chunks,
+        pairs=counts.pairs,
+    )

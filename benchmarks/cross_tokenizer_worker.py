@@ -1,0 +1,143 @@
+"""One part of `benchmarks/cross_tokenizer.py`: all subjects in turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from benchmarks.quiet import busy_seconds
+from megatron_distill.runtime.launch import joined_world
+from megatron_distill.runtime.torchrun import threads_per_process
+
+_TIMEOUT_SECONDS: Final = 600
+_HIDDEN_SCALE: Final = 1.5
+_LOGIT_SCALE: Final = 2.0
+
+
+def main() -> None:
+    """Measure the part given by the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", required=True)
+    parser.add_argument("--folder", required=True, type=Path)
+    parser.add_argument("--rounds", required=True, type=int)
+    parser.add_argument("--profile", default="")
+    parser.add_argument("--result", required=True, type=Path)
+    arguments = parser.parse_args()
+    with joined_world(
+        device="cpu",
+        backend="gloo",
+        threads=threads_per_process(1),
+        timeout_seconds=_TIMEOUT_SECONDS,
+    ) as device:
+        result = _measure(arguments, device.torch_device)
+    arguments.result.write_text(json.dumps(result), encoding="utf-8")
+
+
+def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    # Imported late: these import Megatron-Core, which must be prepared first.
+    from benchmarks.cross_tokenizer_ours import build_ours
+    from benchmarks.cross_tokenizer_trl import build_peer
+    from benchmarks.peak import persistent_bytes
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+
+    groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)
+    seed_everything(1, groups)
+    ours = build_ours(arguments.folder, groups, device)
+    if arguments.profile:
+        return {"profile": _profile(ours.steps[arguments.profile])}
+    with tempfile.TemporaryDirectory() as output:
+        peer = build_peer(arguments.folder, Path(output))
+        facts = dict(ours.facts)
+        difference = _logit_difference(ours, peer)
+        if arguments.part == "step":
+            runs = {**ours.steps, **peer.steps}
+            buffers = persistent_bytes(ours.step).gradient_buffers
+        else:
+            scale = _HIDDEN_SCALE if arguments.part == "hidden" else _LOGIT_SCALE
+            made = [getattr(one, f"from_{arguments.part}")(scale) for one in (ours, peer)]
+            runs, buffers = {**made[0], **made[1]}, 0
+        rows = _in_turns(runs, arguments.rounds, device)
+    for name, row in rows.items():
+        # Ours adds to buffers that live on between steps, the peer's gradients are of the step.
+        row["buffers"] = buffers if name in ours.steps else 0
+    return {
+        "rows": rows,
+        "facts": facts,
+        "prepare_seconds": ours.prepare_seconds,
+        "logit_difference": difference,
+    }
+
+
+def _in_turns(
+    runs: dict[str, Callable[[], float]], rounds: int, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Times and peaks of each; the order is reversed from round to round."""
+    from benchmarks.peak import step_peak
+
+    rows: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        value = run()
+        peak = step_peak(run, device)
+        rows[name] = {
+            "value": value,
+            "peak": peak.tensors,
+            "resident": peak.resident,
+            "seconds": [],
+            "others": [],
+        }
+    for number in range(rounds):
+        for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+            gc.collect()
+            busy, own = busy_seconds(), time.process_time()
+            started = time.perf_counter()
+            runs[name]()
+            seconds = time.perf_counter() - started
+            others = busy_seconds() - busy - (time.process_time() - own)
+            rows[name]["seconds"].append(seconds)
+            rows[name]["others"].append(max(0.0, others) / seconds)
+    for row in rows.values():
+        row["median"], row["best"] = median(row["seconds"]), min(row["seconds"])
+    return rows
+
+
+def _logit_difference(ours: Any, peer: Any) -> float:
+    """The largest difference between both students' logits on the first sequence."""
+    from dataclasses import replace
+
+    from megatron_distill.models.gpt import run_model
+
+    (batch,) = ours.batches.micro_batches
+    chunk = ours.step.student.chunks[0]
+    with torch.no_grad():
+        hidden_sbh = run_model(ours.step.student.wrapped[0], batch, context_size=1)
+        own = hidden_sbh[:, 0] @ chunk.head_weight().t()
+    theirs = peer.student_logits(replace(batch).tokens_bs[:1])[0]
+    length = int((batch.document_ids_bS[0] >= 0).sum())
+    width = theirs.shape[1]
+    return float((own[:length, :width] - theirs[:length]).abs().max())
+
+
+def _profile(run: Callable[[], float]) -> str:
+    for _ in range(2):
+        run()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as found:
+        run()
+    return str(
+        found.key_averages(group_by_input_shape=True).table(
+            sort_by="self_cpu_time_total", row_limit=45, max_name_column_width=40
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
