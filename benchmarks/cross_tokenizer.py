@@ -90,10 +90,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=_PARTS, help="one of the tables")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each subject")
-    parser.add_argument("--profile", default="", metavar="ROW", help="no tables: operators of a row")
+    parser.add_argument(
+        "--profile", default="", metavar="ROW", help="no tables: operators of a row"
+    )
     parser.add_argument("--folder", type=Path, help="keep tokenizers and models here")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--name", default="cross_tokenizer", help="what the result files are called")
+    parser.add_argument(
+        "--name", default="cross_tokenizer", help="what the result files are called"
+    )
     return parser.parse_args()
 
 

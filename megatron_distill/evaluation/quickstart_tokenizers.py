@@ -45,6 +45,9 @@ TOKENIZERS: Final = "tokenizers"
 LOSSES: Final[Mapping[str, str]] = {
     "likelihood": "[{alignment: likelihood, divergence: forward_kl, weight: 10.0}]",
     "common": "[{alignment: common, divergence: forward_kl, weight: 1.0}]",
+    "projection": "[{alignment: projection, divergence: forward_kl, weight: 1.0}]",
+    "gold": "[{alignment: gold, divergence: forward_kl, weight: 1.0}]",
+    "uld": "[{alignment: uld, weight: 1.0}]",
 }
 # A term of weight 0: the samples of all students are then cut at the same places of the text.
 ALONE: Final = "[{alignment: likelihood, divergence: forward_kl, weight: 0.0}]"
