@@ -255,10 +255,13 @@ def _with_own_weights(balanced: BalancedStep, values: Mapping[str, float]) -> di
 def _sources_with_own_weights(balanced: BalancedStep, sources: SourceFigures) -> SourceFigures:
     names = [term.name for term in balanced.objectives[0].terms]
     kd = PUBLIC_NAMES["kd"]
+    # Of a source's chunks none may be of one token on each side: it has no figure of such terms.
     return {
         source: {
             **figures,
-            kd: weighted_sum([figures[name] for name in names], balanced.own_weights.terms),
+            kd: weighted_sum(
+                [figures.get(name, 0.0) for name in names], balanced.own_weights.terms
+            ),
         }
         if kd in figures
         else figures

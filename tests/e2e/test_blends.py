@@ -346,3 +346,19 @@ def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
         "a": {"kd_tokens": 5, "kd_loss": 2.0, "all": 1.0, "pairs": 2.0},
         "b": {"kd_tokens": 1, "kd_loss": 0.5, "all": 0.5},
     }
+
+
+def test_a_source_without_a_chunk_of_one_token_has_the_other_terms_alone() -> None:
+    from megatron_distill.losses import ChunkTerm, LossWeights
+    from megatron_distill.ops import LogitRule, VocabShard
+    from megatron_distill.train.balancing import BalancedStep, _sources_with_own_weights
+    from megatron_distill.train.objective import TokenObjective
+
+    nothing: Any = None
+    objective = TokenObjective(
+        1.0, (ChunkTerm("likelihood", weight=6.0), ChunkTerm("common", weight=9.0)), (), None,
+        VocabShard(8, 0, 8), LogitRule(), nothing,
+    )  # fmt: skip
+    step = BalancedStep((objective,), LossWeights(1.0, (2.0, 3.0)), nothing, {})
+    rare = {"kd_tokens": 2.0, "kd_loss": 3.0, "likelihood_forward_kl": 0.5}
+    assert _sources_with_own_weights(step, {"rare": rare})["rare"] == {**rare, "kd_loss": 1.0}
