@@ -143,7 +143,9 @@ def _show(
             )
             console.print(text)
         else:
-            table = chunk_table(sample, *sides, kinds, rows=chunks, has_colour=has_colour)
+            table = chunk_table(
+                sample, *sides, kinds, rows=chunks, width=console.width, has_colour=has_colour
+            )
             console.print(table, soft_wrap=False)
     console.rule(title)
     for line in (*totals.lines(), *histogram(totals.lengths, width=console.width)):

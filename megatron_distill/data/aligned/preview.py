@@ -22,6 +22,8 @@ __all__ = ["Pieces", "chunk_table", "coverage_lines", "sample_coverage"]
 
 _SPACE: Final = "\u2423"
 _TEACHER_ONLY: Final = "teacher"
+_SIZES_WIDTH: Final = 6  # of the column of numbers of tokens
+_GAP: Final = 2  # columns of the terminal between two of the table, at most
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,20 @@ def chunk_table(
     kinds_S1: Sequence[str],
     *,
     rows: int,
+    width: int,
     has_colour: bool,
 ) -> Table:
     """A table of the first `rows` groups of tokens: their text, the student's and the teacher's.
 
     A group is a chunk, which shows its numbers of tokens, or a run of tokens outside of chunks.
+    width: columns of the terminal.
     """
     of_teacher = _teacher_of(sample)
     table = Table(box=None, pad_edge=False, header_style="bold")
+    most = max(1, (width - _SIZES_WIDTH) // 3 - _GAP)  # otherwise long texts leave no other column
     table.add_column("tokens", justify="right", no_wrap=True)
     for name in ("text", "student", "teacher"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1)
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=most)
     groups = _rows(sample, of_teacher, kinds_S1)
     document = PADDING_DOCUMENT
     for row in islice(groups, rows):

@@ -7,17 +7,21 @@ different roles, move the system message, or cannot write it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from megatron_distill.data.aligned.preview import Pieces, chunk_table
 from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.source import ConversationOptions, ConversationSource
 from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.preview import token_kinds
 from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, NO_CHUNK, Sample
 from megatron_distill.data.sources import (
     DataOptions,
@@ -135,6 +139,24 @@ def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(
     assert len(pieces) == len(said)
     for piece in pieces:
         assert any(text.endswith(piece) and len(text) - len(piece) <= 4 for text in said), piece
+
+
+def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Path) -> None:
+    student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
+    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(3)))
+    sample = source_of(spec, student, options_of(tmp_path, teacher)).next_sample()
+    kinds = token_kinds(sample, isolate_documents=True)
+    table = chunk_table(
+        sample, Pieces(student), Pieces(teacher), kinds, rows=30, width=80, has_colour=False
+    )
+    console = Console(width=80, record=True)
+    console.print(table)
+    lines = console.export_text().splitlines()
+    assert any(
+        re.match(r" +1:1  \[\[<\|im_end\|>\]\] +<\|im_end\|> +<\|eot_id\|>", one) for one in lines
+    )
+    assert any(re.match(r" +-  <\|im_start\|>system", one) for one in lines)
+    assert any(re.match(r" +-  <\|begin_of_text\|>", one) for one in lines)
 
 
 def test_masks_come_from_the_student_s_rendering(tmp_path: Path) -> None:
