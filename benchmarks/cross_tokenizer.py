@@ -93,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", default="", metavar="ROW", help="no tables: operators of a row"
     )
+    parser.add_argument("--peers", default="", metavar="ROWS", help="as GOLD,ULD; default: all")
     parser.add_argument("--folder", type=Path, help="keep tokenizers and models here")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
@@ -103,7 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 def _run(part: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     words = [f"--part={part}", f"--folder={folder}", f"--rounds={arguments.rounds}"]
-    words.append(f"--profile={arguments.profile}")
+    words += [f"--profile={arguments.profile}", f"--peers={arguments.peers}"]
     measured: dict[str, Any] = run_child(
         "cross_tokenizer_worker.py", words, processes=1, name=part, seconds=_CHILD_SECONDS
     )

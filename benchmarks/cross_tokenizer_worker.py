@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True, type=Path)
     parser.add_argument("--rounds", required=True, type=int)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--peers", default="")
     parser.add_argument("--result", required=True, type=Path)
     arguments = parser.parse_args()
     with joined_world(
@@ -55,7 +56,8 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
     if arguments.profile:
         return {"profile": _profile(ours.steps[arguments.profile])}
     with tempfile.TemporaryDirectory() as output:
-        peer = build_peer(arguments.folder, Path(output))
+        chosen = arguments.peers.split(",") if arguments.peers else None
+        peer = build_peer(arguments.folder, Path(output), chosen)
         facts = dict(ours.facts)
         difference = _logit_difference(ours, peer)
         if arguments.part == "step":
