@@ -1,6 +1,6 @@
 """A step with a teacher of another tokenizer beside TRL's GOLD trainer, and the losses alone.
 
-    python benchmarks/cross_tokenizer.py                   # four minutes; extra `bench` installed
+    python benchmarks/cross_tokenizer.py                   # six minutes; extra `bench` installed
     python benchmarks/cross_tokenizer.py --only step       # one part; the file keeps the others
     python benchmarks/cross_tokenizer.py --profile common  # operators of our step
 
@@ -89,10 +89,11 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=_PARTS, help="one of the tables")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each subject")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each subject")
     parser.add_argument(
         "--profile", default="", metavar="ROW", help="no tables: operators of a row"
     )
+    parser.add_argument("--peers", default="", metavar="ROWS", help="as GOLD,ULD; default: all")
     parser.add_argument("--folder", type=Path, help="keep tokenizers and models here")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
@@ -103,7 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 def _run(part: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     words = [f"--part={part}", f"--folder={folder}", f"--rounds={arguments.rounds}"]
-    words.append(f"--profile={arguments.profile}")
+    words += [f"--profile={arguments.profile}", f"--peers={arguments.peers}"]
     measured: dict[str, Any] = run_child(
         "cross_tokenizer_worker.py", words, processes=1, name=part, seconds=_CHILD_SECONDS
     )
@@ -115,7 +116,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
     peers = {name: row for name, row in rows.items() if name.startswith(_PEER)}
     heads = [f"time, {name.removeprefix(_PEER)}" for name in peers]
     heads += [f"peak, {name.removeprefix(_PEER)}" for name in peers]
-    columns = ["s", "best s", "tokens/s", "others", "peak MiB", "resident MiB", "value", *heads]
+    columns = ["s", "best s", "tokens/s", "others", "peak MiB", "value", *heads]
     lines = [f"## {_PARTS[part]}", ""]
     lines += [f"- {key}: {value}" for key, value in measured["environment"].items()]
     busy = max(max(row["others"]) for row in rows.values())
@@ -129,8 +130,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
             f"{facts['labels'] / row['median']:,.0f}",
             f"{sorted(row['others'])[len(row['others']) // 2]:.2f}",
             f"{_peak(row) / _MIB:,.0f}",
-            f"{row['resident'] / _MIB:,.0f}",
-            f"{row['value']:.4f}",
+            f"{row['value']:.3g}",
         ]
         for found in ("median", None):
             for peer in peers.values():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -23,7 +23,7 @@ from megatron_distill.models.architecture import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 from megatron_distill.ops import LogitRule
-from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import DenseLogits, HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
@@ -114,17 +114,12 @@ class Ours:
         """The mean over chunks from given logits, forward and backward, by row."""
         (batch,) = self.batches.micro_batches
         assert batch.teacher is not None
-        assert batch.chunks_bs is not None
-        assert batch.teacher.chunks_bs is not None
         generator = torch.Generator().manual_seed(5)
         shared = self.aligned.vocabularies
         rows, teacher_rows = batch.tokens_bs.numel(), batch.teacher.tokens_bs.numel()
         student = torch.randn(rows, shared.student_shard.width, generator=generator) * scale
         teacher = torch.randn(teacher_rows, shared.teacher_shard.width, generator=generator) * scale
-        sides = [
-            AlignedSide(one.chunks_bs.reshape(-1), one.labels_bs.reshape(-1))
-            for one in (batch, batch.teacher)
-        ]
+        sides = [_aligned_side(one) for one in (batch, batch.teacher)]
 
         def run(term: ChunkTerm) -> float:
             leaf = student.detach().requires_grad_()
@@ -205,6 +200,11 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     )
 
 
+def _aligned_side(batch: Batch) -> AlignedSide:
+    assert batch.chunks_bs is not None, "the batch is of two tokenizers"
+    return AlignedSide(batch.chunks_bs.reshape(-1), batch.labels_bs.reshape(-1))
+
+
 def _source(folder: Path) -> ModelSource:
     described = describe_checked(folder)
     return ModelSource(described.architecture, lambda: HuggingFaceWeights(folder, described))
@@ -225,7 +225,7 @@ def _batches(texts: Texts, student: Tokenizer, teacher: Tokenizer) -> StepBatche
         samples.append(sample)
     packed = pack_samples(samples)
     (counts,) = count_labels(packed, isolate_documents=True)
-    batch: Any = micro_batch(packed, slice(0, len(samples)), isolate_documents=True)
+    batch = micro_batch(packed, slice(0, len(samples)), isolate_documents=True)
     return StepBatches(
         (batch.with_trained_rows(),),
         ce_tokens=counts.ce,

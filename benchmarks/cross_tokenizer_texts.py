@@ -15,7 +15,7 @@ import torch
 __all__ = ["BATCH", "LENGTH", "MODELS", "Texts", "prepare"]
 
 LENGTH: Final = 512  # tokens of a text, at most, in either tokenizer
-BATCH: Final = 4  # texts of one step
+BATCH: Final = 2  # texts of one step
 _TRAINED_CHARACTERS: Final = 4_000_000
 _TEXTS: Final = "texts.json"
 _FIRST_LINE: Final = 200  # characters of the prompt, at most

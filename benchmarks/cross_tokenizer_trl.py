@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,9 @@ Run = Callable[[], float]
 
 # Settings of `GOLDConfig`; each is one row of the tables.
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "TRL, GOLD": {"uld_use_hybrid_loss": True},
-    "TRL, GOLD and CE": {"uld_use_hybrid_loss": True, "uld_crossentropy_weight": 1.0},
-    "TRL, ULD": {},
+    "GOLD": {"uld_use_hybrid_loss": True},
+    "GOLD and CE": {"uld_use_hybrid_loss": True, "uld_crossentropy_weight": 1.0},
+    "ULD": {},
 }
 
 
@@ -118,8 +118,11 @@ def _backward(loss: Tensor) -> float:
     return float(loss.detach())
 
 
-def build_peer(folder: Path, output: Path) -> Peer:
-    """The trainer on both models, and the batch that its data loader makes of the texts."""
+def build_peer(folder: Path, output: Path, chosen: Sequence[str] | None) -> Peer:
+    """The trainer on both models, and the batch that its data loader makes of the texts.
+
+    chosen: names in `VARIANTS`; None: all.
+    """
     import transformers
     from datasets import Dataset
     from trl.experimental.gold import GOLDConfig, GOLDTrainer
@@ -152,7 +155,8 @@ def build_peer(folder: Path, output: Path) -> Peer:
         )
 
     # Before the trainer: each new configuration resets the state that the trainer's device is of.
-    configs = {name: config(**changes) for name, changes in VARIANTS.items()}
+    names = VARIANTS if chosen is None else chosen
+    configs = {f"TRL, {name}": config(**VARIANTS[name]) for name in names}
     trainer = GOLDTrainer(
         model=student,
         teacher_model=teacher,

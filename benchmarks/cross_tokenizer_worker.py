@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True, type=Path)
     parser.add_argument("--rounds", required=True, type=int)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--peers", default="")
     parser.add_argument("--result", required=True, type=Path)
     arguments = parser.parse_args()
     with joined_world(
@@ -51,11 +52,12 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
 
     groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)
     seed_everything(1, groups)
-    ours = build_ours(arguments.folder, groups, device)
+    ours: Any = build_ours(arguments.folder, groups, device)
     if arguments.profile:
         return {"profile": _profile(ours.steps[arguments.profile])}
     with tempfile.TemporaryDirectory() as output:
-        peer = build_peer(arguments.folder, Path(output))
+        chosen = arguments.peers.split(",") if arguments.peers else None
+        peer = build_peer(arguments.folder, Path(output), chosen)
         facts = dict(ours.facts)
         difference = _logit_difference(ours, peer)
         if arguments.part == "step":
@@ -65,7 +67,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
             scale = _HIDDEN_SCALE if arguments.part == "hidden" else _LOGIT_SCALE
             made = [getattr(one, f"from_{arguments.part}")(scale) for one in (ours, peer)]
             runs, buffers = {**made[0], **made[1]}, 0
-        rows = _in_turns(runs, arguments.rounds, device)
+        rows = _in_turns(runs, arguments.rounds)
     for name, row in rows.items():
         # Ours adds to buffers that live on between steps, the peer's gradients are of the step.
         row["buffers"] = buffers if name in ours.steps else 0
@@ -77,23 +79,16 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
     }
 
 
-def _in_turns(
-    runs: dict[str, Callable[[], float]], rounds: int, device: torch.device
-) -> dict[str, dict[str, Any]]:
+def _in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, Any]]:
     """Times and peaks of each; the order is reversed from round to round."""
-    from benchmarks.peak import step_peak
+    from benchmarks.peak import LiveStorages
 
     rows: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
-        value = run()
-        peak = step_peak(run, device)
-        rows[name] = {
-            "value": value,
-            "peak": peak.tensors,
-            "resident": peak.resident,
-            "seconds": [],
-            "others": [],
-        }
+        gc.collect()
+        with LiveStorages() as live:
+            value = run()
+        rows[name] = {"value": value, "peak": live.peak, "seconds": [], "others": []}
     for number in range(rounds):
         for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
             gc.collect()
@@ -111,8 +106,6 @@ def _in_turns(
 
 def _logit_difference(ours: Any, peer: Any) -> float:
     """The largest difference between both students' logits on the first sequence."""
-    from dataclasses import replace
-
     from megatron_distill.models.gpt import run_model
 
     (batch,) = ours.batches.micro_batches
@@ -120,7 +113,7 @@ def _logit_difference(ours: Any, peer: Any) -> float:
     with torch.no_grad():
         hidden_sbh = run_model(ours.step.student.wrapped[0], batch, context_size=1)
         own = hidden_sbh[:, 0] @ chunk.head_weight().t()
-    theirs = peer.student_logits(replace(batch).tokens_bs[:1])[0]
+    theirs = peer.student_logits(batch.tokens_bs[:1])[0]
     length = int((batch.document_ids_bS[0] >= 0).sum())
     width = theirs.shape[1]
     return float((own[:length, :width] - theirs[:length]).abs().max())

@@ -26,7 +26,7 @@ from megatron_distill.ops.softmax_gradient import clear_rows_, softmax_weights
 from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk import gather_ranks, select
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_term
-from megatron_distill.ops.workspace import Scratch
+from megatron_distill.ops.workspace import Scratch, allocate, row_blocks
 from megatron_distill.signals import LogitRule, TopK
 
 __all__ = ["CommonTerm"]
@@ -67,32 +67,43 @@ class CommonTerm:
         whole = torch.zeros(tile.count, dtype=torch.float64, device=tile.student.raw.device)
         if not len(tile.pairs.chunks):
             return _NoPairs(whole)
+        group, columns, temperature = tile.student.group, self.columns, self.weighted.temperature
+        is_dense, has_rest = self.top_k is None, self.columns.has_rest
         student = _Compact.of(
-            tile.student, tile.pairs.student, self.columns.student, self.columns.student_rest
+            tile.student,
+            tile.pairs.student,
+            columns.student,
+            columns.student_rest,
+            temperature,
+            has_class=has_rest,
+            returns_shares=has_rest and with_gradient,
         )
         teacher = _Compact.of(
-            tile.with_teacher, tile.pairs.teacher, self.columns.teacher, self.columns.teacher_rest
+            tile.with_teacher,
+            tile.pairs.teacher,
+            columns.teacher,
+            columns.teacher_rest,
+            temperature,
+            has_class=has_rest and is_dense,
         )
-        group, temperature = tile.student.group, self.weighted.temperature
         rests = None
-        if self.columns.has_rest:
-            all_of_teacher = self.top_k is not None
-            rests = _Rests.measure(student, teacher, temperature, group, all_of_teacher)
-        if self.top_k is None:
-            values, write = self._between(student, teacher, rests, group)
+        if has_rest:
+            rests = _Rests.measure(student, teacher, temperature, group, not is_dense)
+            rests.fill_class_(student.logits, rests.student)
+        if is_dense:
+            if rests is not None:
+                rests.fill_class_(teacher.logits, rests.teacher)
+            values, write = self._between(student, teacher, group)
         else:
             values, write = self._on_top_k(student, teacher, rests, group)
         whole[tile.pairs.chunks] = values.clamp(min=0.0)
         return SolvedCommon(whole, self, tile, student, rests, write if with_gradient else None)
 
     def _between(
-        self, student: _Compact, teacher: _Compact, rests: _Rests | None, group: _Group
+        self, student: _Compact, teacher: _Compact, group: _Group
     ) -> tuple[Tensor, _Write]:
         """Values ``[P]`` and the gradient between the logits of all common tokens."""
         of_student, of_teacher = student.logits, teacher.logits
-        if rests is not None:
-            of_student = torch.cat([of_student, rests.column(rests.student)], 1)
-            of_teacher = torch.cat([of_teacher, rests.column(rests.teacher)], 1)
         spec = StatisticsSpec(("student", "teacher"), (self.weighted,), full=False, infinite=True)
         raw = {"student": of_student, "teacher": of_teacher}
         rules = {"student": LogitRule(), "teacher": LogitRule()}
@@ -126,7 +137,6 @@ class CommonTerm:
         )
         of_student = student.logits
         if rests is not None:
-            of_student = torch.cat([of_student, rests.column(rests.student)], 1)
             chosen = rests.within(chosen)
         target = TopK(columns.student_places[chosen.ids], chosen.log_probs, chosen.log_tail)
         term = IdTerm(self.weighted, self.key, "tail", target)
@@ -162,20 +172,48 @@ _Write = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Compact:
-    """Logits of the pairs' rows, in the dtype of statistics: at common tokens, and at the rest."""
+    """Logits of the pairs' rows at common tokens, and what is needed of the further ones.
+
+    Attributes:
+        logits: ``[P, p]`` in the dtype of statistics; with a class one more column, for its logit.
+        peak: ``[P]`` fp64, the largest logit of a further token, over temperature.
+        mass: ``[P]`` fp64, the sum of ``e^((z - peak)/T)`` over the further tokens.
+        shares: ``[P, U]``, these exponentials; None if there will be no gradient.
+    """
 
     logits: Tensor
-    rest: Tensor
+    peak: Tensor
+    mass: Tensor
+    shares: Tensor | None
 
     @classmethod
-    def of(cls, side: TileSide, rows: Tensor, columns: Tensor, rest: Tensor) -> _Compact:
-        dtype = side.scratch.dtype
-        raw = side.raw if len(rows) == len(side.raw) else side.raw.index_select(0, rows)
-
-        def at(places: Tensor) -> Tensor:
-            return side.rule.apply_(raw.index_select(1, places).to(dtype))
-
-        return cls(at(columns), at(rest))
+    def of(
+        cls,
+        side: TileSide,
+        rows: Tensor,
+        columns: Tensor,
+        rest: Tensor,
+        temperature: float,
+        *,
+        has_class: bool,
+        returns_shares: bool = False,
+    ) -> _Compact:
+        """From a tile's rows and the local columns of common and of further tokens."""
+        count, device, dtype = len(rows), side.raw.device, side.scratch.dtype
+        logits = allocate(count, len(columns) + int(has_class), dtype, device)
+        shares = allocate(count, len(rest), dtype, device) if returns_shares else None
+        sums = torch.empty(2, count, dtype=torch.float64, device=device)
+        # A block stays in the cache while its columns are picked out.
+        for block in row_blocks(count, side.raw.shape[1], device):
+            raw = side.raw.index_select(0, rows[block])
+            picked = raw.index_select(1, columns).to(dtype)
+            logits[block, : len(columns)] = side.rule.apply_(picked)
+            further = side.rule.apply_(raw.index_select(1, rest).to(dtype))
+            peak, mass, values = _exponentials(further, temperature)
+            sums[0, block], sums[1, block] = peak, mass
+            if shares is not None:
+                shares[block] = values
+        return cls(logits, sums[0], sums[1], shares)
 
 
 @dataclass(frozen=True)
@@ -187,7 +225,7 @@ class _Rests:
         teacher: likewise.
         teacher_common: likewise over the teacher's common tokens; None if not measured.
         shares: ``[P, U]`` of this rank's columns in the student's further tokens; sum to one over
-            the ranks.
+            the ranks; None if there will be no gradient.
         temperature: T.
         ranks: number of ranks.
     """
@@ -195,7 +233,7 @@ class _Rests:
     student: Tensor
     teacher: Tensor
     teacher_common: Tensor | None
-    shares: Tensor
+    shares: Tensor | None
     temperature: float
     ranks: int
 
@@ -213,28 +251,28 @@ class _Rests:
         Collective: one all-gather over ``group`` of 32 bytes per pair, 48 with the teacher's common
         tokens.
         """
-        parts = [student.rest, teacher.rest]
+        sums = [(student.peak, student.mass), (teacher.peak, teacher.mass)]
         if all_of_teacher:
-            parts.append(teacher.logits)
-        sums = [_exponentials(logits, temperature) for logits in parts]
-        local = torch.stack([torch.stack([peak, mass]) for peak, mass, _ in sums])
+            sums.append(_exponentials(teacher.logits, temperature)[:2])
+        local = torch.stack([torch.stack([peak, mass]) for peak, mass in sums])
         gathered = gather_ranks(local, group)
         log_sums = (gathered[:, :, 0] + gathered[:, :, 1].log()).logsumexp(0)
-        peak, _, shares = sums[0]
-        factor = (peak - log_sums[0]).exp().to(shares.dtype)
+        shares = student.shares
+        if shares is not None:
+            factor = (student.peak - log_sums[0]).exp().to(shares.dtype)
+            shares.mul_(factor.unsqueeze(1))
         return cls(
             student=log_sums[0],
             teacher=log_sums[1],
             teacher_common=log_sums[2] if all_of_teacher else None,
-            shares=shares.mul_(factor.unsqueeze(1)),
+            shares=shares,
             temperature=temperature,
             ranks=gathered.shape[0],
         )
 
-    def column(self, log_sum: Tensor) -> Tensor:
-        """``[P, 1]``, the logit of this rank's part of the class."""
-        logit = (log_sum - math.log(self.ranks)) * self.temperature
-        return logit.to(self.shares.dtype).unsqueeze(1)
+    def fill_class_(self, logits: Tensor, log_sum: Tensor) -> None:
+        """Write the logit of this rank's part of the class into the last column."""
+        logits[:, -1] = (log_sum - math.log(self.ranks)) * self.temperature
 
     def within(self, chosen: TopK) -> TopK:
         """The top-k of common tokens, normalised over the whole vocabulary instead."""
@@ -294,6 +332,7 @@ class SolvedCommon:
             part = found[block]
             on_logits = part.index_select(1, columns.classes)
             if self.rests is not None:
+                assert self.rests.shares is not None, "solved without a gradient"
                 # The class is split over the ranks; its tokens share it by their probabilities.
                 of_rest = self.rests.shares[block] * (part[:, -1:] * self.rests.ranks)
                 on_logits[:, columns.student_rest] = of_rest
