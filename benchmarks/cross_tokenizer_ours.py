@@ -44,6 +44,8 @@ TERMS: Final[Mapping[str, tuple[ChunkTerm, ...]]] = {
     "likelihood": (ChunkTerm("likelihood"),),
     "common": (ChunkTerm("common"),),
     "common, top 64": (ChunkTerm("common", top_k=64),),
+    "gold": (ChunkTerm("gold"),),
+    "uld": (ChunkTerm("uld"),),
 }
 
 
@@ -129,6 +131,7 @@ class Ours:
                 alignment=term.alignment,
                 divergence=term.divergence,
                 top_k=term.top_k,
+                uncommon_top_k=term.uncommon_top_k,
                 student=sides[0],
                 teacher_side=sides[1],
                 chunks=batch.chunk_count,
