@@ -128,6 +128,9 @@ class PrefetchedSteps:
         if error is None or isinstance(error, MegatronDistillError):
             self._discard_ahead()
             self._in_use = None
+            if self._thread is not None:
+                # A thread that is alive while the interpreter ends may abort the process.
+                self._thread.join()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
         self._loader.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class Rendered:
     text: str
     spans: Mapping[int, Span]
     is_closed: bool = True
-    contents: Mapping[int, Span] | None = None
+    contents: Mapping[int, Span] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
