@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
@@ -23,7 +21,7 @@ from megatron_distill.ops.softmax_gradient import SoftmaxWeights, softmax_weight
 from megatron_distill.ops.statistics import GlobalStatistics, LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_terms
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
+from megatron_distill.ops.weight_gradient import HeadGradients, differentiable_pass
 from megatron_distill.ops.workspace import (
     Rows,
     Scratch,
@@ -36,16 +34,10 @@ from megatron_distill.signals import HiddenState, LogitSource
 __all__ = [
     "FusedLinear",
     "Partition",
-    "expect_one",
     "fused_linear",
-    "scaled_gradient",
     "sum_tokens",
     "weighted_rows",
 ]
-
-
-# Largest distance from one of a factor times its inverse, both rounded to fp32.
-_UPSTREAM_TOLERANCE = 1e-5
 
 
 def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tensor]:
@@ -77,129 +69,42 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
         RuntimeError: in backward, if a sum was given and the upstream gradient is not one (on a GPU
             a device-side assertion).
     """
-    leaves = (student.hidden, student.weight, student.bias)
-    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-        return cast(
-            tuple[Tensor, Tensor],
-            _FusedLinearFunction.apply(*leaves, student, work),  # type: ignore[no-untyped-call]
-        )
-    with torch.no_grad():
-        return _Executor(student, work, wanted=(False, False, False)).run()
-
-
-class _FusedLinearFunction(torch.autograd.Function):
-    """Stores the gradients of the forward pass and scales them in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _hidden: Tensor,
-        _weight: Tensor,
-        _bias: Tensor | None,
-        student: HiddenState,
-        work: FusedLinear,
-    ) -> tuple[Tensor, Tensor]:
-        executor = _Executor(student, work, wanted=ctx.needs_input_grad[:3])
-        total, sums = executor.run()
-        ctx.save_for_backward(*executor.gradients)
-        ctx.dtype = student.dtype
-        ctx.weight_is_summed = work.weight_gradient_sum is not None and ctx.needs_input_grad[1]
-        ctx.mark_non_differentiable(sums)
-        return total, sums
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.weight_is_summed:
-            expect_one(upstream)
-        scaled = (
-            None if gradient is None else scaled_gradient(gradient, upstream, ctx.dtype)
-            for gradient in ctx.saved_tensors
-        )
-        return (*scaled, None, None)
-
-
-def expect_one(upstream: Tensor) -> None:
-    """Refuse an upstream gradient of a total whose gradient on the weight was added to a sum.
-
-    Raises:
-        RuntimeError: it is not one (on a GPU a device-side assertion).
-    """
-    is_one = (upstream - 1).abs() <= _UPSTREAM_TOLERANCE
-    message = (
-        "the gradient on the weight is in weight_gradient_sum already, as that of the total "
-        "itself; call backward on the total, with what multiplies it in the weights"
+    rows = work.counted_rows
+    chunks = equal_chunks(rows.count, work.chunk_tokens)
+    return differentiable_pass(
+        student,
+        lambda gradients: _Executor(student, work, rows, chunks, gradients).run(),
+        rows=rows,
+        columns=work.shard.real_width,
+        chunks=len(chunks),
+        weight_sum=work.weight_gradient_sum,
     )
-    if is_one.device.type != "cpu":
-        # A device-side assertion avoids a host synchronisation.
-        torch._assert_async(is_one, message)  # noqa: SLF001
-    elif not bool(is_one):
-        raise RuntimeError(f"{message} (the total's own gradient is {float(upstream):g}, not 1)")
-
-
-def scaled_gradient(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * upstream`` in ``dtype``, without a copy in the wider one."""
-    # CPU only: on a GPU the test would synchronise the host.
-    if gradient.dtype == dtype and upstream.device.type == "cpu" and bool(upstream == 1):
-        return gradient
-    if gradient.dim() == 1:
-        return (gradient * upstream).to(dtype)
-    out = allocate(gradient.shape[0], gradient.shape[1], dtype, gradient.device)
-    return torch.mul(gradient, upstream, out=out)
 
 
 class _Executor:
     """One pass over all chunks, with the buffers that they share."""
 
     def __init__(
-        self, student: HiddenState, work: FusedLinear, *, wanted: tuple[bool, bool, bool]
+        self,
+        student: HiddenState,
+        work: FusedLinear,
+        rows: Rows,
+        chunks: Sequence[slice],
+        gradients: HeadGradients,
     ) -> None:
-        """``wanted``: the gradients on hidden states, weight and bias."""
-        needs_hidden, needs_weight, needs_bias = wanted
         self._student = student
         self._work = work
-        self._rows = work.counted_rows
+        self._gradients = gradients
+        self._rows, self._chunks = rows, chunks
         self._dtype = accumulation_dtype(student.dtype)
         self._columns = work.shard.real_width
         columns = 1 + (0 if work.partition is None else work.partition.parts)
         self._sums = torch.zeros(
             len(work.sum_names), columns, dtype=torch.float64, device=student.weight.device
         )
-        count, hidden_size = self._rows.count, student.hidden.shape[1]
-        self._hidden_rows: Tensor | None = None
-        self._weight: WeightGradient | None = None
-        self._chunks = equal_chunks(count, work.chunk_tokens)
-        if needs_hidden:
-            self._hidden_rows = student.hidden.new_zeros(count, hidden_size)
-        device = student.weight.device
-        if needs_weight:
-            self._weight = WeightGradient(
-                student.width,
-                self._columns,
-                hidden_size,
-                student.dtype,
-                device,
-                chunks=len(self._chunks),
-                into=work.weight_gradient_sum,
-            )
-        self._bias: BiasGradient | None = None
-        if needs_bias:
-            self._bias = BiasGradient(student.width, self._columns, student.dtype, device)
-
-    @property
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``.
-
-        None if not wanted or added to a given sum; zero for tokens left out and in padded columns.
-        """
-        return (
-            None if self._hidden_rows is None else self._rows.scatter(self._hidden_rows),
-            None if self._weight is None else self._weight.finished(),
-            None if self._bias is None else self._bias.total,
-        )
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Total and sums; afterwards `gradients` holds the wanted gradients."""
+        """Total and sums; the wanted gradients are filled."""
         work = self._work
         size = self._chunks[0].stop if self._chunks else 1
         scratch = Scratch(size, self._columns, self._dtype, self._student.weight.device)
@@ -245,13 +150,13 @@ class _Executor:
         id_terms = [term.of_rows(self._rows, rows) for term in work.id_terms]
         solved = solve_id_terms(id_terms, raw, rules, work.shard, work.group)
         weights: tuple[SoftmaxWeights, ...] | None = None
-        if any(one is not None for one in (self._hidden_rows, self._weight, self._bias)):
+        if self._gradients.are_wanted:
             label = ce_weights * work.ce_coefficient if work.ce_coefficient else None
             weights = softmax_weights(spec, kd_weights, label, labels, work.shard, solved)
         merged, values = chunk.process(local, weights, work.group, raw["student"])
         found = _weighted_rows(work, merged, values, solved, ce_weights, kd_weights)
         self._sums += sum_tokens(found, self._partition(rows))
-        self._accumulate(rows, raw["student"])
+        self._gradients.add(rows, raw["student"])
 
     def _partition(self, rows: slice) -> Partition | None:
         whole = self._work.partition
@@ -272,18 +177,6 @@ class _Executor:
             )
             for model, source in sources.items()
         }
-
-    def _accumulate(self, rows: slice, gradient: Tensor) -> None:
-        """Add a chunk's gradient on the raw outputs to the gradients on the student's tensors."""
-        if self._columns == 0:
-            return
-        if self._hidden_rows is not None:
-            weight = self._student.weight[: self._columns]
-            torch.mm(gradient, weight, out=self._hidden_rows[rows])
-        if self._weight is not None:
-            self._weight.add(gradient, self._rows.take(self._student.hidden, rows))
-        if self._bias is not None:
-            self._bias.add(gradient)
 
 
 def _weighted_rows(

@@ -107,7 +107,7 @@ def test_total_and_gradients_are_those_of_the_formula(pool: Pool, case: str) -> 
     own = [pair[3] for pair in setting.pairs]
     raw = solved(setting.ce_weight, setting.kd_weight, own)
     ce, kd, features = effective(setting, *sizes(setting, raw))
-    assert not 0.8 < features[0] / own[0] < 1.25, "the scale is one that nobody would miss"
+    assert not 0.8 < features[0] / own[0] < 1.25, "the scale is too close to one to be seen"
     expected = solved(ce, kd, features)
     for shard in found:
         assert shard.balance == found[0].balance, "ranks differ"

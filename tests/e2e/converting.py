@@ -1,4 +1,4 @@
-"""The conversion tool called in pool workers, with what it says and how it ends."""
+"""The conversion tool called in pool workers, with its output and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry script of a capture: what it says, and the status it ends with."""
+"""The entry script of a capture: its messages and its exit status."""
 
 from __future__ import annotations
 

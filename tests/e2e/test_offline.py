@@ -259,7 +259,7 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
     assert found[1]["ce_loss"] < found[0]["ce_loss"]
     assert found[1]["teacher_ce_loss"] == found[0]["teacher_ce_loss"]
-    # Joined with a corpus, nobody knows what the teacher says of held-out text.
+    # Joined with a corpus, the store has no records of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)
     (last,) = [one["validation"] for one in records(tmp_path / "joined") if "validation" in one]

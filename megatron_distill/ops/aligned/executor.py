@@ -27,13 +27,11 @@ from megatron_distill.ops.aligned.tile import (
 )
 from megatron_distill.ops.fused_linear import (
     Partition,
-    expect_one,
-    scaled_gradient,
     sum_tokens,
     weighted_rows,
 )
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.weight_gradient import BiasGradient, WeightGradient
+from megatron_distill.ops.weight_gradient import HeadGradients, differentiable_pass
 from megatron_distill.ops.workspace import Rows, Scratch, accumulation_dtype, allocate
 from megatron_distill.signals import DenseLogits, HiddenState, LogitSource
 
@@ -211,110 +209,41 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     Raises:
         RuntimeError: in backward, if a sum was given and the upstream gradient is not one.
     """
-    leaves = (student.hidden, student.weight, student.bias)
-    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-        return cast(
-            tuple[Tensor, Tensor],
-            _AlignedLinearFunction.apply(*leaves, student, work),  # type: ignore[no-untyped-call]
-        )
-    with torch.no_grad():
-        return _Executor(student, work, wanted=(False, False, False)).run()
-
-
-class _AlignedLinearFunction(torch.autograd.Function):
-    """Stores the gradients of the forward pass and scales them in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _hidden: Tensor,
-        _weight: Tensor,
-        _bias: Tensor | None,
-        student: HiddenState,
-        work: AlignedLinear,
-    ) -> tuple[Tensor, Tensor]:
-        executor = _Executor(student, work, wanted=ctx.needs_input_grad[:3])
-        total, sums = executor.run()
-        ctx.save_for_backward(*executor.gradients)
-        ctx.dtype = student.dtype
-        ctx.weight_is_summed = work.weight_gradient_sum is not None and ctx.needs_input_grad[1]
-        ctx.mark_non_differentiable(sums)
-        return total, sums
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.weight_is_summed:
-            expect_one(upstream)
-        scaled = (
-            None if gradient is None else scaled_gradient(gradient, upstream, ctx.dtype)
-            for gradient in ctx.saved_tensors
-        )
-        return (*scaled, None, None)
+    return differentiable_pass(
+        student,
+        lambda gradients: _Executor(student, work, gradients).run(),
+        rows=work.rows.plan.student,
+        columns=work.rows.student_shard.real_width,
+        chunks=len(work.rows.plan.tiles),
+        weight_sum=work.weight_gradient_sum,
+    )
 
 
 class _Executor:
     """One pass over all tiles, with the gradients that it fills."""
 
-    def __init__(
-        self, student: HiddenState, work: AlignedLinear, *, wanted: tuple[bool, bool, bool]
-    ) -> None:
-        """``wanted``: the gradients on hidden states, weight and bias."""
-        needs_hidden, needs_weight, needs_bias = wanted
-        self._student, self._work = student, work
+    def __init__(self, student: HiddenState, work: AlignedLinear, gradients: HeadGradients) -> None:
+        self._student, self._work, self._gradients = student, work, gradients
         self._dtype = accumulation_dtype(student.dtype)
-        plan, shard = work.rows.plan, work.rows.student_shard
-        self._columns, device = shard.real_width, student.weight.device
-        hidden_size = student.hidden.shape[1]
         parts = work.row_parts or work.chunk_parts
         self._sums = torch.zeros(
             len(work.sum_names),
             1 + (0 if parts is None else parts.parts),
             dtype=torch.float64,
-            device=device,
-        )
-        self._hidden_rows: Tensor | None = None
-        self._weight: WeightGradient | None = None
-        self._bias: BiasGradient | None = None
-        if needs_hidden:
-            self._hidden_rows = student.hidden.new_zeros(plan.student.count, hidden_size)
-        if needs_weight:
-            self._weight = WeightGradient(
-                student.width,
-                self._columns,
-                hidden_size,
-                student.dtype,
-                device,
-                chunks=len(plan.tiles),
-                into=work.weight_gradient_sum,
-            )
-        if needs_bias:
-            self._bias = BiasGradient(student.width, self._columns, student.dtype, device)
-
-    @property
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On hidden states ``[N, H]``, weight ``[V, H]`` and bias ``[V]``.
-
-        None if not wanted or added to a given sum.
-        """
-        rows = self._work.rows.plan.student
-        return (
-            None if self._hidden_rows is None else rows.scatter(self._hidden_rows),
-            None if self._weight is None else self._weight.finished(),
-            None if self._bias is None else self._bias.total,
+            device=student.weight.device,
         )
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Total and sums; afterwards `gradients` holds the wanted gradients."""
+        """Total and sums; the wanted gradients are filled."""
         work = self._work
-        wanted = any(one is not None for one in (self._hidden_rows, self._weight, self._bias))
+        wanted = self._gradients.are_wanted
         memory = _gradient_memory(self._student, work.rows)
         for part, tile in work.rows.tiles(self._student):
             gradient = TileGradient(tile.student, partial(memory, tile)) if wanted else None
             self._sums += self._run_tile(part, tile, gradient)
             if gradient is not None:
                 gradient.write(tile.student.raw)
-                self._accumulate(part.student, tile.student.raw)
+                self._gradients.add(part.student, tile.student.raw)
         coefficients = [one.coefficient for one in work.terms]
         if work.label_loss is not None:
             coefficients.insert(0, work.label_loss.coefficient)
@@ -345,19 +274,6 @@ class _Executor:
             if gradient is not None and one.coefficient:
                 solved.add_gradient(weights * one.coefficient, gradient)
         return torch.stack(sums) if sums else self._sums
-
-    def _accumulate(self, rows: slice, gradient: Tensor) -> None:
-        """Add a tile's gradient on the raw outputs to the gradients on the student's tensors."""
-        if self._columns == 0:
-            return
-        if self._hidden_rows is not None:
-            weight = self._student.weight[: self._columns]
-            torch.mm(gradient, weight, out=self._hidden_rows[rows])
-        if self._weight is not None:
-            hidden = self._work.rows.plan.student.take(self._student.hidden, rows)
-            self._weight.add(gradient, hidden)
-        if self._bias is not None:
-            self._bias.add(gradient)
 
 
 def _summed(weights: Tensor, values: Tensor, parts: Partition | None, places: Tensor) -> Tensor:

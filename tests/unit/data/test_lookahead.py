@@ -33,7 +33,7 @@ def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before()
 
 
 def test_no_step_after_the_last_is_taken() -> None:
-    # The source is broken at the first sample of step 7, which nobody asks for.
+    # The source is broken at the first sample of step 7, which is never taken.
     ahead = ahead_of(Numbers(broken_at=4 * LAST))
     for step in range(1, LAST + 1):
         ahead.take(step)

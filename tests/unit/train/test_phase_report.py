@@ -39,10 +39,10 @@ def test_of_two_ranks_the_slower_one_is_compared_with_the_faster() -> None:
 
 def test_a_stage_with_more_work_is_no_straggler() -> None:
     ranks = [rank(stage, **{FORWARD: 100.0, LOSS: 80.0 * stage}) for stage in (0, 0, 0, 1, 1, 1)]
-    nobody = "no rank is slower than its peers by 1 % of a step, mean of 2 steps"
-    assert straggler_text(ranks, HOSTS, 2) == nobody
+    none_slower = "no rank is slower than its peers by 1 % of a step, mean of 2 steps"
+    assert straggler_text(ranks, HOSTS, 2) == none_slower
     ranks[4] = rank(1, **{FORWARD: 100.0, LOSS: 81.7})  # 0.9 % of a step
-    assert straggler_text(ranks, HOSTS, 2) == nobody
+    assert straggler_text(ranks, HOSTS, 2) == none_slower
     ranks[4] = rank(1, **{FORWARD: 100.0, LOSS: 81.9})
     assert straggler_text(ranks, HOSTS, 2) == (
         "slowest ranks, mean of 2 steps: loss rank 4 on node2 81.9 ms (1.02x the median)"

@@ -1,4 +1,4 @@
-"""Records as signals about micro-batches: every position in its place, nobody else's tokens."""
+"""Records as signals of micro-batches: each position has the record of its own token."""
 
 from __future__ import annotations
 
