@@ -29,29 +29,13 @@ from megatron_distill.signals import DenseLogits, HiddenState
 from tests.distributed.pool import Pool
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import row_error
+from tests.support.aligned_losses import PADDED, SIZES, WORLDS, padded, shards_for
 from tests.unit.losses.test_chunk_means import FORMS, Loss, UldLoss, loss_named, map_rows, oracle
-
-WORLDS = [1, 2, 4]
-SIZES = (83, 61)
-# Padded sizes of student and teacher: even shards, and last shards of padding alone.
-PADDED = [(84, 64), (128, 112)]
 
 
 def loss_of(form: str, problem: AlignedProblem) -> Loss:
     loss = loss_named(form, problem, "reverse_kl")
     return replace(loss, temperature=2.0)
-
-
-def padded(values: Tensor, size: int) -> Tensor:
-    """Append rows of NaN, so that reading them shows in the result."""
-    return torch.nn.functional.pad(values, (0, 0, 0, size - len(values)), value=torch.nan)
-
-
-def shards_for(rank: int, world: int, sizes: tuple[int, int]) -> tuple[VocabShard, VocabShard]:
-    return (
-        VocabShard.for_rank(SIZES[0], sizes[0], rank, world),
-        VocabShard.for_rank(SIZES[1], sizes[1], rank, world),
-    )
 
 
 def divergence_on_shard(

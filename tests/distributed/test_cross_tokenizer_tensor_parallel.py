@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
-from megatron_distill.ops import VocabShard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
@@ -31,11 +30,7 @@ from tests.reference import cross_tokenizer as oracles
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import cross_entropy, row_error
 from tests.reference.tracing import traced
-
-WORLDS = [1, 2, 4]
-SIZES = (83, 61)
-# Padded sizes of student and teacher: even shards, and last shards of padding alone.
-PADDED = [(84, 64), (128, 112)]
+from tests.support.aligned_losses import PADDED, SIZES, WORLDS, padded, shards_for
 
 
 def arguments(name: str, problem: AlignedProblem) -> dict[str, Any]:
@@ -57,18 +52,6 @@ def oracle(name: str, problem: AlignedProblem, student: Tensor, teacher: Tensor)
         return oracles.likelihood(student, teacher, at, given["divergence"], 2.0)
     top_k = given["top_k"]
     return oracles.common(student, teacher, at, problem.ids, given["divergence"], 2.0, top_k)
-
-
-def padded(values: Tensor, size: int) -> Tensor:
-    """Append rows of NaN, so that reading them shows in the result."""
-    return torch.nn.functional.pad(values, (0, 0, 0, size - len(values)), value=torch.nan)
-
-
-def shards_for(rank: int, world: int, sizes: tuple[int, int]) -> tuple[VocabShard, VocabShard]:
-    return (
-        VocabShard.for_rank(SIZES[0], sizes[0], rank, world),
-        VocabShard.for_rank(SIZES[1], sizes[1], rank, world),
-    )
 
 
 def divergence_on_shard(

@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.ops.aligned.projected_rows import Entries
-from megatron_distill.signals import DenseLogits, HiddenState
+from megatron_distill.signals import HiddenState
 from tests.reference import cross_tokenizer as oracles
 from tests.reference.cross_tokenizer import AlignedProblem, Alignment
 from tests.reference.distillation import row_error
+from tests.support.aligned_losses import DIVERGENCES, divergence
 
 
 @dataclass(frozen=True)
@@ -77,36 +78,7 @@ class ProjectionLoss:
 
 
 Loss = ProjectionLoss | GoldLoss | UldLoss
-DIVERGENCES = [
-    ("forward_kl", {}),
-    ("reverse_kl", {}),
-    ("js_divergence", {}),
-    ("total_variation", {}),
-    ("squared_hellinger", {}),
-    ("skewed_forward_kl", {"skew_lambda": 0.2}),
-    ("skewed_reverse_kl", {"skew_lambda": 0.2}),
-]
 FORMS = ["projection", "published", "gold", "uld"]
-
-
-def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    at: Alignment,
-    loss: Loss,
-    *,
-    tile_tokens: int = 7,
-    shards: tuple[VocabShard | None, VocabShard | None] = (None, None),
-) -> Tensor:
-    return cross_tokenizer_divergence(
-        student,
-        DenseLogits(teacher),
-        **loss.arguments,
-        student=AlignedSide(at.student_chunks, at.student_labels, shards[0]),
-        teacher_side=AlignedSide(at.teacher_chunks, at.teacher_labels, shards[1]),
-        chunks=at.count,
-        tile_tokens=tile_tokens,
-    )
 
 
 def oracle(student: Tensor, teacher: Tensor, at: Alignment, loss: Loss) -> Tensor:
