@@ -107,7 +107,7 @@ def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], 
         )
     marks = [f"{OPEN}{index}.{place}{CLOSE}" for place in range(len(calls))]
     left = iter(marks)
-    return _with_arguments(message, lambda old: _saying(next(left), old)), marks
+    return _with_arguments(message, lambda old: _arguments_of_mark(next(left), old)), marks
 
 
 def replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def replaced(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     found = dict(message)
     if found["content"] or not found.get("tool_calls"):
         found["content"] = mark
-    return _with_arguments(found, lambda old: _saying(mark, old))
+    return _with_arguments(found, lambda old: _arguments_of_mark(mark, old))
 
 
-def _saying(mark: str, arguments: Any) -> Any:
+def _arguments_of_mark(mark: str, arguments: Any) -> Any:
     """Arguments `{mark: mark}`, as an object or as JSON text like the original ones."""
     marked = {mark: mark}
     return _json_text(marked) if isinstance(arguments, str) else marked
