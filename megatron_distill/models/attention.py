@@ -7,22 +7,24 @@ heads of this tensor-parallel rank, d head size.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_distill.models.attention_kernels.choice import kernel_for
 from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.context_keys import (
+    gathered_keys,
+    recomputes_attention,
+    saved_in_part,
+)
 from megatron_distill.models.taps import AttentionTap, LayerCall, VisibleKeys
-from megatron_distill.runtime.segments import Segments, in_sequence_order
+from megatron_distill.runtime.segments import Segments
 
 
 class TorchAttention(MegatronModule):
@@ -31,8 +33,8 @@ class TorchAttention(MegatronModule):
     `softcap` bounds the scores. The layer sets `window`, the number of keys that a query sees. A
     tap, if set, receives queries and keys; see `AttentionTap`. `kernel_for` chooses the kernel.
 
-    Collective: context-parallel group, one all-gather of keys and values in forward, one
-    reduce-scatter in backward; 2 * g * d elements per token and direction.
+    Collective: context-parallel group, one all-gather of keys and values in forward, one more and a
+    reduce-scatter in backward; 2 * g * d elements per token each.
     """
 
     tap: AttentionTap | None = None
@@ -82,17 +84,20 @@ class TorchAttention(MegatronModule):
         call = attention_bias
         size = self.context_group.size()
         assert call.segments.size == size, (call.segments.size, size)
+        saving: AbstractContextManager[None] = nullcontext()
         if size > 1:
-            both = torch.stack([key, value], dim=1)
-            ranks = gather_from_sequence_parallel_region(both, group=self.context_group)
-            key, value = in_sequence_order(ranks, size=size).unbind(1)
+            whole = gathered_keys(key, value, self.context_group)
+            if not recomputes_attention(self.config):
+                saving = saved_in_part(key, value, whole, self.context_group)
+            key, value = whole.unbind(1)
         if self.tap is not None and call.micro_batch is not None:
             visible = VisibleKeys(call.segments, self.window)
             query, key = self.tap(query, key, visible, micro_batch=call.micro_batch)
         rule = replace(
             self.rule, window=self.window, dropout=self.rule.dropout if self.training else 0.0
         )
-        return self.attend(query, key, value, call.segments, rule).flatten(2)
+        with saving:
+            return self.attend(query, key, value, call.segments, rule).flatten(2)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: AttentionRule

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
@@ -62,3 +65,45 @@ def test_values_and_gradients_are_those_of_a_mask(pool: Pool, world: int) -> Non
         for part, exact in enumerate(case.definition()):
             whole = torch.cat([shard[part] for shard in shards])[order.argsort()]
             torch.testing.assert_close(whole, exact, atol=1e-12, rtol=0)
+
+
+def _held_after_forward(rank: int, world: int, case: Case) -> tuple[bool, bool]:
+    """Whether the whole sequence's keys exist after a forward pass, with and without recomputing.
+
+    In the second configuration they are made again by the recomputed forward pass.
+    """
+    with megatron_groups(context=world) as groups:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from megatron_distill.models import attention
+        from megatron_distill.models.architecture import Execution, Recompute, transformer_config
+        from megatron_distill.models.taps import LayerCall
+
+        index = zigzag_index(case.bounds[0][-1], rank=rank, size=world)
+        leaves = [x[index].requires_grad_() for x in case.tensors(torch.float64)[:3]]
+        call = LayerCall(Segments(case.bounds).sharded(rank, world))
+        made: list[StorageWeakRef] = []
+        gathered = attention.gathered_keys
+
+        def noted(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+            whole = gathered(key, value, group)
+            made.append(StorageWeakRef(whole.untyped_storage()))
+            return whole
+
+        found = []
+        with patch.object(attention, "gathered_keys", noted):
+            for recompute in (Recompute(), Recompute(("attention",))):
+                execution = Execution(torch.float64, torch.device("cpu"), recompute)
+                config = transformer_config(small_architecture(), groups.layout, execution)
+                core = attention.TorchAttention(
+                    config, 1, AttnMaskType.causal, "self", pg_collection=groups.megatron
+                )
+                out = core(*leaves, None, attention_bias=call)
+                found.append(not made[-1].expired())
+                torch.autograd.grad(out.sum(), leaves)
+        return found[0], found[1]
+
+
+def test_the_backward_pass_saves_this_ranks_keys_alone(pool: Pool) -> None:
+    case = Case(((0, 5, 16),))
+    assert pool.run(2, _held_after_forward, case) == [(False, True)] * 2
