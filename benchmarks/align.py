@@ -21,7 +21,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from benchmarks.environment import ROOT, describe, installed
+from benchmarks.harness.environment import ROOT, describe, installed
 from megatron_distill.align import align_spans, coverage, token_spans
 from megatron_distill.data.tokenizers.hugging_face import train_bpe
 from megatron_distill.data.tokenizers.open import Tokenizer

@@ -19,8 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
 
 SUBJECTS = ("ours", "masked")
 _MIB = 2**20

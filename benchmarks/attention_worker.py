@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.peak import LiveStorages
+from benchmarks.harness.peak import LiveStorages
 from megatron_distill.models.attention_kernels.choice import Attend, kernel_for
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.launch import PRECISIONS, joined_world
@@ -178,9 +178,9 @@ def _difference(attend: Attend, first: list[Tensor], rule: AttentionRule) -> flo
 
 def _step(arguments: argparse.Namespace) -> dict[str, Any]:
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.cases import Body, Ranks, Workload
-    from benchmarks.cases import Case as StepCase
-    from benchmarks.own_step import build_own_step
+    from benchmarks.steps.cases import Body, Ranks, Workload
+    from benchmarks.steps.cases import Case as StepCase
+    from benchmarks.steps.own_step import build_own_step
     from megatron_distill.models import attention
     from megatron_distill.models.attention_kernels.choice import AttentionKernel
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything

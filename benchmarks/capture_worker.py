@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.steps.cases import Case
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
@@ -39,8 +39,8 @@ def main() -> None:
 
 def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]:
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.own_step import build_teacher
-    from benchmarks.subject import random_batches
+    from benchmarks.steps.own_step import build_teacher
+    from benchmarks.steps.subject import random_batches
     from megatron_distill.models.gpt import vocab_shard
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
     from megatron_distill.signals import HiddenState

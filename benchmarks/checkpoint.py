@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
 
 _SECONDS = 900.0
 _MB = 1e6

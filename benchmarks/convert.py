@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe
-from benchmarks.quiet import wait_until_quiet
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.quiet import wait_until_quiet
 
 _SECONDS = 1800.0
 _QUIET_CORES = 0.3

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.anonymous_memory import AnonymousPeak
+from benchmarks.harness.anonymous_memory import AnonymousPeak
 from megatron_distill.runtime.launch import Launch, joined_world
 
 _LOOK_SECONDS = 0.002

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.cross_tokenizer_texts import BATCH, LENGTH, MODELS, prepare
-from benchmarks.environment import ROOT, describe, installed
+from benchmarks.cross_tokenizers.texts import BATCH, LENGTH, MODELS, prepare
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe, installed
 
 _CHILD_SECONDS: Final = 600
 _MIB: Final = 2**20
@@ -106,7 +106,7 @@ def _run(part: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
     words = [f"--part={part}", f"--folder={folder}", f"--rounds={arguments.rounds}"]
     words += [f"--profile={arguments.profile}", f"--peers={arguments.peers}"]
     measured: dict[str, Any] = run_child(
-        "cross_tokenizer_worker.py", words, processes=1, name=part, seconds=_CHILD_SECONDS
+        "cross_tokenizers/worker.py", words, processes=1, name=part, seconds=_CHILD_SECONDS
     )
     return measured
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.children import run_child
 from benchmarks.data_corpus import (
     SEQUENCE_LENGTH,
     VOCABULARY,
@@ -26,8 +25,9 @@ from benchmarks.data_corpus import (
     write_documents,
     write_tokenizer,
 )
-from benchmarks.environment import ROOT, describe
-from benchmarks.quiet import wait_until_quiet
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.quiet import wait_until_quiet
 
 _SECONDS = 3600.0
 _QUIET_CORES = 0.3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.anonymous_memory import AnonymousPeak
 from benchmarks.data_corpus import SEQUENCE_LENGTH
+from benchmarks.harness.anonymous_memory import AnonymousPeak
 
 _LOOK_SECONDS = 0.05
 _GLOBAL_BATCH = 8

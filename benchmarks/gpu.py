@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Body, Case, Ranks, Workload
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe, installed
-from benchmarks.summary import compare, summarise
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe, installed
+from benchmarks.harness.summary import compare, summarise
+from benchmarks.steps.cases import Body, Case, Ranks, Workload
 
 MIB = 2**20
 # A Llama 3.2 1B beside a Llama 3.1 8B, random weights.
@@ -155,7 +155,7 @@ def _losses(settings: Settings, seconds: float) -> tuple[list[str], Any]:
     tokens, vocab = settings.losses
     words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={settings.precision}"]
     words += ["--tensor=1", f"--repeats={settings.repeats}"]
-    rows = run_child("losses_worker.py", words, processes=1, name="losses", seconds=seconds)
+    rows = run_child("objectives/worker.py", words, processes=1, name="losses", seconds=seconds)
     first: dict[str, Any] = {}
     lines = [
         "| loss | subject | ms | against ours | memory (logit tensors) |",
@@ -242,7 +242,7 @@ def _child_step(
     words = ["--subject", subject, "--warmup", "2", "--steps", str(settings.steps)]
     if profile is not None and settings is LARGE:
         words += ["--profile", str(profile)]
-    return _run_case("worker.py", case, words, name=f"step {subject}", seconds=seconds)
+    return _run_case("steps/worker.py", case, words, name=f"step {subject}", seconds=seconds)
 
 
 def _run_case(worker: str, case: Case, words: Sequence[str], *, name: str, seconds: float) -> Any:
@@ -259,7 +259,7 @@ def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
     from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
-    from benchmarks.subject import architecture
+    from benchmarks.steps.subject import architecture
     from megatron_distill.train.throughput import mfu, step_flops_per_token
 
     shapes = [architecture(body, case) for body in (case.workload.student, case.workload.teacher)]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe
-from benchmarks.quiet import wait_until_quiet
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.quiet import wait_until_quiet
 
 _SHAPES = {"v32k": (1024, 32_768), "v152k": (256, 151_936), "v128k": (8192, 128_256)}
 _CPU_CASES = [
@@ -78,7 +78,7 @@ def _run(shape: str, precision: str, tensor: int, repeats: int) -> list[dict[str
     words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={precision}"]
     words += [f"--tensor={tensor}", f"--repeats={repeats}"]
     rows: list[dict[str, Any]] = run_child(
-        "losses_worker.py",
+        "objectives/worker.py",
         words,
         processes=tensor,
         name=f"{shape} {precision} TP{tensor}",

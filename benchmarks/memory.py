@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.environment import ROOT, describe
-from benchmarks.peak import LiveStorages
+from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.peak import LiveStorages
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops.workspace import chunk_tokens_for, row_blocks
 from megatron_distill.runtime.launch import PRECISIONS

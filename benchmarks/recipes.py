@@ -16,7 +16,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from benchmarks.environment import ROOT, describe
+from benchmarks.harness.environment import ROOT, describe
 from megatron_distill.config import load_config, to_yaml
 from megatron_distill.evaluation.quickstart import ChildRun, check_equal_start, make
 from megatron_distill.evaluation.runs import RunSummary, summarize

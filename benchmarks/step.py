@@ -21,12 +21,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cases import Case, layout_cases, peer_cases, quick
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe, installed
-from benchmarks.quiet import is_disturbed, wait_until_quiet
-from benchmarks.report import write_report
-from benchmarks.summary import Ratio, Row, compare, rich_table, summarise
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe, installed
+from benchmarks.harness.quiet import is_disturbed, wait_until_quiet
+from benchmarks.harness.report import write_report
+from benchmarks.harness.summary import Ratio, Row, compare, rich_table, summarise
+from benchmarks.steps.cases import Case, layout_cases, peer_cases, quick
 
 _LOSS_TOLERANCE = 1e-5
 _CHILD_SECONDS = 1800
@@ -157,7 +157,7 @@ def _run_child(case: Case, subject: str, arguments: argparse.Namespace, *, profi
             name = f"{arguments.name}_profile_{case.name.replace('/', '_')}_{subject}.md"
             words += ["--profile", str(arguments.output / name)]
         return run_child(
-            "worker.py",
+            "steps/worker.py",
             words,
             processes=case.ranks.processes,
             name=f"{case.name} {subject}",

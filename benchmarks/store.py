@@ -18,11 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT, describe, installed
-from benchmarks.store_errors import measure_errors, trained_teacher
-from benchmarks.store_report import PARTS, earlier_parts, part_text, write_store_report
-from benchmarks.store_sizes import KS, measure_sizes
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe, installed
+from benchmarks.stores.errors import measure_errors, trained_teacher
+from benchmarks.stores.report import PARTS, earlier_parts, part_text, write_store_report
+from benchmarks.stores.sizes import KS, measure_sizes
 
 _PACKAGES = ("array-record", "protobuf", "zstandard", "pyarrow")
 _POSITIONS = 4096
@@ -88,7 +88,7 @@ def _speed(place: Path, arguments: argparse.Namespace) -> Any:
     words += ["--positions", str(_POSITIONS), "--samples", str(_DISTINCT)]
     words += ["--k", *map(str, KS)]
     return run_child(
-        "store_speed_worker.py",
+        "stores/speed_worker.py",
         words,
         processes=1,
         name="the store's speed",
@@ -104,7 +104,7 @@ def _training(place: Path, arguments: argparse.Namespace) -> Sequence[dict[str, 
         words += ["--rounds", str(rounds), "--folder", str(place)]
         rows.append(
             run_child(
-                "store_training_worker.py",
+                "stores/training_worker.py",
                 words,
                 processes=1,
                 name=f"training {workload}",

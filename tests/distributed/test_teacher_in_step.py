@@ -85,7 +85,7 @@ def peak_of_step(
 ) -> int:
     """Peak bytes of tensors above those alive before the teacher's and the student's schedule."""
     with megatron_groups(**layout) as groups:
-        from benchmarks.peak import LiveStorages
+        from benchmarks.harness.peak import LiveStorages
         from megatron_distill.train.step import run_student
         from megatron_distill.train.teachers.live import FeatureTeacher
 
@@ -124,7 +124,7 @@ def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
 def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, int]:
     """Whether this is the last stage, and the bytes that a step's signals hold there."""
     with megatron_groups(**SEQUENCE, pipeline=2) as groups:
-        from benchmarks.peak import LiveStorages
+        from benchmarks.harness.peak import LiveStorages
 
         teacher, step = build_teacher(groups, TEACHER), step_of(micro_batches)
         teacher.signals(step.micro_batches)

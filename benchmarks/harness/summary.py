@@ -12,8 +12,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmarks.cases import Case
-from benchmarks.quiet import others, own_cpu_seconds
+from benchmarks.harness.quiet import others, own_cpu_seconds
+from benchmarks.steps.cases import Case
 
 MIB = 2**20
 

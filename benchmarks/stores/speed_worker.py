@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
-from benchmarks.store_peers import (
+from benchmarks.stores.data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
+from benchmarks.stores.peers import (
     EXAMPLE_KEYS,
     ExampleParser,
     example_features,
@@ -23,7 +23,7 @@ from benchmarks.store_peers import (
     write_example,
     write_examples,
 )
-from benchmarks.store_sizes import write_store
+from benchmarks.stores.sizes import write_store
 from megatron_distill.store import CaptureSettings, SampleRecord, StoreReader
 
 _BATCH: Final = 4

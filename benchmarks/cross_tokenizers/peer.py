@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.cross_tokenizer_texts import LENGTH, Texts
-from benchmarks.subject import OPTIMIZER
+from benchmarks.cross_tokenizers.texts import LENGTH, Texts
+from benchmarks.steps.subject import OPTIMIZER
 
 __all__ = ["Peer", "build_peer"]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import Case, Subject
-from benchmarks.quiet import busy_seconds
+from benchmarks.harness.quiet import busy_seconds
+from benchmarks.steps.cases import Case, Subject
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
@@ -51,9 +51,9 @@ def main() -> None:
 
 def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.op_profile import write_profile
-    from benchmarks.peak import persistent_bytes, step_peak
-    from benchmarks.subject import random_batches
+    from benchmarks.harness.op_profile import write_profile
+    from benchmarks.harness.peak import persistent_bytes, step_peak
+    from benchmarks.steps.subject import random_batches
 
     groups = _groups(case)
     subject = _build(arguments.subject, case, groups=groups, device=device)
@@ -117,10 +117,10 @@ def _groups(case: Case) -> Groups:
 
 def _build(subject: Subject, case: Case, *, groups: Groups, device: torch.device) -> Any:
     if subject == "ours":
-        from benchmarks.own_step import build_own_step
+        from benchmarks.steps.own_step import build_own_step
 
         return build_own_step(case, groups=groups, device=device)
-    from benchmarks.peer_modelopt import PEERS, build_peer_step
+    from benchmarks.steps.peer_modelopt import PEERS, build_peer_step
 
     return build_peer_step(case, peer=PEERS[subject], groups=groups, device=device)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.quiet import busy_seconds
+from benchmarks.harness.quiet import busy_seconds
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
@@ -45,9 +45,9 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.cross_tokenizer_ours import build_ours
-    from benchmarks.cross_tokenizer_trl import build_peer
-    from benchmarks.peak import persistent_bytes
+    from benchmarks.cross_tokenizers.ours import build_ours
+    from benchmarks.cross_tokenizers.peer import build_peer
+    from benchmarks.harness.peak import persistent_bytes
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
 
     groups = create_groups(Layout(), timeout_minutes=_TIMEOUT_SECONDS // 60)
@@ -81,7 +81,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
 
 def _in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, Any]]:
     """Times and peaks of each; the order is reversed from round to round."""
-    from benchmarks.peak import LiveStorages
+    from benchmarks.harness.peak import LiveStorages
 
     rows: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.environment import installed
-from benchmarks.store_data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
-from benchmarks.store_peers import (
+from benchmarks.harness.environment import installed
+from benchmarks.stores.data import VOCAB_SIZE, MadeUpSample, made_up_sample, record_of, top_k_of
+from benchmarks.stores.peers import (
     compressed,
     example_features,
     megatron_member,
@@ -17,7 +17,7 @@ from benchmarks.store_peers import (
     write_examples,
     write_tar,
 )
-from benchmarks.store_polynomial import BUDGET, RECOMMENDED, Polynomial, encode_bits, write_parquet
+from benchmarks.stores.polynomial import BUDGET, RECOMMENDED, Polynomial, encode_bits, write_parquet
 from megatron_distill.store import (
     CaptureSettings,
     Identity,

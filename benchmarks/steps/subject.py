@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from benchmarks.cases import Body, Case
+from benchmarks.steps.cases import Body, Case
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
 from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt

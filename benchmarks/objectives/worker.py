@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.quiet import touch_bytes
+from benchmarks.harness.quiet import touch_bytes
 from megatron_distill.runtime.launch import PRECISIONS, joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
 if TYPE_CHECKING:
-    from benchmarks.loss_subjects import Subject
+    from benchmarks.objectives.loss_subjects import Subject
 
 _TIMEOUT_SECONDS = 600
 # Overhead of the allocators on top of the tensors themselves.
@@ -65,7 +65,7 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.loss_subjects import subjects
+    from benchmarks.objectives.loss_subjects import subjects
     from megatron_distill.ops import VocabShard
     from megatron_distill.runtime.groups import Layout, create_groups
 
@@ -204,7 +204,7 @@ def _timed(
 
 def _extra_bytes(subject: Subject, student: torch.Tensor, teacher: torch.Tensor) -> int:
     """The peak bytes above both logits, the gradient included; from the first run of each."""
-    from benchmarks.peak import LiveStorages
+    from benchmarks.harness.peak import LiveStorages
 
     logits = student.clone().requires_grad_() + 0
     gc.collect()
@@ -217,8 +217,8 @@ def _fused_linear(
     arguments: argparse.Namespace, width: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """The fused objectives beside their bare products."""
-    from benchmarks.fused_subjects import fused_subjects
-    from benchmarks.peak import LiveStorages
+    from benchmarks.harness.peak import LiveStorages
+    from benchmarks.objectives.fused_subjects import fused_subjects
 
     runs = fused_subjects(arguments, width, device)
     extra = {}

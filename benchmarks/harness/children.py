@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import ROOT
+from benchmarks.harness.environment import ROOT
 from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
 
 __all__ = ["run_child"]
@@ -26,7 +26,7 @@ def run_child(
     seconds: float,
     threads: int | None = None,
 ) -> Any:
-    """Run a script of this folder, which writes its measurements to the file of ``--result``.
+    """Run a script, a path under benchmarks, which writes its result to the file of ``--result``.
 
     Each process has its share of the cores, or `threads`.
 

@@ -17,8 +17,8 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.environment import installed
-from benchmarks.store_data import MadeUpSample, top_k_of
+from benchmarks.harness.environment import installed
+from benchmarks.stores.data import MadeUpSample, top_k_of
 from megatron_distill.store.maxtext import read_example
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
-from benchmarks.environment import ROOT
+from benchmarks.harness.environment import ROOT
 
 __all__ = ["PARTS", "earlier_parts", "part_text", "write_store_report"]
 

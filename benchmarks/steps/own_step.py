@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
-from benchmarks.op_profile import LOSS_RANGE
-from benchmarks.subject import (
+from benchmarks.harness.op_profile import LOSS_RANGE
+from benchmarks.steps.cases import Case
+from benchmarks.steps.subject import (
     OPTIMIZER,
     STUDENT_SEED,
     TEACHER_SEED,

@@ -34,9 +34,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from benchmarks.cases import Body, Case
-from benchmarks.op_profile import LOSS_RANGE
-from benchmarks.subject import (
+from benchmarks.harness.op_profile import LOSS_RANGE
+from benchmarks.steps.cases import Body, Case
+from benchmarks.steps.subject import (
     OPTIMIZER,
     STUDENT_SEED,
     TEACHER_SEED,

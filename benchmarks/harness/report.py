@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.summary import Ratio, Row, markdown_table, write_csv
+from benchmarks.harness.summary import Ratio, Row, markdown_table, write_csv
 
 _PEER_NOTE = """\
 All subjects have the same models, initial weights, random tokens, layers (torch SDPA attention),

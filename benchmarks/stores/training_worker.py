@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from benchmarks.cases import LAYOUTS, WORKLOADS, Body, Case, Workload
-from benchmarks.store_data import MadeUpSample, made_up_sample, record_of
-from benchmarks.store_sizes import write_store
+from benchmarks.steps.cases import LAYOUTS, WORKLOADS, Body, Case, Workload
+from benchmarks.stores.data import MadeUpSample, made_up_sample, record_of
+from benchmarks.stores.sizes import write_store
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
@@ -69,7 +69,7 @@ class Steps:
 
     def take(self, batches: StepBatches, signals: Signals) -> float:
         """One optimizer step; its loss."""
-        from benchmarks.subject import OPTIMIZER
+        from benchmarks.steps.subject import OPTIMIZER
         from megatron_distill.train.step import train_step
 
         report = train_step(
@@ -197,7 +197,7 @@ def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> d
 
 
 def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps:
-    from benchmarks.subject import (
+    from benchmarks.steps.subject import (
         OPTIMIZER,
         STUDENT_SEED,
         architecture,

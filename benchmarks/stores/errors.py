@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.children import run_child
-from benchmarks.environment import ROOT
-from benchmarks.store_data import top_k_of
-from benchmarks.store_polynomial import BUDGET, RECOMMENDED, Polynomial, as_bf16
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT
+from benchmarks.stores.data import top_k_of
+from benchmarks.stores.polynomial import BUDGET, RECOMMENDED, Polynomial, as_bf16
 from megatron_distill.config import load_config, to_yaml
 from megatron_distill.evaluation.quickstart import ChildRun, make
 from megatron_distill.store import (
@@ -102,7 +102,7 @@ def trained_teacher(folder: Path, *, steps: int, samples: int) -> TrainedTeacher
     arrays = folder / f"{name}_words.npz"
     words = ["--run", str(run.folder), "--samples", str(samples), "--arrays", str(arrays)]
     figures = run_child(
-        "store_teacher_worker.py",
+        "stores/teacher_worker.py",
         words,
         processes=1,
         name="the teacher's words",

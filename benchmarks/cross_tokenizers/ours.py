@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
-from benchmarks.cross_tokenizer_texts import LENGTH, Texts
-from benchmarks.own_step import OwnStep
-from benchmarks.subject import OPTIMIZER, training_state
+from benchmarks.cross_tokenizers.texts import LENGTH, Texts
+from benchmarks.steps.own_step import OwnStep
+from benchmarks.steps.subject import OPTIMIZER, training_state
 from megatron_distill.align.build_map import build_vocabulary_map
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
 from megatron_distill.data.aligned.packing import AlignedPacker, Window

@@ -16,7 +16,7 @@ import torch
 
 from megatron_distill.runtime.torchrun import available_cores
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
     "torch",
     "megatron-core",

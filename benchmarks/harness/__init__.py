@@ -1,0 +1,1 @@
+"""Processes, peaks of memory, a quiet machine and reports, for all benchmarks."""

@@ -1,0 +1,1 @@
+"""The losses of benchmarks/losses.py, ours and the peers'."""

@@ -1,0 +1,1 @@
+"""A training step of ours, and the peer's."""
