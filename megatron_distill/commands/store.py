@@ -97,8 +97,8 @@ def _stats(arguments: argparse.Namespace, console: Console) -> int:
     table = Table("per trained position", "", box=None)
     table.add_row("positions", f"{totals.positions:,}")
     if totals.positions:
-        kept = "not defined" if not plan.settings.kind.is_ranked or lacks else None
-        table.add_row("kept mass", kept or f"{totals.kept_mass / totals.positions:.5f}")
+        mass = "not defined" if not plan.settings.kind.is_ranked or lacks else None
+        table.add_row("kept mass", mass or f"{totals.kept_mass / totals.positions:.5f}")
         nats = {"entropy": totals.entropy, "cross-entropy": -totals.label_log_prob}
         for name, total in nats.items():
             known = f"{total / totals.positions:.4f} nat"

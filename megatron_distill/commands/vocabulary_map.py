@@ -92,7 +92,7 @@ def _build(arguments: argparse.Namespace) -> int:
     texts = _texts(arguments.text)
     student = _open(arguments.student, "--student")
     teacher = _open(arguments.teacher, "--teacher")
-    pairs = [(mine, its) for mine, its in arguments.pair]
+    pairs = [(student_token, teacher_token) for student_token, teacher_token in arguments.pair]
     found = build_vocabulary_map(student, teacher, special_pairs=pairs)
     save_map(found, output)
     with suppress(BrokenPipeError):  # the pager was closed
@@ -145,9 +145,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{arguments.map}: {counted(len(rows), 'row')} of these tokenizers differ\n"
         )
-        its, mine = teacher.token_bytes(), student.token_bytes()
+        student_bytes, teacher_bytes = student.token_bytes(), teacher.token_bytes()
         _print_table(
-            (name, *_row_of(one, int(number), mine, its))
+            (name, *_row_of(one, int(number), student_bytes, teacher_bytes))
             for number in rows[:SHOWN_ROWS]
             for name, one in (("file", found), ("tokenizers", wanted))
         )
@@ -230,16 +230,22 @@ def _print_text_coverage(
     if not texts:
         return
     of_text = text_coverage(found, student, teacher, texts)
-    mine, its = of_text.student_tokens, of_text.teacher_tokens
+    student_tokens, teacher_tokens = of_text.student_tokens, of_text.teacher_tokens
+    paired = (
+        _share(of_text.student_paired, student_tokens),
+        _share(of_text.teacher_paired, teacher_tokens),
+    )
+    in_rows = (
+        _share(of_text.student_in_rows, student_tokens),
+        _share(of_text.teacher_in_rows, teacher_tokens),
+    )
     _print_table(
         [
-            (f"tokens of {of_text.bytes:,} bytes", f"{mine:,}", f"{its:,}"),
-            ("  in exact pairs", _share(of_text.student_paired, mine),
-             _share(of_text.teacher_paired, its)),
-            ("  in projection rows", _share(of_text.student_in_rows, mine),
-             _share(of_text.teacher_in_rows, its)),
+            (f"tokens of {of_text.bytes:,} bytes", f"{student_tokens:,}", f"{teacher_tokens:,}"),
+            ("  in exact pairs", *paired),
+            ("  in projection rows", *in_rows),
         ]
-    )  # fmt: skip
+    )
 
 
 def _print_largest(found: VocabularyMap, student: Bytes | None, teacher: Bytes | None) -> None:
