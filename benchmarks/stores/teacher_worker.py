@@ -21,7 +21,7 @@ def distributions(
     with joined_world(**config.runtime.model_dump(), launch=Launch.from_environment()) as device:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import vocab_shard
-        from megatron_distill.train.assemble.data import RunSamples, open_samples
+        from megatron_distill.train.assemble.data import RunSamples
         from megatron_distill.train.assemble.models import job_groups, resolve_model
         from megatron_distill.train.assemble.sources import data_options, open_tokenizer
         from megatron_distill.train.teachers.live import OnlineTeacher
@@ -48,7 +48,7 @@ def distributions(
             )
             host = torch.device("cpu")
             held_out = read_held_out(
-                open_samples(samples, config.train, held_out=True, groups=groups, device=host),
+                samples.loader(config.train, groups, host, held_out=True),
                 samples=config.validation.samples,
                 global_batch_size=config.train.global_batch_size,
                 names=samples.names(held_out=True),

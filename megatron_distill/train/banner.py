@@ -7,15 +7,19 @@ from dataclasses import asdict
 from math import prod
 from typing import Final
 
+import torch
+
 from megatron_distill.errors import counted
-from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.weights import parameters, places
 from megatron_distill.runtime.progress import short_count, size
 from megatron_distill.store import Plan
-from megatron_distill.train.throughput import MemoryOfRank
+from megatron_distill.train.run_state import RunState
+from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 __all__ = [
     "banner_text",
+    "memory_of_run",
     "memory_rows",
     "model_row",
     "parameter_counts",
@@ -54,14 +58,19 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
 
 
 def steps_row(
-    steps: int, *, start_step: int, samples: int, sequence_length: int, micro_batch_size: int
+    *,
+    steps: int,
+    start_step: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    sequence_length: int,
 ) -> _Row:
-    """Return the steps of a run, each of a number of `samples`, and its tokens."""
-    tokens = samples * sequence_length
+    """Return the steps of a run, its samples per step and its tokens."""
+    tokens = global_batch_size * sequence_length
     resumed = f"from step {start_step}; " if start_step else ""
     return (
         "steps",
-        f"{steps:,}; {resumed}{samples:,} samples = {short_count(tokens)} tokens each, "
+        f"{steps:,}; {resumed}{global_batch_size:,} samples = {short_count(tokens)} tokens each, "
         f"{short_count(steps * tokens)} in all; micro-batch {micro_batch_size}",
     )
 
@@ -74,6 +83,38 @@ def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
     part = f", job {job} of {jobs}" if jobs > 1 else ""
     shards = f"{plan.shards} shards{part}"
     return "store", f"{entries}; {plan.samples:,} samples = {tokens} tokens, {shards}"
+
+
+def memory_of_run(
+    state: RunState,
+    teacher: torch.nn.Module | None,
+    execution: Execution,
+    *,
+    chunk_tokens: int | None,
+    micro_batch_size: int,
+    is_distributed: bool,
+) -> MemoryOfRank:
+    """Return the memory of this rank by formula, for the built models of a run.
+
+    chunk_tokens: of the loss; None: chosen by the device. is_distributed: the optimizer is.
+    """
+    student = state.student
+    groups = student.groups
+    tokens = micro_batch_size * student.sequence_length // groups.context.size()
+    return MemoryOfRank.of_run(
+        RankParameters.of(student.chunks, teacher),
+        dtype=execution.dtype,
+        logits=chunk_logits(
+            chunk_tokens,
+            tokens,
+            state.architecture,
+            tensor=groups.tensor.size(),
+            device=execution.device,
+        ),
+        layout=groups.layout,
+        world_size=groups.world.size(),
+        is_distributed=is_distributed,
+    )
 
 
 def memory_rows(memory: MemoryOfRank, *, pipeline: int) -> Iterator[_Row]:

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
+from megatron_distill.runtime.collectives import together
 
 __all__ = [
     "BY_SOURCE",
@@ -41,7 +42,7 @@ __all__ = [
     "WandbSink",
     "flat_scalars",
     "name_of",
-    "open_sinks",
+    "open_metrics",
     "part_of",
     "public_names",
     "require_installed",
@@ -101,33 +102,37 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def open_sinks(
+def open_metrics(
     output: Path,
     *,
     resume_step: int,
     tensorboard: bool,
     wandb: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
-) -> list[MetricsSink]:
-    """Open the metrics file of a run folder and the experiment trackers; raises ConfigError.
+    screen: Callable[[], MetricsSink] | None,
+) -> MetricsLog:
+    """Open the log of a run folder on the first rank; raises ConfigError on all ranks.
 
-    `wandb`: arguments of `WandbSink`, None: not used; it records the `settings`.
+    `wandb`: arguments of `WandbSink`, which records the `settings`. `screen` is opened last.
+
+    Collective: world, one all-gather of a short object per rank.
     """
-    sinks: list[MetricsSink] = [JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step)]
-    if tensorboard:
-        sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
-    if wandb is not None:
-        sinks.append(WandbSink(output, **wandb, settings=settings, resume_step=resume_step))
-    return sinks
+    with together():
+        if dist.get_rank() != 0:
+            return MetricsLog()
+        file = JsonLinesSink(output / "metrics.jsonl", resume_step=resume_step)
+        sinks: list[MetricsSink] = [file]
+        if tensorboard:
+            sinks.append(TensorBoardSink(output / "tensorboard", resume_step=resume_step))
+        if wandb is not None:
+            sinks.append(WandbSink(output, **wandb, settings=settings, resume_step=resume_step))
+        if screen is not None:
+            sinks.append(screen())
+        return MetricsLog(sinks)
 
 
 class JsonLinesSink:

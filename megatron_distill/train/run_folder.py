@@ -121,18 +121,18 @@ class FolderAsFound:
 
     Args:
         folder: of a run or a store.
-        kept_file: name of a file in it that a start rewrites.
+        rewritten_file: name of a file in it that a start rewrites.
         prepared: path within it of prepared data; costly to make, so complete data stays.
         work: paths within it of results; if results of another start exist, nothing is removed.
     """
 
     def __init__(
-        self, folder: Path, *, kept_file: str | None, prepared: str, work: Sequence[str]
+        self, folder: Path, *, rewritten_file: str | None, prepared: str, work: Sequence[str]
     ) -> None:
         self._folder = folder
         self._prepared = folder / prepared
         self._work = [folder / path for path in work]
-        self._file = None if kept_file is None else folder / kept_file
+        self._file = None if rewritten_file is None else folder / rewritten_file
         self._is_left_alone = True
         if dist.get_rank() == 0:
             with suppress(OSError):  # the later write to this folder reports the error
@@ -142,7 +142,7 @@ class FolderAsFound:
     def of_run(cls, output: str) -> FolderAsFound:
         """The folder of a run."""
         work = ("checkpoints", "metrics.jsonl")
-        return cls(Path(output), kept_file=SETTINGS_FILE, prepared="cache", work=work)
+        return cls(Path(output), rewritten_file=SETTINGS_FILE, prepared="cache", work=work)
 
     def _look(self) -> None:
         folder = self._folder
@@ -352,6 +352,18 @@ def _has_sections(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "nothing" if isinstance(value, _Nothing) else json.dumps(value)
+
+
+@contextmanager
+def writing_settings(output: str) -> Iterator[None]:
+    """Raise ConfigError, which names the key, where the settings of a start cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"output={output}: cannot keep {SETTINGS_FILE} there ({error.strerror}); name a folder "
+            "that can be written, on a disk with space left"
+        ) from error
 
 
 def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path | None:

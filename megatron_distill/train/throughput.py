@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
+import torch.distributed as dist
 
+from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import balanced_layers
 from megatron_distill.ops.workspace import chunk_tokens_for
@@ -36,9 +38,11 @@ __all__ = [
     "mfu",
     "peak_flops_per_second",
     "peak_memory_bytes",
+    "stage_layers",
     "step_flops_per_token",
 ]
 
+_LOGGER = get_logger(__name__)
 _FP32: Final = 4
 
 
@@ -61,16 +65,15 @@ class Throughput:
         sequence_length: int,
         global_batch_size: int,
         precision: Literal["bf16", "fp32"],
-        num_devices: int,
         device: torch.device,
     ) -> Throughput:
-        """The figures of a run of these models on this device."""
+        """The figures of a run of these models on the devices of this world."""
         flops = step_flops_per_token(student, teacher, sequence_length=sequence_length)
         on_cuda = device.type == "cuda"
         return cls(
             tokens_per_step=global_batch_size * sequence_length,
             flops_per_token=flops.total,
-            num_devices=num_devices,
+            num_devices=dist.get_world_size(),
             device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
             precision=precision,
         )
@@ -150,6 +153,34 @@ def _attended_positions(model: Architecture, length: int) -> float:
     windowed = window * (2 * length - window + 1) / (2 * length)
     sliding = model.num_sliding_layers / model.num_layers
     return (1 - sliding) * whole + sliding * windowed
+
+
+def stage_layers(
+    layout: Layout,
+    student: Architecture,
+    teacher: Architecture | None,
+    *,
+    given: tuple[int, ...] | None,
+    sequence_length: int,
+    is_recomputed: bool,
+) -> tuple[int, ...]:
+    """Return the layers of each stage of the student, in the order of the forward pass.
+
+    The given ones, or those of `balanced_stages`. Chunks of a rank are added up in a layout
+    without virtual stages, as an evaluation has.
+    """
+    layers = given or balanced_stages(
+        student,
+        teacher,
+        sequence_length=sequence_length,
+        stages=layout.stages,
+        is_recomputed=is_recomputed,
+    )
+    if len(layers) != layout.stages:
+        layers = tuple(sum(layers[rank :: layout.pipeline]) for rank in range(layout.pipeline))
+    if len(set(layers)) > 1:
+        _LOGGER.info("student: %s layers per pipeline stage", ", ".join(map(str, layers)))
+    return layers
 
 
 def balanced_stages(

@@ -205,6 +205,14 @@ class TermConfig(Section):
     )
 
     @property
+    def temperatures(self) -> tuple[float, float] | None:
+        """The first and the last temperature of the schedule; None if it stays the same."""
+        schedule = self.temperature_schedule
+        if schedule is None or schedule.to == self.temperature:
+            return None
+        return self.temperature, schedule.to
+
+    @property
     def parameters(self) -> dict[str, float]:
         """The parameters of the divergence that are set."""
         given = {name: getattr(self, name) for name in PARAMETERS}

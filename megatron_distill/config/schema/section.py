@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["SOURCE_NAME", "Section", "name_of_path"]
 
@@ -26,6 +30,10 @@ class Section(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+    def values_for(self, kind: type[DataclassInstance]) -> dict[str, Any]:
+        """Return the values of the keys that are fields of the dataclass `kind` as well."""
+        return self.model_dump(include={field.name for field in fields(kind)})
 
 
 SOURCE_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
-from megatron_distill.config import DataConfig, ModelConfig, RunConfig, is_aligned
+from megatron_distill.config import DataConfig, ModelConfig, RunConfig
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
@@ -62,7 +62,7 @@ class TeacherTokens:
 
     def connect(
         self,
-        online: OnlineTeacher,
+        online: OnlineTeacher | None,
         student: Architecture,
         vocabulary: Vocabulary,
         groups: Groups,
@@ -74,6 +74,7 @@ class TeacherTokens:
         Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
         the teacher's head.
         """
+        assert online is not None, "the rules ask for a live teacher"
         device = next(online.model.parameters()).device
         group = groups.tensor if groups.tensor.size() > 1 else None
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
@@ -142,16 +143,14 @@ def _tensors(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
 
 def open_teacher_tokens(
     config: RunConfig, student: Tokenizer | None, vocabulary: Vocabulary, device: torch.device
-) -> TeacherTokens | None:
-    """Open the teacher's own tokenizer, and the map from the student's; None with one tokenizer.
+) -> TeacherTokens:
+    """Open the teacher's own tokenizer, and the map from the student's.
 
     student: on the first rank alone. Raises DataError or ConfigError on all ranks: no tokenizer is
     named, it is the student's, or both vocabularies have no token in common.
 
     Collective: world, one broadcast of a short object, and those of `open_vocabulary_map`.
     """
-    if not is_aligned(config):
-        return None
     reading: TeacherReading | None = None
     with together():
         if dist.get_rank() == 0:

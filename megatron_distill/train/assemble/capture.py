@@ -117,7 +117,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
     ):
         found = FolderAsFound(
             folder,
-            kept_file=None,
+            rewritten_file=None,
             prepared=str(working_folder(folder).relative_to(folder) / "cache"),
             work=("shards", MANIFEST),
         )

@@ -53,6 +53,35 @@ class RunSamples:
         stored_names = self.stored.names if self.stored is not None else ()
         return source_names(self.data, stored_names, held_out=held_out)
 
+    def loader(
+        self,
+        train: TrainConfig,
+        groups: Groups,
+        device: torch.device,
+        *,
+        held_out: bool,
+        exchange: dist.ProcessGroup | None = None,
+    ) -> StepLoader:
+        """Open the training stream, or the held-out samples, and a loader of it on every rank.
+
+        The batches are exchanged in the group `exchange`, None: the world. Raises DataError or
+        StoreError on all ranks.
+        """
+        opening = self.read_held_out if held_out else self.open_training
+        return open_loader(
+            on_first_rank(opening, device=device),
+            sequence_length=self.data.sequence_length,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            isolate_documents=self.data.isolate_documents,
+            groups=groups,
+            device=device,
+            prefetch=0 if held_out else 2,
+            sources=len(self.names(held_out=held_out)),
+            teacher_length=self.teacher_length,
+            exchange=exchange,
+        )
+
     def open_training(self) -> SampleSource:
         """Open the training stream; raises DataError."""
         if not self.data.sources:
@@ -97,33 +126,3 @@ class RunSamples:
         assert self.stored is not None, "a run without sources has a store"
         assert self.stored.corpus is not None, "the first rank has the stores"
         return self.stored, self.stored.corpus
-
-
-def open_samples(
-    samples: RunSamples,
-    train: TrainConfig,
-    *,
-    held_out: bool,
-    groups: Groups,
-    device: torch.device,
-    exchange: dist.ProcessGroup | None = None,
-) -> StepLoader:
-    """Open the training stream, or the held-out samples, and a loader of it on every rank.
-
-    The batches are exchanged in the group `exchange`, None: the world. Raises DataError or
-    StoreError on all ranks.
-    """
-    opening = samples.read_held_out if held_out else samples.open_training
-    return open_loader(
-        on_first_rank(opening, device=device),
-        sequence_length=samples.data.sequence_length,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        isolate_documents=samples.data.isolate_documents,
-        groups=groups,
-        device=device,
-        prefetch=0 if held_out else 2,
-        sources=len(samples.names(held_out=held_out)),
-        teacher_length=samples.teacher_length,
-        exchange=exchange,
-    )

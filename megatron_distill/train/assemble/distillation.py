@@ -24,7 +24,6 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
-from megatron_distill.log import get_logger
 from megatron_distill.losses import (
     ChunkTerm,
     FeaturePair,
@@ -41,10 +40,10 @@ from megatron_distill.models.pipeline_stages import (
     ranks_of_layers,
 )
 from megatron_distill.ops import LogitRule
-from megatron_distill.runtime.groups import Groups, Layout
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
-from megatron_distill.train.assemble.alignment import open_teacher_tokens
-from megatron_distill.train.assemble.data import RunSamples, open_samples
+from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
+from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
     resolve_model,
@@ -71,10 +70,8 @@ from megatron_distill.train.teachers.live import (
     routes,
 )
 from megatron_distill.train.teachers.stored import stored_metrics
-from megatron_distill.train.throughput import balanced_stages
+from megatron_distill.train.throughput import stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
-
-_LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,18 +111,21 @@ def open_run(
     source = resolve_model(config, "student", vocabulary)
     student = source.architecture
     terms = build_terms(section.terms, vocabulary.size)
-    own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
-    if own is not None:
-        options = replace(options, teacher=own.reading)
+    own: TeacherTokens | None = None
+    if is_aligned(config):
+        own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
     of_teacher = vocabulary if own is None else own.vocabulary
     stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
-    given, length = config.parallel.layers_per_stage.student, config.data.sequence_length
-    layers = _student_layers(
-        given, student, online, groups.layout, execution, sequence_length=length
+    layers = stage_layers(
+        groups.layout,
+        student,
+        online.architecture if online else None,
+        given=config.parallel.layers_per_stage.student,
+        sequence_length=config.data.sequence_length,
+        is_recomputed=execution.recompute.layers is None,
     )
     aligned = None
     if own is not None:
-        assert online is not None, "the rules ask for a live teacher"
         online, aligned = own.connect(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
@@ -142,7 +142,6 @@ def open_run(
     )
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
-        assert online is not None, "the rules ask for a live teacher"
         objective, teacher = _with_features(
             objective, section, config.optimizer, student, online, layers, config.seed
         )
@@ -155,7 +154,7 @@ def open_run(
         objective=objective,
         samples=RunSamples(
             data=config.data,
-            options=options,
+            options=replace(options, teacher=own.reading) if own else options,
             tokenizer=tokenizer,
             stored=stored,
             seed=config.seed,
@@ -198,34 +197,6 @@ def _open_teacher(
     )
 
 
-def _student_layers(
-    given: tuple[int, ...] | None,
-    student: Architecture,
-    online: OnlineTeacher | None,
-    layout: Layout,
-    execution: Execution,
-    *,
-    sequence_length: int,
-) -> tuple[int, ...]:
-    """Return the layers of each stage of the student, in the order of the forward pass.
-
-    The given ones, or those that balance the work. Chunks of a rank are added up in a layout
-    without virtual stages, as an evaluation has.
-    """
-    layers = given or balanced_stages(
-        student,
-        online.architecture if online else None,
-        sequence_length=sequence_length,
-        stages=layout.stages,
-        is_recomputed=execution.recompute.layers is None,
-    )
-    if len(layers) != layout.stages:
-        layers = tuple(sum(layers[rank :: layout.pipeline]) for rank in range(layout.pipeline))
-    if len(set(layers)) > 1:
-        _LOGGER.info("student: %s layers per pipeline stage", ", ".join(map(str, layers)))
-    return layers
-
-
 def open_held_out(
     train: TrainConfig, section: ObjectiveConfig, opened: OpenRun, groups: Groups
 ) -> HeldOut:
@@ -233,24 +204,22 @@ def open_held_out(
 
     Raises DataError or StoreError on all ranks.
     """
-    samples, device = opened.samples, opened.execution.device
+    samples = opened.samples
     names = samples.names(held_out=True)
     steps = []
     if samples.held_out:
-        loader = open_samples(samples, train, held_out=True, groups=groups, device=device)
-        batch = train.global_batch_size
         steps = read_held_out(
-            loader, samples=samples.held_out, global_batch_size=batch, names=names
+            samples.loader(train, groups, opened.execution.device, held_out=True),
+            samples=samples.held_out,
+            global_batch_size=train.global_batch_size,
+            names=names,
         )
     # A store has no records of a corpus's held-out samples.
     has_signals = samples.stored is None or not samples.data.sources
     objective = opened.objective_of(names)
     schedules = build_balancing(section, objective).schedules
-    return HeldOut.of(
-        steps,
-        opened.teacher if has_signals else None,
-        schedules.applied(objective, steps_done=sys.maxsize),
-    )
+    final = schedules.applied(objective, steps_done=sys.maxsize)
+    return HeldOut.of(steps, opened.teacher if has_signals else None, final)
 
 
 def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:
@@ -290,11 +259,12 @@ def _with_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
     student: Architecture,
-    online: OnlineTeacher,
+    online: OnlineTeacher | None,
     layers: tuple[int, ...],
     seed: int,
 ) -> tuple[TokenObjective, FeatureTeacher]:
     """Add the feature losses to both sides; `layers` of each of the student's stages."""
+    assert online is not None, "the rules ask for a live teacher"
     device = next(online.model.parameters()).device
     features = _build_features(section, optimizer, student, online, seed, device)
     ranks = online.groups.layout.pipeline

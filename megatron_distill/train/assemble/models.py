@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 from megatron_distill.config import (
@@ -207,19 +206,7 @@ def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term |
 def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
-    own = {field.name for field in fields(kind)}
-    return kind(
-        **{name: value for name, value in term.model_dump().items() if name in own},
-        parameters=term.parameters,
-        temperatures=_temperatures(term),
-    )
-
-
-def _temperatures(term: TermConfig) -> tuple[float, float] | None:
-    schedule = term.temperature_schedule
-    if schedule is None or schedule.to == term.temperature:
-        return None
-    return term.temperature, schedule.to
+    return kind(**term.values_for(kind), parameters=term.parameters, temperatures=term.temperatures)
 
 
 def export_source(student: ModelConfig) -> Path | None:

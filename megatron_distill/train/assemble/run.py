@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,16 +13,15 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
-    LoggingConfig,
-    ProfileConfig,
     RunConfig,
+    RuntimeConfig,
     TrainConfig,
     run_rows,
     source_in_words,
     stored_row,
     with_steps,
 )
-from megatron_distill.data.prefetch import Lookahead, PrefetchedSteps, StepSource, exchange_group
+from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution, Fp8, Recompute
@@ -29,7 +29,7 @@ from megatron_distill.runtime.collectives import from_first_rank, on_first_rank,
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.assemble.data import RunSamples, open_samples
+from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.distillation import (
     OpenRun,
     build_balancing,
@@ -39,10 +39,16 @@ from megatron_distill.train.assemble.distillation import (
 from megatron_distill.train.assemble.models import export_source, job_groups
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
-from megatron_distill.train.banner import banner_text, memory_rows, model_row, steps_row
+from megatron_distill.train.banner import (
+    banner_text,
+    memory_of_run,
+    memory_rows,
+    model_row,
+    steps_row,
+)
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
-from megatron_distill.train.metrics import MetricsLog, open_sinks
+from megatron_distill.train.metrics import MetricsLog, open_metrics
 from megatron_distill.train.optimizer import (
     build_optimizer,
     build_schedule,
@@ -56,12 +62,7 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.throughput import (
-    MemoryOfRank,
-    RankParameters,
-    Throughput,
-    chunk_logits,
-)
+from megatron_distill.train.throughput import MemoryOfRank, Throughput
 
 _LOGGER = get_logger(__name__)
 
@@ -108,8 +109,7 @@ def _assemble(
     balancing = build_balancing(config.objective, opened.objective)
     newest = _checkpoint_to_resume(config.output, config.checkpoint, state)
     held_out = open_held_out(config.train, config.objective, opened, groups)
-    exchange = exchange_group(timeout_seconds=config.runtime.timeout_seconds)
-    loader = _open_training(config.train, samples, groups, device.torch_device, exchange, resources)
+    loader = _open_training(config.train, config.runtime, opened, resources)
     if newest is not None:
         state.restore(newest, loader)
         state.balance = balancing.resumed(state.balance)
@@ -117,9 +117,15 @@ def _assemble(
     note_start(config, resumed=newest)
     if state.step < config.train.steps:
         _LOGGER.info("%s", _banner(config, opened, state))
-    metrics = _open_metrics(config, resume_step=state.step)
-    resources.callback(metrics.close)
+    metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
+    profiler = StepProfiler(
+        Path(config.output) / "profile",
+        **config.profile.model_dump(),
+        timers=state.student.timers,
+        device=device.torch_device,
+    )
+    resources.callback(profiler.close)
     parts = Parts(
         state=state,
         teacher=opened.teacher,
@@ -132,13 +138,16 @@ def _assemble(
             state.architecture,
             online.architecture if online else None,
             sequence_length=config.data.sequence_length,
-            global_batch_size=config.train.global_batch_size,
-            precision=config.train.precision,
-            num_devices=groups.world.size(),
+            **config.train.model_dump(include={"global_batch_size", "precision"}),
             device=device.torch_device,
         ),
-        reports=_phase_reports(config.logging, groups, device),
-        profiler=_open_profiler(config.output, config.profile, state.student, device, resources),
+        reports=PhaseReports(
+            timers_interval=config.logging.timers_interval,
+            straggler_interval=config.logging.straggler_interval,
+            stage=groups.pipeline.rank(),
+            device=device.torch_device,
+        ),
+        profiler=profiler,
         device=device.torch_device,
     )
     return parts, loop_plan(config)
@@ -153,9 +162,7 @@ def _execution(train: TrainConfig, device: Device) -> Execution:
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
     """Run the checks that need no data, then create and lock the run folder."""
     found = FolderAsFound.of_run(config.output)
-    with together():
-        if dist.get_rank() == 0:
-            check_start(config)
+    from_first_rank(lambda: check_start(config))
     resources.enter_context(run_folder(config.output))
     resources.enter_context(found.put_back_on_failure())
     return found
@@ -192,22 +199,19 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
 def _build_state(config: RunConfig, opened: OpenRun, groups: Groups) -> RunState:
     """Build the student, its optimizer and its schedule, at step 0."""
     features, length = opened.objective.features, config.data.sequence_length
+    adam, rates = config.optimizer, config.schedule
     chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
     if features is not None:
         features.attach(chunks)
-    wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
+    wrapped = wrap_data_parallel(chunks, adam, groups=groups)
     positions = config.train.global_batch_size * length
     timers = PhaseTimers(opened.execution.device)
-    connect_schedule(wrapped, config.optimizer, positions=positions, timers=timers)
-    optimizer = build_optimizer(
-        wrapped, config.optimizer, config.schedule, dtype=opened.execution.dtype
-    )
+    connect_schedule(wrapped, adam, positions=positions, timers=timers)
+    optimizer = build_optimizer(wrapped, adam, rates, dtype=opened.execution.dtype)
     return RunState(
         student=Student(chunks, wrapped, groups, length, timers),
         optimizer=optimizer,
-        schedule=build_schedule(
-            optimizer, config.optimizer, config.schedule, steps=config.train.steps
-        ),
+        schedule=build_schedule(optimizer, adam, rates, steps=config.train.steps),
         architecture=opened.student.architecture,
         tokenizer_hash=opened.vocabulary.identity,
         features=features,
@@ -238,38 +242,37 @@ def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunStat
 
 
 def _open_training(
-    train: TrainConfig,
-    samples: RunSamples,
-    groups: Groups,
-    device: torch.device,
-    exchange: dist.ProcessGroup | None,
-    resources: ExitStack,
+    train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun, resources: ExitStack
 ) -> StepSource:
     """Open the training stream; a thread takes each step while the one before runs.
 
-    The thread exchanges batches in the group `exchange`. Where the teacher is a store, steps are
-    taken two steps early.
+    The thread exchanges batches in a group of its own.
     """
-    loader = open_samples(
-        samples, train, held_out=False, groups=groups, device=device, exchange=exchange
-    )
-    source = resources.enter_context(
-        PrefetchedSteps(loader, last_step=train.steps, device=device, group=exchange)
+    samples, groups = opened.samples, opened.objective.groups
+    device, last_step = opened.execution.device, train.steps
+    exchange = exchange_group(timeout_seconds=runtime.timeout_seconds)
+    loader = samples.loader(train, groups, device, held_out=False, exchange=exchange)
+    steps = resources.enter_context(
+        PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
     )
     stored = samples.stored
-    if stored is None:
-        return source
-    return Lookahead(
-        source, last_step=train.steps, expect=stored.teacher.expect, stores=stored.identities
-    )
+    return steps if stored is None else stored.ahead_of(steps, last_step=last_step)
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
     online, stored = opened.online, opened.samples.stored
+    memory = memory_of_run(
+        state,
+        online.model if online else None,
+        opened.execution,
+        chunk_tokens=config.objective.chunk_tokens,
+        micro_batch_size=config.train.micro_batch_size,
+        is_distributed=config.optimizer.distributed,
+    )
     return run_banner(
         config,
         {"student": state.architecture} | ({"teacher": online.architecture} if online else {}),
-        _memory(config, opened, state),
+        memory,
         stored_samples=stored.samples if stored else 0,
         feature_pairs=len(state.features.pairs) if state.features else 0,
         world_size=state.student.groups.world.size(),
@@ -298,89 +301,31 @@ def run_banner(
         for role, model in config.models.items()
     ]
     rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs)
-    rows.append(
-        steps_row(
-            config.train.steps,
-            start_step=start_step,
-            samples=config.train.global_batch_size,
-            sequence_length=config.data.sequence_length,
-            micro_batch_size=config.train.micro_batch_size,
-        )
-    )
+    sizes = config.train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
+    length = config.data.sequence_length
+    rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))
     rows += memory_rows(memory, pipeline=config.parallel.pipeline)
     job = "training" if config.teacher is None else "distillation"
     return banner_text(f"{job} into {config.output}", rows)
 
 
-def _memory(config: RunConfig, opened: OpenRun, state: RunState) -> MemoryOfRank:
-    """Return the memory of this rank by formula."""
-    groups = state.student.groups
-    tokens = config.train.micro_batch_size * config.data.sequence_length
-    return MemoryOfRank.of_run(
-        RankParameters.of(state.student.chunks, opened.online.model if opened.online else None),
-        dtype=opened.execution.dtype,
-        logits=chunk_logits(
-            config.objective.chunk_tokens,
-            tokens // config.parallel.context,
-            state.architecture,
-            tensor=config.parallel.tensor,
-            device=opened.execution.device,
-        ),
-        layout=groups.layout,
-        world_size=groups.world.size(),
-        is_distributed=config.optimizer.distributed,
-    )
-
-
 def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:
-    """Open the log on rank 0 and an empty one elsewhere; raises ConfigError on all ranks."""
     logging = config.logging
-    with together():
-        if dist.get_rank() != 0:
-            return MetricsLog()
-        sinks = open_sinks(
-            Path(config.output),
-            resume_step=resume_step,
-            tensorboard=logging.tensorboard,
-            wandb=None if logging.wandb is None else logging.wandb.model_dump(),
-            settings=config.model_dump(),
-        )
-        if logging.progress:
-            progress = TrainingProgress.on_screen(
-                total_steps=config.train.steps,
-                start_step=resume_step,
-                interval=logging.interval,
-                ce_weight=config.objective.ce_weight,
-            )
-            sinks.append(progress)
-        return MetricsLog(sinks)
-
-
-def _phase_reports(logging: LoggingConfig, groups: Groups, device: Device) -> PhaseReports:
-    return PhaseReports(
-        timers_interval=logging.timers_interval,
-        straggler_interval=logging.straggler_interval,
-        stage=groups.pipeline.rank(),
-        device=device.torch_device,
+    progress = partial(
+        TrainingProgress.on_screen,
+        total_steps=config.train.steps,
+        start_step=resume_step,
+        interval=logging.interval,
+        ce_weight=config.objective.ce_weight,
     )
-
-
-def _open_profiler(
-    output: str,
-    section: ProfileConfig,
-    student: Student,
-    device: Device,
-    resources: ExitStack,
-) -> StepProfiler:
-    """Return the profiler of `profile.steps`; it is closed with the resources."""
-    profiler = StepProfiler(
-        Path(output) / "profile",
-        **section.model_dump(),
-        timers=student.timers,
-        device=device.torch_device,
+    return open_metrics(
+        Path(config.output),
+        resume_step=resume_step,
+        tensorboard=logging.tensorboard,
+        wandb=None if logging.wandb is None else logging.wandb.model_dump(),
+        settings=config.model_dump(),
+        screen=progress if logging.progress else None,
     )
-    resources.callback(profiler.close)
-    return profiler
 
 
 def loop_plan(config: RunConfig) -> LoopPlan:

@@ -47,7 +47,7 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
     return [
         SourceSpec(
             **source.model_dump(exclude={"name", "conversation"}),
-            conversation=_conversation_spec(source.conversation),
+            conversation=None if (own := source.conversation) is None else _conversation_spec(own),
         )
         for source in sources
     ]
@@ -64,9 +64,7 @@ def source_names(
     return tuple(source.log_name for source in corpora) or stored_names
 
 
-def _conversation_spec(conversation: ConversationConfig | None) -> ConversationSpec | None:
-    if conversation is None:
-        return None
+def _conversation_spec(conversation: ConversationConfig) -> ConversationSpec:
     return ConversationSpec(
         prompt_keys=conversation.prompt_key, **conversation.model_dump(exclude={"prompt_key"})
     )
@@ -80,22 +78,14 @@ def data_options(
     folder: has the cache of prepared conversations, unless `data.cache` names one. keeps_weights:
     the weights of conversations are of use, as in training.
     """
+    read = data.values_for(DataOptions) | {"validation_fraction": reserved_fraction(data)}
+    prepared = data.values_for(ConversationOptions)
+    prepared["cache"] = Path(data.cache or folder / "cache")
     return DataOptions(
-        sequence_length=data.sequence_length,
-        validation_fraction=reserved_fraction(data),
-        shuffle_buffer=data.shuffle_buffer,
-        shuffle_samples=data.shuffle_samples,
-        on_error=data.on_error,
+        **read,
         index_cache=Path(data.cache) if data.cache else None,
         conversations=ConversationOptions(
-            cache=Path(data.cache or folder / "cache"),
-            distill_on_prompt=data.distill_on_prompt,
-            train_on=data.train_on,
-            truncation=data.truncation,
-            packing_buffer=data.packing_buffer,
-            workers=data.workers,
-            shows_progress=shows_progress,
-            keeps_weights=keeps_weights,
+            **prepared, shows_progress=shows_progress, keeps_weights=keeps_weights
         ),
     )
 

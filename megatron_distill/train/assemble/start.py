@@ -20,7 +20,12 @@ from megatron_distill.train.assemble.models import has_model, read_model
 from megatron_distill.train.assemble.sources import require_files
 from megatron_distill.train.checkpoint.folder import Description, complete_checkpoints
 from megatron_distill.train.metrics import require_installed
-from megatron_distill.train.run_folder import SETTINGS_FILE, keep_settings, setting_changes
+from megatron_distill.train.run_folder import (
+    SETTINGS_FILE,
+    keep_settings,
+    setting_changes,
+    writing_settings,
+)
 
 __all__ = ["check_models", "check_start", "newest_checkpoint", "note_start"]
 
@@ -82,23 +87,16 @@ def note_start(config: RunConfig, *, resumed: Path | None) -> None:
 
     Collective: world, one all-gather of a short object per rank.
     """
-    with together():
-        if dist.get_rank() == 0:
-            try:
-                _note(config, resumed)
-            except OSError as error:
-                raise ConfigError(
-                    f"output={config.output}: cannot keep {SETTINGS_FILE} there "
-                    f"({error.strerror}); name a folder that can be written, on a disk with space "
-                    "left"
-                ) from error
-
-
-def _note(config: RunConfig, resumed: Path | None) -> None:
     folder = Path(config.output)
-    if resumed is None:
-        keep_settings(folder, to_yaml(config), resumed_step=None)
-        return
+    with together(), writing_settings(config.output):
+        if dist.get_rank() == 0:
+            if resumed is None:
+                keep_settings(folder, to_yaml(config), resumed_step=None)
+            else:
+                _note_changes(config, folder, resumed)
+
+
+def _note_changes(config: RunConfig, folder: Path, resumed: Path) -> None:
     description = Description.read(resumed)
     # Checkpoints of older versions have no settings; the newest start's file has them.
     before = description.configuration or _in_file(folder / SETTINGS_FILE)

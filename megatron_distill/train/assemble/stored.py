@@ -14,6 +14,7 @@ from megatron_distill.config import (
     StoreSourceConfig,
     TrainConfig,
 )
+from megatron_distill.data.prefetch import Lookahead, StepSource
 from megatron_distill.data.stored import Share
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
@@ -60,6 +61,12 @@ class Stored:
     teacher: StoredTeacher
     corpus: StoreSet | None
     shares: Sequence[Share] = ()
+
+    def ahead_of(self, loader: StepSource, *, last_step: int) -> Lookahead:
+        """Return the loader's steps, taken two steps early so that their records are read ahead."""
+        return Lookahead(
+            loader, last_step=last_step, expect=self.teacher.expect, stores=self.identities
+        )
 
     def close(self) -> None:
         """Close the readers."""
