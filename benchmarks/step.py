@@ -70,6 +70,10 @@ def main() -> int:
             measured.peers += rows
             measured.ratios += [compare(rows[0], row) for row in rows[1:]]
             write_report(arguments.output, arguments.name, environment, measured)
+    if not measured.layouts and not measured.peers:
+        names = dict.fromkeys(case.name for case in (*layout_cases(), *peer_cases()))
+        console.print(f"no case has {arguments.cases!r} in its name; there are {', '.join(names)}")
+        return 1
     for title, table in measured.tables().items():
         if table:
             console.print(rich_table(title, table))
