@@ -22,7 +22,14 @@ from megatron_distill.data.tokenizers.protocol import (
     read_json_object,
 )
 from megatron_distill.errors import DataError
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import whole_folder
+
+_LOG = get_logger(__name__)
+_FILE: Final = "tokenizer.json"
+_TABLES: Final = ("vocab", "merges")  # of a model, beside its rules
+# Line ends, runs of spaces, digits, accents of two forms: tokenizers differ in splitting these.
+_PROBE: Final = "A\n\n\n  b\t\tc \n\r\n it's  12345, \u00e9e\u0301 \u6f22\U0001f600 x\n"
 
 
 class HuggingFaceTokenizer:
@@ -161,15 +168,16 @@ def _chat_template(hugging_face: Any) -> str | None:
 def open_hugging_face(folder: Path) -> HuggingFaceTokenizer:
     """The tokenizer of a local Hugging Face folder; nothing is downloaded.
 
+    A `tokenizer.json` decides how texts are split, whatever class `transformers` has for the model.
     Raises DataError if its files are malformed or it has no end-of-document token.
     """
     from transformers import AutoTokenizer  # takes seconds, and only the reading rank needs it
 
     # The tokenizers library raises a bare Exception for malformed files, so check them first.
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in (_FILE, "tokenizer_config.json"):
         if (folder / name).exists():
             content = read_json_object(folder / name, advice="copy the tokenizer again")
-            if name == "tokenizer.json" and "model" not in content:
+            if name == _FILE and "model" not in content:
                 raise DataError(
                     f"{folder / name}: not a tokenizer description; copy the tokenizer again"
                 )
@@ -178,7 +186,60 @@ def open_hugging_face(folder: Path) -> HuggingFaceTokenizer:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise DataError(f"{folder}: not a usable Hugging Face tokenizer ({reason})") from error
+    if (folder / _FILE).is_file() and hugging_face.is_fast:
+        hugging_face = _with_rules_of_file(hugging_face, folder)
     return HuggingFaceTokenizer(hugging_face, name=str(folder), folder=folder)
+
+
+def _with_rules_of_file(found: Any, folder: Path) -> Any:
+    """`found`, or the tokenizer that `tokenizer.json` describes where `found` has other rules.
+
+    For many models, chosen by `model_type` in config.json, `transformers` takes vocabulary and
+    merges from the file and replaces its normalizer and pre-tokenizer by those of a class. A model
+    was trained on the file's tokens: other libraries, and `transformers` before version 5, use the
+    file as it is.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if type(found) is PreTrainedTokenizerFast:
+        return found  # it reads the file as it is
+    own = tokenizers.Tokenizer.from_file(str(folder / _FILE))
+    if _rules(own) == _rules(found.backend_tokenizer):
+        return found
+    if _splits_otherwise(own, found.backend_tokenizer):
+        _LOG.warning(
+            "%s: the class %s of transformers splits texts otherwise than %s; the file is used. "
+            "AutoTokenizer gives other tokens for this folder",
+            *(folder, type(found).__name__, _FILE),
+        )
+    known = own.get_vocab(with_added_tokens=True)
+    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {role: token for role in roles if (token := getattr(found, role)) in known}
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **tokens)
+
+
+def _rules(backend: tokenizers.Tokenizer) -> tuple[object, ...]:
+    """The parts that decide a text's tokens, without the vocabulary."""
+    written = json.loads(backend.to_str())
+    model = {key: value for key, value in written["model"].items() if key not in _TABLES}
+    return model, written["normalizer"], _without_offsets(written["pre_tokenizer"])
+
+
+def _without_offsets(part: Any) -> Any:
+    """A pre-tokenizer without the options that change offsets alone."""
+    if isinstance(part, list):
+        return [_without_offsets(one) for one in part]
+    if isinstance(part, dict):
+        return {key: _without_offsets(one) for key, one in part.items() if key != "trim_offsets"}
+    return part
+
+
+def _splits_otherwise(own: tokenizers.Tokenizer, other: tokenizers.Tokenizer) -> bool:
+    unknown = getattr(other.model, "unk_token", None)
+    if unknown is not None and other.model.token_to_id(unknown) is None:
+        return True  # it cannot encode every text
+    first, second = (one.encode(_PROBE, add_special_tokens=False).tokens for one in (own, other))
+    return bool(first != second)
 
 
 SMALLEST_BPE: Final = 257  # every byte and the end-of-document token

@@ -1,12 +1,14 @@
 """Tokenizers: training is deterministic, folders round-trip, every wrong folder is named."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_distill.align import token_spans
 from megatron_distill.data.tokenizers.open import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -69,6 +71,52 @@ def test_a_vocabulary_below_the_bytes_is_refused(size: int) -> None:
 def test_training_without_text_is_refused(texts: list[str]) -> None:
     with pytest.raises(DataError, match="contain no text to train on"):
         train_bpe(texts, vocab_size=300)
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
+def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
+    kind: str,
+    has_settings: bool,
+    trained: Tokenizer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained.save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    if not has_settings:
+        (tmp_path / "model" / "tokenizer_config.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="megatron_distill"):
+        opened = load_tokenizer(tmp_path / "model")
+    text = "def f():\n\n\n    return 1\n\n\nclass A:\n\tx = 12345\n"
+    (ids,), (wanted,) = opened.encode_batch([text]), trained.encode_batch([text])
+    assert ids.tolist() == wanted.tolist()
+    assert opened.identity == trained.identity
+    assert token_spans(opened, ids, text)[-1].tolist() == [len(text) - 1, len(text)]
+    is_other_class = kind == "qwen2" or not has_settings
+    warning = f"{tmp_path / 'model'}: the class {kind.capitalize()}Tokenizer of transformers splits"
+    assert (warning in caplog.text) == is_other_class
+
+
+def test_a_class_with_the_rules_of_the_file_is_no_warning(
+    trained: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Qwen2Tokenizer
+
+    model = json.loads(trained.hugging_face.backend_tokenizer.to_str())["model"]  # type: ignore[attr-defined]
+    of_class = Qwen2Tokenizer(
+        vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]]
+    )
+    of_class.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    written["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] = False  # as the published files
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with caplog.at_level(logging.WARNING, logger="megatron_distill"):
+        opened = load_tokenizer(tmp_path)
+    assert not caplog.records
+    ids = opened.encode_batch(["a\n\n\n b"])[0].tolist()
+    assert ids == of_class("a\n\n\n b", add_special_tokens=False)["input_ids"]
 
 
 def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
