@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import STUDENT, TEACHER, Inputs, failure, run
+from tests.e2e.runs import STUDENT, TEACHER, Inputs, failure, records, run
 from tests.e2e.test_layouts import assert_same_course
 
 SECTIONS = (
@@ -66,6 +67,48 @@ def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
     run(pool, 2, config, halves, *changes, "checkpoint.save=true", stop_after=3)
     resumed = run(pool, 2, config, halves, *changes, "checkpoint.save=true")
     assert_same_course(resumed, alone)
+
+
+def write_chat_tokenizers(rank: int, world: int, folder: Path) -> None:
+    """Two tokenizers with other merges, special tokens and chat templates, in a pool worker."""
+    from tests.support.chat_fixtures import chat_tokenizer
+    from tests.unit.data.aligned.test_aligned_conversations import other_tokenizer
+
+    chat_tokenizer("qwen25").save(folder / "student")
+    other_tokenizer("llama3").save(folder / "teacher")
+
+
+@pytest.mark.slow
+def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    pool.run(1, write_chat_tokenizers, tmp_path)
+    corpus = write_chat(tmp_path / "chat.jsonl", weights=False)
+    changes = [
+        f"data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{}}}}]",
+        f"data.tokenizer.path={tmp_path / 'student'}",
+        f"teacher.tokenizer.path={tmp_path / 'teacher'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.sequence_length=160", "teacher.sequence_length=200",
+        *STEPS, "checkpoint.save=true",
+    ]  # fmt: skip
+    config = inputs.folder / "aligned.yaml"
+    alone = run(
+        pool, 1, config, tmp_path / "alone", *changes,
+        "validation.samples=4", "validation.interval=4",
+    )  # fmt: skip
+    held_out: Any = records(tmp_path / "alone")[-1]["validation"]
+    assert held_out["kd_loss"] > 0
+    for record in alone:
+        # Headers and the ends of responses around a content are in no chunk.
+        assert 0.5 < record["aligned_labels"] <= 1
+        assert record["chunks"] > 100
+        assert record["kd_loss"] > 0
+    for name, change in (("tensor", "parallel.tensor=2"), ("context", "parallel.context=2")):
+        assert_same_course(run(pool, 2, config, tmp_path / name, *changes, change), alone)
+    halves = tmp_path / "halves"
+    run(pool, 2, config, halves, *changes, stop_after=3)
+    assert_same_course(run(pool, 2, config, halves, *changes), alone)
 
 
 def test_a_broken_row_stops_every_rank_with_its_file_and_row(

@@ -264,6 +264,6 @@ class DataConfig(Section):
         default=0.01,
         ge=0,
         le=1,
-        description="Two tokenizers: largest share of documents without a chunk of both; they are "
-        "left out and counted, and more of them stop the run.",
+        description="Two tokenizers: largest share of documents or conversations without a chunk "
+        "of both, counted over at least 100. They are left out, and more of them stop the run.",
     )

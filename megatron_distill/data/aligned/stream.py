@@ -14,14 +14,29 @@ from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
 from megatron_distill.data.text.stream import Block, StreamPosition, document_batches
 from megatron_distill.data.worker_processes import worker_map
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 
-__all__ = ["FEWEST_JUDGED", "TwoTokenizers", "Unaligned"]
+__all__ = ["TwoTokenizers", "Unaligned", "check_unaligned"]
 
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
-FEWEST_JUDGED: Final = 100  # a share of fewer documents is not judged
+_FEWEST_JUDGED: Final = 100  # the share is that of at least as many
+
+
+def check_unaligned(
+    count: int, total: int, share: float, *, name: str, unit: str, last: str
+) -> None:
+    """Raise DataError if more than a share of a source is left out for want of a chunk.
+
+    Of fewer than 100 the share is that of 100: of a stream it would be exceeded there anyway.
+    """
+    if count > share * max(total, _FEWEST_JUDGED):
+        raise DataError(
+            f"data.max_unaligned={share:g}: {count} of {counted(total, unit)} of data source "
+            f"{name} have no chunk that both tokenizers share; the last is {last}. Correct the "
+            "text, or raise data.max_unaligned to leave them out"
+        )
 
 
 class Unaligned:
@@ -45,11 +60,11 @@ class Unaligned:
             self._last = f"{place}: {error}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
                 _LOG.warning("%s: left out: %s", self._name, self._last)
-        if self.documents >= FEWEST_JUDGED and self.count > self._share * self.documents:
-            raise DataError(
-                f"data.max_unaligned={self._share:g}: {self.count} of {self.documents} documents "
-                f"of data source {self._name} have no chunk that both tokenizers share; the last "
-                f"is {self._last}. Correct the text, or raise data.max_unaligned to leave them out"
+            check_unaligned(
+                *(self.count, self.documents, self._share),
+                name=self._name,
+                unit="document",
+                last=self._last,
             )
 
 
@@ -104,8 +119,6 @@ class TwoTokenizers:
                         self.unaligned.add(document.place, item)
 
 
-def _encode(
-    encoder: PairEncoder, batch: list[tuple[str, bool]]
-) -> list[AlignedDocument | DataError]:
+def _encode(encoder: PairEncoder, batch: list[tuple[str, bool]]) -> list[AlignedDocument | DataError]:
     texts, ends = zip(*batch, strict=True)
     return encoder(texts, ends)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.data.aligned.conversations import ConversationAligner, teacher_template
-from megatron_distill.data.aligned.stream import FEWEST_JUDGED
+from megatron_distill.data.aligned.stream import check_unaligned
 from megatron_distill.data.chat.cache import (
     PreparedConversations,
     cache_key,
@@ -106,13 +106,12 @@ def _check_aligned(spec: SourceSpec, found: PreparedConversations, share: float)
             counted(manifest.unaligned, "conversation"),
             manifest.last_unaligned,
         )
-    if manifest.unaligned > share * max(manifest.conversations, FEWEST_JUDGED):
-        raise DataError(
-            f"data.max_unaligned={share:g}: {manifest.unaligned} of {manifest.conversations} "
-            f"conversations of data source {spec.name} have no chunk that both tokenizers share; "
-            f"the last is {manifest.last_unaligned}. Correct the text, or raise data.max_unaligned "
-            "to leave them out"
-        )
+    check_unaligned(
+        *(manifest.unaligned, manifest.conversations, share),
+        name=spec.name,
+        unit="conversation",
+        last=str(manifest.last_unaligned),
+    )
     if _has_weights(found):
         raise DataError(
             f"data source {spec.name}: its messages have weights other than 0 and 1, which terms "

@@ -160,6 +160,6 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     with pytest.raises(DataError) as caught:
         list(iter(source.next_sample, None))
     text = str(caught.value)
-    assert text.startswith("data.max_unaligned=0.01: 50 of 100 documents")
+    assert text.startswith("data.max_unaligned=0.01: 2 of 4 documents of data source jsonl ")
     assert f"{rows}:" in text
     assert "raise data.max_unaligned" in text
