@@ -25,6 +25,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents", choices=("file", "line"), default="file", help="what a text document is"
     )
     parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin documents with the begin-of-text token (default: if the tokenizer adds it)",
+    )
+    parser.add_argument(
         "--on-error", choices=("raise", "skip"), default="raise", help="what to do with bad records"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
@@ -64,7 +69,12 @@ def _run(arguments: argparse.Namespace) -> int:
         ) as writer,
     ):
         task, totals = progress.add_task(""), ""
-        for rows in tokenized_documents(spec, tokenizer, skip_bad=arguments.on_error == "skip"):
+        for rows in tokenized_documents(
+            spec,
+            tokenizer,
+            skip_bad=arguments.on_error == "skip",
+            add_bos=arguments.add_bos,
+        ):
             writer.add(rows)
             totals = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
             progress.update(task, description=totals)

@@ -27,8 +27,8 @@ from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
 from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.files import fingerprint
+from megatron_distill.data.text.indexed import IndexedSource
 from megatron_distill.data.text.stream import (
-    IndexedSource,
     OneTokenizer,
     Order,
     PackedStream,
@@ -36,6 +36,7 @@ from megatron_distill.data.text.stream import (
     Tokenization,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.data.tokenizers.protocol import begin_token
 from megatron_distill.errors import DataError, counted
 
 HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
@@ -68,7 +69,8 @@ class DataOptions:
     shuffle_buffer: documents per shuffled block. shuffle_samples: packed samples per shuffled
     window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
     of format megatron. conversations: masking, packing and preparation of conversations. teacher:
-    None where the teacher has the student's tokenizer.
+    None where the teacher has the student's tokenizer. add_bos: whether documents of text begin
+    with the tokenizer's begin-of-text token; None: where the tokenizer's own files add it.
     """
 
     sequence_length: int
@@ -79,6 +81,7 @@ class DataOptions:
     index_cache: Path | None = None
     conversations: ConversationOptions | None = None
     teacher: TeacherReading | None = None
+    add_bos: bool | None = None
 
 
 def open_training(
@@ -276,11 +279,12 @@ def _stream(
     epochs: int | None,
 ) -> PackedStream[Any]:
     files = source_files(spec)
-    tokenization: Tokenization[Any] = OneTokenizer(tokenizer, options.sequence_length)
-    teacher = options.teacher
+    begin, teacher = begin_token(tokenizer, options.add_bos), options.teacher
+    tokenization: Tokenization[Any] = OneTokenizer(tokenizer, options.sequence_length, begin)
     if teacher is not None:
+        begins = (begin, begin_token(teacher.tokenizer, options.add_bos))
         tokenization = TwoTokenizers(
-            PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer),
+            PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer, begins),
             options.sequence_length,
             teacher.sequence_length,
             workers=teacher.workers,

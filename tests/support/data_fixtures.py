@@ -17,6 +17,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 0
+    bos_id = None
+    adds_bos = False
     identity = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:

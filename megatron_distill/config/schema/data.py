@@ -204,6 +204,12 @@ class DataConfig(Section):
         default=True,
         description="Block attention across documents and restart positions at each document.",
     )
+    add_bos: bool | None = Field(
+        default=None,
+        description="Begin each document with its tokenizer's begin-of-text token. null: where the "
+        "tokenizer's own files add it to a text (Llama, Gemma); `false`: never. Templates decide "
+        "for conversations, and `megatron` sources have the tokens that were written.",
+    )
     validation_fraction: float = Field(
         default=0.02,
         ge=0,

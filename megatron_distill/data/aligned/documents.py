@@ -40,6 +40,14 @@ class Side:
             np.append(self.cuts, len(self.tokens_n) + 1),
         )
 
+    def with_begin(self, token: int) -> Side:
+        """The same after one more token, which is in no chunk."""
+        return Side(
+            np.append(np.int32(token), self.tokens_n),
+            np.append(np.int32(NO_CHUNK), self.chunks_n),
+            np.append(0, self.cuts[1:] + 1),
+        )
+
     @classmethod
     def of_chunks(cls, tokens_n: NDArray[np.int32], chunks_n: NDArray[np.int32]) -> Side:
         """Divide tokens by the chunk of each."""
@@ -102,25 +110,36 @@ class PairEncoder:
     """Tokenises texts twice and aligns the tokens by their bytes; picklable, for worker processes.
 
     The end-of-document tokens of both tokenizers are a chunk of their own where a text ends.
+    begins: the id before each document on both sides, in no chunk; None for none.
     """
 
     student: Tokenizer
     teacher: Tokenizer
+    begins: tuple[int | None, int | None] = (None, None)
 
     def __call__(
-        self, texts: Sequence[str], ends: Sequence[bool]
+        self, texts: Sequence[str], ends: Sequence[bool], *, starts: Sequence[bool] | None = None
     ) -> list[AlignedDocument | DataError]:
         """The aligned document of each text, or why its tokens cannot be aligned.
 
+        ends, starts: whether a document ends behind the text, and begins with it; None: all begin.
         Raises DataError for a text that a tokenizer cannot encode.
         """
         students, teachers = self.student.encode_batch(texts), self.teacher.encode_batch(texts)
-        rows = zip(texts, ends, students, teachers, strict=True)
-        return [self._aligned(text, is_end, own, other) for text, is_end, own, other in rows]
+        rows = zip(texts, ends, starts or [True] * len(texts), students, teachers, strict=True)
+        return [
+            self._aligned(text, (is_start, is_end), own, other)
+            for text, is_end, is_start, own, other in rows
+        ]
 
     def _aligned(
-        self, text: str, is_end: bool, student_n: NDArray[np.int32], teacher_n: NDArray[np.int32]
+        self,
+        text: str,
+        edges: tuple[bool, bool],
+        student_n: NDArray[np.int32],
+        teacher_n: NDArray[np.int32],
     ) -> AlignedDocument | DataError:
+        is_start, is_end = edges
         try:
             spans = token_spans(self.student, student_n, text)
             teacher_spans = token_spans(self.teacher, teacher_n, text)
@@ -134,6 +153,11 @@ class PairEncoder:
         if is_end:
             student = student.with_end(self.student.eos_id)
             teacher = teacher.with_end(self.teacher.eos_id)
+        if is_start:
+            student, teacher = (
+                side if begin is None else side.with_begin(begin)
+                for side, begin in zip((student, teacher), self.begins, strict=True)
+            )
         return AlignedDocument(student, teacher)
 
 

@@ -22,6 +22,7 @@ __all__ = ["TwoTokenizers", "Unaligned", "check_unaligned"]
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
 _FEWEST_JUDGED: Final = 100  # the share is that of at least as many
+_Text = tuple[str, bool, bool]  # a document's text, whether it ends there, whether it begins there
 
 
 def check_unaligned(
@@ -89,6 +90,8 @@ class TwoTokenizers:
             "sequence_length": self.student_length,
             "teacher_tokenizer": self.encoder.teacher.identity,
             "teacher_sequence_length": self.teacher_length,
+            "begin_token": self.encoder.begins[0],
+            "teacher_begin_token": self.encoder.begins[1],
         }
 
     def packer(self) -> AlignedPacker[StreamPosition]:
@@ -103,11 +106,11 @@ class TwoTokenizers:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
         in_work: deque[list[tuple[Document, StreamPosition]]] = deque()
 
-        def texts() -> Iterator[list[tuple[str, bool]]]:
+        def texts() -> Iterator[list[_Text]]:
             for block in blocks:
                 for batch in document_batches(block):
                     in_work.append(batch)
-                    yield [(document.text, document.is_end) for document, _ in batch]
+                    yield [(one.text, one.is_end, one.is_start) for one, _ in batch]
 
         with worker_map(partial(_encode, self.encoder), texts(), workers=self.workers) as results:
             for found in results:
@@ -119,6 +122,6 @@ class TwoTokenizers:
                         self.unaligned.add(document.place, item)
 
 
-def _encode(encoder: PairEncoder, batch: list[tuple[str, bool]]) -> list[AlignedDocument | DataError]:
-    texts, ends = zip(*batch, strict=True)
-    return encoder(texts, ends)
+def _encode(encoder: PairEncoder, batch: list[_Text]) -> list[AlignedDocument | DataError]:
+    texts, ends, starts = zip(*batch, strict=True)
+    return encoder(texts, ends, starts=starts)

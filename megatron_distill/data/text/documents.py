@@ -36,13 +36,14 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document or a piece of a long one; the end-of-document token follows where `is_end`."""
+    """A document, or a piece of a long one: `is_start` and `is_end` tell which."""
 
     text: str
     digest: bytes  # of the content; of the first piece's content for every piece
     is_end: bool
     after: Cursor
     path: Path
+    is_start: bool = True
 
     @property
     def place(self) -> str:
@@ -84,7 +85,7 @@ def read_whole(file: InputFile, start: Cursor) -> Iterator[Record]:
         piece, carried = data[:cut], data[cut:]
         if is_end and not piece:
             return
-        digest = digest or content_digest(piece)
+        is_start, digest = not digest, digest or content_digest(piece)
         try:
             text = piece.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -95,7 +96,7 @@ def read_whole(file: InputFile, start: Cursor) -> Iterator[Record]:
         after = Cursor(start.file + 1)
         if not is_end:
             after = Cursor(start.file, offset, 0, digest.hex())
-        yield Document(text, digest, is_end, after, file.path)
+        yield Document(text, digest, is_end, after, file.path, is_start)
         if is_end:
             return
 

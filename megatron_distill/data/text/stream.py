@@ -1,14 +1,10 @@
-"""The endless, shuffled, tokenised and packed stream of one source of documents.
-
-A source that was tokenised beforehand, in Megatron-Core's `.bin/.idx` format, has its samples here.
-"""
+"""The endless, shuffled, tokenised and packed stream of one source of documents."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +16,6 @@ from megatron_distill.data.samples import (
     PADDING_DOCUMENT,
     Sample,
     State,
-    derived_seed,
     permutation,
 )
 from megatron_distill.data.text.documents import (
@@ -29,6 +24,7 @@ from megatron_distill.data.text.documents import (
     DocumentReader,
     is_held_out,
 )
+from megatron_distill.data.tokenizers.protocol import begin_token
 from megatron_distill.errors import DataError
 
 BLOCK_CHARACTERS: Final = 64 << 20  # limit of a shuffled block with long documents
@@ -44,6 +40,8 @@ class TextEncoder(Protocol):
 
     vocab_size: int
     eos_id: int
+    bos_id: int | None
+    adds_bos: bool
     identity: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -134,22 +132,26 @@ class Tokenization(Protocol[Item]):
 
 @dataclass(frozen=True)
 class OneTokenizer:
-    """Documents in the tokens of one tokenizer, packed into windows of S + 1 tokens."""
+    """Documents in the tokens of one tokenizer, packed into windows of S + 1 tokens.
+
+    begin: the id before each document, None for none.
+    """
 
     tokenizer: TextEncoder
     sequence_length: int
+    begin: int | None
 
     @property
     def identity(self) -> State:
         """See `Tokenization`."""
-        return {"tokenizer": self.tokenizer.identity}
+        return {"tokenizer": self.tokenizer.identity, "begin_token": self.begin}
 
     def encoded(
         self, blocks: Iterable[Block]
     ) -> Iterator[tuple[NDArray[np.int32], StreamPosition]]:
         """See `Tokenization`."""
         for block in blocks:
-            yield from encoded(block, self.tokenizer)
+            yield from encoded(block, self.tokenizer, begin=self.begin)
 
     def packer(self) -> Packer[StreamPosition]:
         """See `Tokenization`."""
@@ -281,14 +283,17 @@ class PackedStream(Generic[Item]):
 
 
 def encoded(
-    documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder
+    documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder, *, begin: int | None
 ) -> Iterator[tuple[NDArray[np.int32], Mark]]:
-    """Tokenise marked documents in batches; the end-of-document token follows each last piece."""
+    """Tokenise marked documents in batches, between `begin` and the end-of-document token."""
+    none = np.zeros(0, np.int32)
+    first = none if begin is None else np.array([begin], np.int32)
     end = np.array([tokenizer.eos_id], np.int32)
     for batch in document_batches(documents):
         rows = tokenizer.encode_batch([document.text for document, _ in batch])
         for row, (document, mark) in zip(rows, batch, strict=True):
-            yield (np.concatenate([row, end]) if document.is_end else row), mark
+            before, behind = first if document.is_start else none, end if document.is_end else none
+            yield np.concatenate([before, row, behind]), mark
 
 
 def document_batches(
@@ -390,11 +395,12 @@ class Packer(Generic[Mark]):
 
 
 def tokenized_documents(
-    spec: SourceSpec, tokenizer: TextEncoder, *, skip_bad: bool
+    spec: SourceSpec, tokenizer: TextEncoder, *, skip_bad: bool, add_bos: bool | None = None
 ) -> Iterator[list[NDArray[np.int32]]]:
     """Yield each document as consecutive rows of ids, its end-of-document token last.
 
-    All documents, unshuffled. Raises DataError, see `DocumentReader`.
+    All documents, unshuffled. add_bos: as `data.add_bos`. Raises DataError, see `DocumentReader`
+    and `begin_token`.
     """
     if spec.kind.reader is None:
         raise DataError(f"a source of format {spec.format} is already tokenised")
@@ -405,95 +411,12 @@ def tokenized_documents(
     )
     pieces = reader.documents(range(len(reader.files)), Cursor())
     parts: list[NDArray[np.int32]] = []
-    for row, is_end in encoded(((piece, piece.is_end) for piece in pieces), tokenizer):
+    begin = begin_token(tokenizer, add_bos)
+    if begin == tokenizer.eos_id:
+        begin = None  # a reader of the pair would take it for a document of its own
+    marked = ((piece, piece.is_end) for piece in pieces)
+    for row, is_end in encoded(marked, tokenizer, begin=begin):
         parts.append(row)
         if is_end:
             yield parts
             parts = []
-
-
-class IndexedSource:
-    """Samples of one prefix by position: position = epoch * samples per epoch + index.
-
-    Raises DataError for missing or damaged files, too few tokens for one sample, and documents
-    that do not end with `eos_id`. Reading a sample raises it for an id outside the vocabulary.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        eos_id: int,
-        seed: int,
-        held_out_fraction: float,
-        is_held_out: bool,
-        cache: Path | None,
-    ) -> None:
-        # Imported here, because only this format needs Megatron-Core.
-        from megatron_distill.runtime.indexed_dataset import IndexedSamples
-
-        self._samples = IndexedSamples(
-            prefix,
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            held_out_fraction=held_out_fraction,
-            is_held_out=is_held_out,
-            cache=cache,
-        )
-        self._prefix = prefix
-        self._identity: State = {
-            "samples_per_epoch": len(self._samples),
-            "seed": seed,
-            "validation_fraction": held_out_fraction,
-        }
-        self._seed = seed
-        self._eos_id = eos_id
-        self._position = 0
-        if not is_held_out and len(self._samples) == 0:
-            raise DataError(
-                f"{prefix}: not enough tokens to train on one sequence of {sequence_length}; add "
-                "data, or lower data.sequence_length or data.validation_fraction"
-            )
-        if len(self._samples) and not self._samples.documents_end_with(eos_id):
-            raise DataError(
-                f"{prefix}: its documents do not end with token {eos_id}, the tokenizer's "
-                "end-of-document token; preprocess with --append-eod and with this run's tokenizer"
-            )
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of one pass over the documents."""
-        return len(self._samples)
-
-    def next_sample(self) -> Sample:
-        """The next sample. Raises DataError."""
-        epoch, index = divmod(self._position, len(self._samples))
-        seed = derived_seed(self._seed, epoch)
-        tokens = self._samples.tokens(index, epoch=epoch, seed=seed)
-        self._position += 1
-        is_end = tokens[:-1] == self._eos_id
-        documents = np.concatenate([[0], np.cumsum(is_end)]).astype(np.int32)
-        flags = np.full(len(tokens), FULLY_TRAINED, np.uint8)
-        return Sample(tokens, documents, flags, self._position - 1)
-
-    def next_or_none(self) -> Sample | None:
-        """The next sample of the first epoch; None after its end."""
-        return self.next_sample() if self._position < len(self._samples) else None
-
-    def state_dict(self) -> State:
-        """The position, and the identity of the files and settings that it refers to."""
-        return {**self._identity, "position": self._position}
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from a state. Raises DataError if the files are not the same."""
-        for key, value in self._identity.items():
-            if state.get(key) != value:
-                raise DataError(
-                    f"data source {self._prefix}: {key} differs from the checkpoint ({value}, was "
-                    f"{state.get(key)}); restore files, seed, data.sequence_length and "
-                    "data.validation_fraction, or start a new run with another output"
-                )
-        self._position = state["position"]

@@ -49,6 +49,7 @@ class HuggingFaceTokenizer:
         self.eos_id = _end_of_document(hugging_face, vocabulary, name)
         self.bos_id: int | None = hugging_face.bos_token_id
         self.pad_id: int | None = hugging_face.pad_token_id
+        self.adds_bos = _adds_bos(hugging_face)
         self.special_ids = _special_ids(hugging_face, vocabulary)
         self.chat_template = _chat_template(hugging_face)
         self._known = frozenset(vocabulary.values())
@@ -150,6 +151,14 @@ def _end_of_document(hugging_face: Any, vocabulary: dict[str, int], name: str) -
         f"{name}: the tokenizer has no end-of-document token; set eos_token in its "
         "tokenizer_config.json"
     )
+
+
+def _adds_bos(hugging_face: Any) -> bool:
+    """Whether a text with special tokens begins with the begin-of-text token."""
+    if hugging_face.bos_token_id is None:
+        return False
+    ids: list[int] = hugging_face("", add_special_tokens=True)["input_ids"]
+    return ids[:1] == [hugging_face.bos_token_id]
 
 
 def _special_ids(hugging_face: Any, vocabulary: dict[str, int]) -> dict[str, int]:

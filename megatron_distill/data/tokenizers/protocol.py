@@ -37,10 +37,11 @@ class Tokenizer(Protocol):
 
     name: its origin, for messages. vocab_size: ids are in [0, vocab_size), with added tokens,
     without the model's padding. eos_id: the end-of-document token. bos_id, pad_id: None if
-    absent. special_ids: special tokens to their ids. identity: digest of the vocabulary and its
-    rules; equal for teacher and student if they agree on every id. chat_template: Jinja source,
-    None if absent. reads_special_tokens: whether a special token spelled out in a text becomes
-    that token.
+    absent. adds_bos: whether the model's inputs begin with `bos_id` by the tokenizer's own files;
+    `encode_batch` never adds it. special_ids: special tokens to their ids. identity: digest of the
+    vocabulary and its rules; equal for teacher and student if they agree on every id.
+    chat_template: Jinja source, None if absent. reads_special_tokens: whether a special token
+    spelled out in a text becomes that token.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Tokenizer(Protocol):
     eos_id: int
     bos_id: int | None
     pad_id: int | None
+    adds_bos: bool
     special_ids: dict[str, int]
     identity: str
     chat_template: str | None
@@ -98,6 +100,26 @@ class Tokenizer(Protocol):
         It appears under its name only when complete.
         """
         ...
+
+
+class BeginsTexts(Protocol):
+    """The part of the `Tokenizer` protocol that decides with which token documents begin."""
+
+    bos_id: int | None
+    adds_bos: bool
+
+
+def begin_token(tokenizer: BeginsTexts, add_bos: bool | None) -> int | None:
+    """The id before each document's text, None for none; `add_bos` is the key of `data`.
+
+    Raises DataError: it is true and the tokenizer has no begin-of-text token.
+    """
+    if add_bos and tokenizer.bos_id is None:
+        raise DataError(
+            f"data.add_bos=true: {getattr(tokenizer, 'name', 'the tokenizer')} has no "
+            "begin-of-text token; set it to null, or bos_token in its tokenizer_config.json"
+        )
+    return tokenizer.bos_id if (tokenizer.adds_bos if add_bos is None else add_bos) else None
 
 
 def check_texts(texts: Sequence[str], name: str) -> list[str]:

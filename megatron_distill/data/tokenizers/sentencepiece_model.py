@@ -35,6 +35,7 @@ class SentencePieceTokenizer:
     """
 
     reads_special_tokens = False
+    adds_bos = False  # the file does not tell
 
     def __init__(self, model: bytes, *, name: str, chat_template: str | None = None) -> None:
         self.name = name

@@ -172,6 +172,8 @@ def dataset_settings(data: DataConfig, seed: int) -> dict[str, Any]:
         "on_error": data.on_error,
         "seed": seed,
     }
+    if data.add_bos is not None:
+        found["add_bos"] = data.add_bos  # null is absent, as in stores older than this key
     if any(spec.conversation is not None for spec in specs):
         found |= {
             "distill_on_prompt": data.distill_on_prompt,

@@ -9,7 +9,7 @@ import pytest
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
-from megatron_distill.data.text.stream import IndexedSource
+from megatron_distill.data.text.indexed import IndexedSource
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
 from tests.support.indexed_corpus import EOD, numbered, write_indexed
