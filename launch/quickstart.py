@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,24 +22,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megatron_distill.commands.quickstart import (
+    add_arguments,
+    child_run,
+    exit_status,
+    place_of,
+    seeds_of,
+    write_result,
+)
 from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
-from megatron_distill.errors import DataError, MegatronDistillError
+from megatron_distill.errors import DataError
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.quickstart import (
     ChildCapture,
     ChildRun,
-    RunStoppedError,
     announce,
     ask,
     check_equal_start,
     make,
-    over_seeds,
-    processes_here,
     remove_child,
     show_outcome,
     show_store,
     spread,
-    write_json,
 )
 from megatron_distill.evaluation.runs import (
     RunSummary,
@@ -52,7 +55,6 @@ from megatron_distill.evaluation.runs import (
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
 SAMPLE_TOKENS = 150
-STOPPED_STATUS = 130
 STORE = "teacher_store"
 
 
@@ -99,82 +101,47 @@ class Flow:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parse(argv)
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        flows = [plan(arguments, seed) for seed in arguments.seeds or [arguments.seed]]
+
+    def all_seeds(console: Console) -> None:
+        flows = [plan(arguments, seed) for seed in seeds_of(arguments)]
         if arguments.fresh:
             for flow in flows:
                 remove(flow)
         outcomes = [carry_out(flow, console) for flow in flows]
         if arguments.result is not None:
-            command = shlex.join([Path(sys.executable).name, *sys.argv])
             margins = spread([outcome["margin"]["nats"] for outcome in outcomes])
-            write_json(arguments.result, over_seeds(outcomes, command, {"margin_nats": margins}))
-    except MegatronDistillError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"\nerror: {error}", markup=False
-        )
-        return 1
-    except RunStoppedError as stop:
-        console.print(f"\n{stop}. The same command goes on from here.", markup=False)
-        return STOPPED_STATUS
-    return 0
+            write_result(arguments.result, outcomes, {"margin_nats": margins})
+
+    return exit_status(all_seeds)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
+    example = "parallel.pipeline=1"
+    add_arguments(parser, output=Path("runs/quickstart"), example=example)
     parser.add_argument(
         "--config",
         help="start of two files' names, NAME_teacher.yaml and NAME_student.yaml (default:"
         " configs/quickstart; on a GPU configs/quickstart_gpu)",
     )
-    parser.add_argument("--seed", type=int, help="in place of the files' seed")
-    parser.add_argument("--seeds", type=_numbers, help="everything once per seed, e.g. 1,2,3")
-    parser.add_argument("--steps", type=int, help="in place of train.steps, in all runs")
     parser.add_argument(
-        "--offline", action="store_true", help="distil from a store of the teacher's words too"
-    )
-    parser.add_argument("--fresh", action="store_true", help="throw earlier runs away first")
-    parser.add_argument("--result", type=Path, help="write the outcome of every seed as JSON")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="changes to all runs, e.g. parallel.pipeline=1",
+        "--offline", action="store_true", help="distil from a store of the teacher's outputs too"
     )
     return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
     """Return the runs of one seed; raises ConfigError if a configuration is invalid."""
     prefix = arguments.config or _default_config()
-    place: Path = arguments.output / f"seed_{seed}" if arguments.seeds else arguments.output
+    place = place_of(arguments, seed)
     shared = [*([] if seed is None else [f"seed={seed}"]), *arguments.overrides]
 
     def run(name: str, label: str, file: str, *own: str) -> ChildRun:
         overrides = [f"output={place / name}", *own, *shared]
-        if arguments.steps is not None:
-            warmup = load_config(file, overrides).schedule.warmup_steps
-            overrides.append(f"train.steps={arguments.steps}")
-            overrides.append(f"schedule.warmup_steps={min(warmup, arguments.steps // 5)}")
-        config = load_config(file, overrides)
-        return ChildRun(
-            name=name,
-            label=label,
-            place=place,
-            script=ROOT / "launch" / "pretrain_distill.py",
-            arguments=("--config", file, *overrides),
-            settings=to_yaml(config),
-            steps=config.train.steps,
-            processes=_processes(config),
-        )
+        script, steps = ROOT / "launch" / "pretrain_distill.py", arguments.steps
+        return child_run(name, label, file, overrides, place=place, script=script, steps=steps)
 
     student = f"{prefix}_student.yaml"
     tokenizer = f"data.tokenizer.path={place / 'teacher' / 'tokenizer'}"
@@ -221,14 +188,6 @@ def plan_capture(place: Path, student: RunConfig) -> ChildCapture:
         settings=to_yaml(config),
         samples=config.store.samples,
         processes=parallel["tensor"] * parallel["pipeline"] * parallel["context"],
-    )
-
-
-def _processes(config: RunConfig) -> int:
-    parallel, train = config.parallel, config.train
-    return processes_here(
-        model_ranks=parallel.tensor * parallel.pipeline * parallel.context,
-        micro_batches=train.global_batch_size // train.micro_batch_size,
     )
 
 

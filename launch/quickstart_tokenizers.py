@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_distill.config import RunConfig, load_config, to_yaml
+from megatron_distill.commands.quickstart import (
+    add_arguments,
+    child_run,
+    exit_status,
+    place_of,
+    seeds_of,
+    write_result,
+)
+from megatron_distill.config import RunConfig, load_config
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
@@ -28,21 +35,16 @@ from megatron_distill.data.sources import (
     sample_texts,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, trained_in
-from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.bits_per_byte import (
     HeldOutText,
     measure_text,
     require_comparable,
 )
-from megatron_distill.evaluation.quickstart import (
-    ChildRun,
-    RunStoppedError,
-    over_seeds,
-    processes_here,
-    write_json,
-)
+from megatron_distill.evaluation.quickstart import ChildRun
 from megatron_distill.evaluation.quickstart_tokenizers import (
     ALONE,
+    ALONE_NOTE,
     LOSSES,
     TOKENIZERS,
     Comparison,
@@ -50,13 +52,13 @@ from megatron_distill.evaluation.quickstart_tokenizers import (
     chosen_losses,
     margins_over_seeds,
     remove,
+    show_margins,
 )
 from megatron_distill.train.assemble.sources import data_options, source_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 TEACHER = os.path.relpath(ROOT / "configs" / "quickstart_teacher.yaml")
 STUDENT = os.path.relpath(ROOT / "configs" / "quickstart_tokenizers_student.yaml")
-STOPPED_STATUS = 130
 
 
 @dataclass(frozen=True)
@@ -79,62 +81,41 @@ class Tokens:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parse(argv)
-    console = Console(highlight=False, soft_wrap=True)
-    try:
+
+    def all_seeds(console: Console) -> None:
         losses = chosen_losses(arguments.losses)
         if arguments.fresh:
             shutil.rmtree(arguments.output / TOKENIZERS, ignore_errors=True)
-        teacher, student = prepare(arguments)
-        seeds = arguments.seeds or [arguments.seed]
-        flows = [plan(arguments, seed, losses, teacher, student) for seed in seeds]
+        teacher, student = prepare(arguments, console)
+        flows = [plan(arguments, seed, losses, teacher, student) for seed in seeds_of(arguments)]
         if arguments.fresh:
             for flow in flows:
                 remove(flow)
         outcomes = [carry_out(flow, console) for flow in flows]
+        margins = margins_over_seeds(flows, outcomes)
+        if len(flows) > 1:
+            show_margins(margins, console)
         if arguments.result is not None:
-            command = shlex.join([Path(sys.executable).name, *sys.argv])
-            margins = margins_over_seeds(flows, outcomes)
-            write_json(arguments.result, over_seeds(outcomes, command, margins))
-    except MegatronDistillError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"\nerror: {error}", markup=False
-        )
-        return 1
-    except RunStoppedError as stop:
-        console.print(f"\n{stop}. The same command goes on from here.", markup=False)
-        return STOPPED_STATUS
-    return 0
+            write_result(arguments.result, outcomes, {"margin_bits_per_byte": margins})
+
+    return exit_status(all_seeds)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart_tokenizers"))
+    example = "data.validation_fraction=0.01"
+    add_arguments(parser, output=Path("runs/quickstart_tokenizers"), example=example)
     parser.add_argument(
         "--losses",
         default=",".join(LOSSES),
         help="the losses to compare, separated by commas (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, help="in place of the files' seed")
-    parser.add_argument("--seeds", type=_numbers, help="everything once per seed, e.g. 1,2,3")
-    parser.add_argument("--steps", type=int, help="in place of train.steps, in all runs")
-    parser.add_argument("--fresh", action="store_true", help="throw earlier runs away first")
-    parser.add_argument("--result", type=Path, help="write the outcome of every seed as JSON")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="changes to all runs, e.g. data.validation_fraction=0.01",
-    )
     return parser.parse_args(argv)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def prepare(arguments: argparse.Namespace) -> tuple[Tokens, Tokens]:
+def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Tokens, Tokens]:
     """Train both tokenizers, unless an earlier call has, and read the held-out documents.
 
     The teacher's come first. Raises ConfigError or DataError, before anything is written if a
@@ -148,8 +129,12 @@ def prepare(arguments: argparse.Namespace) -> tuple[Tokens, Tokens]:
             )
     configs = [load_config(file, arguments.overrides) for file in (TEACHER, STUDENT)]
     folders = [arguments.output / TOKENIZERS / name for name in ("teacher", "student")]
+    console.print(f"[bold]tokenizers[/bold] {arguments.output / TOKENIZERS}")
     teacher, student = (
         _tokenizer(config, folder) for config, folder in zip(configs, folders, strict=True)
+    )
+    console.print(
+        f"  {teacher.vocab_size:,} tokens for the teacher, {student.vocab_size:,} for the students"
     )
     reading = TeacherReading(teacher, _teacher_length(configs[1]), 1.0, workers=0)
     options = [_options(config) for config in configs]
@@ -197,48 +182,28 @@ def plan(
     student: Tokens,
 ) -> Comparison:
     """Return the runs of one seed; raises ConfigError if a configuration is invalid."""
-    place: Path = arguments.output / f"seed_{seed}" if arguments.seeds else arguments.output
+    place = place_of(arguments, seed)
     shared = [*([] if seed is None else [f"seed={seed}"]), *arguments.overrides]
 
     def run(name: str, label: str, file: str, *own: str) -> ChildRun:
         overrides = [f"output={place / name}", *own, *shared]
-        if arguments.steps is not None:
-            warmup = load_config(file, overrides).schedule.warmup_steps
-            overrides.append(f"train.steps={arguments.steps}")
-            overrides.append(f"schedule.warmup_steps={min(warmup, arguments.steps // 5)}")
-        config = load_config(file, overrides)
-        return ChildRun(
-            name=name,
-            label=label,
-            place=place,
-            script=ROOT / "launch" / "pretrain_distill.py",
-            arguments=("--config", file, *overrides),
-            settings=to_yaml(config),
-            steps=config.train.steps,
-            processes=_processes(config),
-        )
+        script, steps = ROOT / "launch" / "pretrain_distill.py", arguments.steps
+        return child_run(name, label, file, overrides, place=place, script=script, steps=steps)
 
     def student_run(name: str, label: str, terms: str) -> ChildRun:
         checkpoint = f"teacher.checkpoint={place / 'teacher'}"
         own = (*student.overrides, checkpoint, f"objective.terms={terms}")
         return run(f"student_{name}", label, STUDENT, *own)
 
+    alone = student_run("alone", "student alone", ALONE)
     return Comparison(
         place=place,
         seed=load_config(STUDENT, shared).seed,
         teacher=run("teacher", "teacher", TEACHER, *teacher.overrides),
-        alone=student_run("alone", "student alone", ALONE),
+        alone=replace(alone, note=ALONE_NOTE),
         distilled=[student_run(name, name, LOSSES[name]) for name in losses],
         teacher_text=teacher.text,
         student_text=student.text,
-    )
-
-
-def _processes(config: RunConfig) -> int:
-    parallel, train = config.parallel, config.train
-    return processes_here(
-        model_ranks=parallel.tensor * parallel.pipeline * parallel.context,
-        micro_batches=train.global_batch_size // train.micro_batch_size,
     )
 
 

@@ -67,7 +67,7 @@ class Child:
 
     `settings` is its complete configuration as text; a child is never resumed with other settings.
     Next to its folder `place/name` are `name.yaml`, the settings, and, once it is finished and
-    saved, `name.json`, its summary.
+    saved, `name.json`, its summary. `note` is shown when it starts.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Child:
     arguments: tuple[str, ...]
     settings: str
     processes: int
+    note: str = ""
 
     @property
     def folder(self) -> Path:
@@ -201,6 +202,8 @@ def announce(child: ChildRun | ChildCapture, console: Console, number: str, *, s
         console.print(": finished before")
         return
     console.print(f": {child.extent} in {counted(child.processes, 'process', 'processes')}")
+    if child.note:
+        console.print(f"  {child.note}", markup=False)
     script = os.path.relpath(child.script)
     call = ["torchrun", f"--nproc-per-node={child.processes}", script, *child.arguments]
     console.print(f"  {shlex.join(call)}", style="dim", markup=False)

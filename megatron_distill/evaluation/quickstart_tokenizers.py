@@ -27,6 +27,7 @@ from megatron_distill.evaluation.runs import RunLog, margin, summarize
 
 __all__ = [
     "ALONE",
+    "ALONE_NOTE",
     "LOSSES",
     "TOKENIZERS",
     "BitsPerByte",
@@ -36,6 +37,8 @@ __all__ = [
     "compare",
     "margins_over_seeds",
     "remove",
+    "show",
+    "show_margins",
 ]
 
 TOKENIZERS: Final = "tokenizers"
@@ -51,14 +54,16 @@ LOSSES: Final[Mapping[str, str]] = {
 }
 # A term of weight 0: the samples of all students are then cut at the same places of the text.
 ALONE: Final = "[{alignment: likelihood, divergence: forward_kl, weight: 0.0}]"
+ALONE_NOTE: Final = "a term of weight 0: the teacher's samples, and nothing learnt from it"
 
 _COLUMNS: Final = (
-    ("held-out text", "bits/byte"),
-    ("towards the teacher", "of the gap"),
-    ("held-out CE", "nats/label"),
-    ("label", "bytes"),
-    ("trained on", "tokens"),
+    ("bits", "per byte"),
+    ("gap", "closed"),
+    ("nats", "per label"),
+    ("bytes", "per label"),
+    ("tokens", "trained on"),
 )
+_FULL_WIDTH: Final = 74  # a narrower terminal shows the first two
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def carry_out(comparison: Comparison, console: Console) -> Mapping[str, Any]:
     }
     write_json(comparison.place / "result.json", outcome)
     (comparison.place / "result.md").write_text(_markdown(rows), encoding="utf-8")
-    _show(rows, comparison, console)
+    show(rows, comparison, console)
     console.print(f"\ncurves    {picture}", markup=False)
     console.print(f"result    {comparison.place / 'result.md'}", markup=False)
     return outcome
@@ -196,18 +201,25 @@ def compare(
 
 def margins_over_seeds(
     comparisons: Sequence[Comparison], outcomes: Sequence[Mapping[str, Any]]
-) -> Mapping[str, object]:
-    """Return the spread over the seeds of each loss's improvement, in bits per byte."""
+) -> Mapping[str, Mapping[str, float]]:
+    """Return mean, least and most over the seeds of each loss's improvement, in bits per byte."""
     names = [run.label for run in comparisons[0].distilled]
     tables = [
         {row["label"]: row["bits_per_byte"] for row in outcome["rows"]} for outcome in outcomes
     ]
     alone = comparisons[0].alone.label
-    return {
-        "margin_bits_per_byte": {
-            name: spread([table[alone] - table[name] for table in tables]) for name in names
-        }
-    }
+    return {name: spread([table[alone] - table[name] for table in tables]) for name in names}
+
+
+def show_margins(margins: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    """Print the spread of each loss's improvement over the seeds."""
+    table = _table("All seeds: bits per byte below the student alone")
+    for name in ("mean", "least", "most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for loss, margin_of in margins.items():
+        table.add_row(loss, *(f"{value:.4f}" for value in margin_of.values()))
+    console.print()
+    console.print(table)
 
 
 def _held_out_loss(run: RunLog) -> float:
@@ -217,21 +229,18 @@ def _held_out_loss(run: RunLog) -> float:
     return loss
 
 
-def _show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console) -> None:
-    table = Table(
-        title="Held-out documents, all of their text",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("run", no_wrap=True)
-    for name, unit in _COLUMNS:
-        table.add_column(f"{name}\n[dim]{unit}[/dim]", justify="right")
+def show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console) -> None:
+    """Print the table of one seed and the best loss; a narrow terminal has fewer columns."""
+    table = _table("Held-out documents, all of their text")
+    columns = _COLUMNS if console.width >= _FULL_WIDTH else _COLUMNS[:2]
+    for name, unit in columns:
+        table.add_column(f"{name}\n{unit}", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.label, *_cells(row))
+        table.add_row(row.label, *_cells(row)[: len(columns)])
     console.print()
     console.print(table)
     text = comparison.student_text
+    console.print("gap closed: share of the way from the student alone to the teacher")
     console.print(
         f"{text.text_bytes:,} bytes: {text.labels:,} labels of the student, "
         f"{comparison.teacher_text.labels:,} of the teacher."
@@ -245,8 +254,14 @@ def _show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console)
     )
 
 
+def _table(title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.add_column("run", no_wrap=True)
+    return table
+
+
 def _markdown(rows: Sequence[BitsPerByte]) -> str:
-    heads = ["run", *(f"{name} ({unit})" for name, unit in _COLUMNS)]
+    heads = ["run", *(f"{name} {unit}" for name, unit in _COLUMNS)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(_COLUMNS)]
     lines += ["| " + " | ".join([row.label, *_cells(row)]) + " |" for row in rows]
     return "\n".join(lines) + "\n"

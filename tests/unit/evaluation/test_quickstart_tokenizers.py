@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launch import quickstart_tokenizers
+from megatron_distill.commands.quickstart import STOPPED_STATUS, exit_status
 from megatron_distill.config import load_config
 from megatron_distill.errors import DataError
 from megatron_distill.evaluation.bits_per_byte import HeldOutText
@@ -18,6 +20,7 @@ from megatron_distill.evaluation.quickstart_tokenizers import (
     Comparison,
     compare,
     margins_over_seeds,
+    show,
 )
 from megatron_distill.evaluation.runs import RunLog
 
@@ -89,9 +92,35 @@ def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> Non
         for bits in (2.5, 3.5)
     ]  # fmt: skip
     found = margins_over_seeds([comparison, comparison], outcomes)
-    assert json.loads(json.dumps(found))["margin_bits_per_byte"] == {
-        name: {"mean": 0.0, "least": -0.5, "most": 0.5} for name in NAMES
-    }
+    assert found == {name: {"mean": 0.0, "least": -0.5, "most": 0.5} for name in NAMES}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_terminal_of_any_width_shows_whole_figures(comparison: Comparison, width: int) -> None:
+    losses = [2.0, *(1.8 for _ in NAMES)]
+    students = [log("student alone", 2.0), *map(log, NAMES, losses[1:])]
+    rows = compare(log("teacher", 2.0), students, comparison)
+    console = Console(width=width, soft_wrap=True, record=True, file=io.StringIO())
+    show(rows, comparison, console)
+    text = console.export_text()
+    assert "\u2026" not in text
+    for row in rows:
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{row.label}  "))
+        shown = line.split()
+        assert f"{row.bits_per_byte:.4f}" in shown
+        assert (f"{row.nats_per_label:.4f}" in shown) == (width >= 74)
+    table = [line for line in text.splitlines() if line.startswith("  ")]
+    assert max(map(len, table)) <= width
+
+
+def test_an_interruption_between_the_runs_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(console: Console) -> None:
+        raise KeyboardInterrupt
+
+    assert exit_status(interrupted) == STOPPED_STATUS
+    assert capsys.readouterr().out == "\nstopped. The same command goes on from here.\n"
 
 
 @pytest.mark.parametrize(
