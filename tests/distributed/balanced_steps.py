@@ -16,8 +16,12 @@ from megatron_distill.losses import (
     ValueSchedule,
 )
 from megatron_distill.runtime.batch import Batch, StepBatches
-from tests.distributed.megatron_world import megatron_groups, small_architecture
-from tests.distributed.test_model_layouts import _parts
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.reference.balancing import balanced_total
 from tests.reference.distillation import cross_entropy, forward_kl
 
@@ -76,13 +80,6 @@ def whole_batch(case: Case) -> Batch:
         sample_ids_b=torch.arange(SAMPLES),
         isolate_documents=False,
     )
-
-
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some of the sequences."""
-    names = ("tokens_bs", "labels_bs", "ce_mask_bs", "kd_mask_bs", "position_ids_bs")
-    cut = {name: getattr(batch, name)[rows] for name in (*names, "document_ids_bS", "sample_ids_b")}
-    return replace(batch, **cut, documents=None)
 
 
 def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int]) -> StepBatches:
@@ -200,7 +197,7 @@ def _gradients(chunks: Any, groups: Groups) -> Parts:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = parameter.main_grad
-    return _parts(chunks, groups)
+    return parts_of(chunks, groups)
 
 
 @dataclass(frozen=True)

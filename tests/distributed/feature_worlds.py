@@ -11,13 +11,17 @@ from torch import Tensor
 
 from megatron_distill.losses import BalanceMode, BalanceState, FeaturePair, ValueSchedule
 from megatron_distill.runtime.batch import Batch, StepBatches
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.distributed.test_models import LENGTH, packed_batch
 from tests.reference.features import Pair, Trained
 from tests.reference.llama import Heads, Packed
 
 if TYPE_CHECKING:
-    from megatron_distill.models.gpt import HiddenStateGPT
     from megatron_distill.runtime.groups import Groups, Layout
     from megatron_distill.train.balancing import Balancing
     from megatron_distill.train.features import FeatureLosses
@@ -111,27 +115,13 @@ def step_batches(groups: Groups, micro_batch_size: int) -> StepBatches:
     whole = whole_batch()
     own = range(groups.data.rank(), ROWS, groups.data.size())
     starts = range(0, len(own), micro_batch_size)
-    batches = [_rows(whole, list(own)[start : start + micro_batch_size]) for start in starts]
+    batches = [rows_of(whole, list(own)[start : start + micro_batch_size]) for start in starts]
     rank, size = groups.context.rank(), groups.context.size()
     return StepBatches(
         tuple(batch.context_shard(rank, size).with_trained_rows() for batch in batches),
         ce_tokens=int(whole.ce_mask_bs.sum()),
         kd_tokens=int(whole.kd_mask_bs.sum()),
         positions=ROWS * LENGTH,
-    )
-
-
-def _rows(whole: Batch, rows: list[int]) -> Batch:
-    return replace(
-        whole,
-        tokens_bs=whole.tokens_bs[rows],
-        labels_bs=whole.labels_bs[rows],
-        ce_mask_bs=whole.ce_mask_bs[rows],
-        kd_mask_bs=whole.kd_mask_bs[rows],
-        position_ids_bs=whole.position_ids_bs[rows],
-        document_ids_bS=whole.document_ids_bS[rows],
-        sample_ids_b=whole.sample_ids_b[rows],
-        documents=None,
     )
 
 
@@ -262,8 +252,8 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
             features=losses,
             feature_weights=tuple(setting.factor * pair.weight for pair in losses.pairs),
         )
-        weights = parts(student.chunks, groups)
-        teacher_weights = parts([online.model], groups)
+        weights = parts_of(student.chunks, groups)
+        teacher_weights = parts_of([online.model], groups)
         step = step_batches(groups, setting.micro_batch_size)
         signals = FeatureTeacher(online, ways).signals(step.micro_batches)
         balancing = build_balancing(setting, objective)
@@ -287,21 +277,9 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         return Found(
             {name: float(mean) for name, mean in means.items()} | {"norm": float(norm)},
             weights,
-            parts(student.chunks, groups),
+            parts_of(student.chunks, groups),
             teacher_weights,
             {name: p.detach().clone() for name, p in named.items()},
             {name: p.grad.clone() for name, p in named.items() if p.grad is not None},
             dict(balanced.logged),
         )
-
-
-def parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
-    """The contents of the chunks' parameters, by key and place in the global tensor."""
-    from megatron_distill.models.weights import sharded_tensors
-
-    found: Parts = {}
-    for part in sharded_tensors(chunks, groups):
-        assert part.data is not None
-        data = part.data.detach().clone()
-        found[part.key, part.global_offset] = data[None] if part.prepend_axis_num else data
-    return found

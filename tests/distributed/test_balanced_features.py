@@ -32,12 +32,8 @@ NORMS = replace(MAGNITUDE, mode="gradient_norm")
 HEAVY_MAPS = tuple((*pair[:3], 2 * pair[3]) for pair in MAPS)
 CASES: dict[str, tuple[int, Setting]] = {
     "one rank": (1, MAGNITUDE),
-    "micro-batch 4": (1, replace(MAGNITUDE, micro_batch_size=4)),
     "PP2, recompute": (2, replace(MAGNITUDE, layout=PP2, recompute="full")),
-    "PP2+virtual": (2, replace(MAGNITUDE, layout=VIRTUAL)),
-    "TP2": (2, replace(MAGNITUDE, layout=TP2, micro_batch_size=2)),
     "TP2+sequence": (2, replace(MAGNITUDE, layout=SEQUENCE)),
-    "DP2": (2, MAGNITUDE),
     "CP2": (2, replace(MAGNITUDE, layout={"context": 2}, micro_batch_size=2)),
     "TP2+sequence x PP2": (4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2})),
     "maps, TP2+sequence x PP2": (
@@ -48,7 +44,6 @@ CASES: dict[str, tuple[int, Setting]] = {
     "norms, TP2": (2, replace(NORMS, layout=TP2, micro_batch_size=2)),
     "norms, TP2+sequence x PP2": (4, replace(NORMS, layout={**SEQUENCE, **PP2})),
     "norms, CP2xPP2": (4, replace(NORMS, layout={"context": 2, **PP2}, recompute="full")),
-    "norms, DP2": (2, NORMS),
 }
 QUICK = ("TP2+sequence x PP2", "norms, TP2+sequence x PP2")
 

@@ -48,11 +48,7 @@ SEQUENCE = (("tensor", 2), ("sequence", True))
 PIPELINE = (("pipeline", 2),)
 LAYOUTS: dict[str, tuple[int, Case]] = {
     "one rank": (1, Case()),
-    "one rank, micro-batch 4": (1, Case(micro_batch=4)),
     "DP2, micro-batch 2": (2, Case(micro_batch=2)),
-    "DP4": (4, Case()),
-    "TP2": (2, Case(layout=(("tensor", 2),), micro_batch=2)),
-    "PP2": (2, Case(layout=PIPELINE)),
     "PP2+virtual, recompute": (
         2,
         Case(layout=(*PIPELINE, ("virtual_pipeline", 2)), recompute="full"),

@@ -105,17 +105,6 @@ def test_no_layout_changes_the_order_and_every_row_knows_its_source(
         assert results[0][1] == expected[0][1]
 
 
-def test_weights_are_met_to_within_a_sample_at_every_moment(
-    pool: Pool, specs: list[SourceSpec]
-) -> None:
-    rows = rows_of(pool.run(1, take_rows, specs, (8, 8), None, 40))
-    taken = Counter[int]()
-    for count, (_, source, _) in enumerate(rows, start=1):
-        taken[source] += 1
-        for index, weight in enumerate(WEIGHTS):
-            assert abs(taken[index] - weight * count) < 1
-
-
 def test_the_counts_of_the_sources_are_those_of_the_global_batch_on_every_rank(
     pool: Pool, specs: list[SourceSpec]
 ) -> None:

@@ -110,8 +110,10 @@ def bits(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("trained", ["some", "all"])
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 9.0)])
+@pytest.mark.parametrize(
+    ("trained", "dtype", "softcap"),
+    [("some", torch.float32, None), ("some", torch.bfloat16, 9.0), ("all", torch.float32, None)],
+)
 def test_a_top_k_has_the_bits_that_the_objective_chooses(
     pool: Pool, world: int, padded: int, trained: str, dtype: torch.dtype, softcap: float | None
 ) -> None:
@@ -141,8 +143,10 @@ def capture_whole(
     return found.integers, found.floats
 
 
-@pytest.mark.parametrize("trained", ["some", "all", "none"])
-@pytest.mark.parametrize(("world", "padded"), [(1, 384), (2, 384), (2, 768), (4, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("trained", "world", "padded"),
+    [("some", 1, 384), ("all", 2, 384), ("some", 2, 768), ("none", 2, 384), ("some", 4, 512)],
+)
 def test_every_position_is_that_of_whole_logits(
     pool: Pool, trained: str, world: int, padded: int
 ) -> None:

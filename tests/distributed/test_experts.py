@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "renormalize": False}
@@ -33,16 +33,13 @@ def both(
     """Kind of the experts, output and input gradient, gradients of weights by key and place."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.models import layers
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.weights import sharded_tensors
 
         architecture = small_architecture(init_std=0.2, **shape)
-        execution = Execution(torch.float32, torch.device("cpu"))
         found = []
         for runs in (layers.grouped_experts_run, lambda *_, **__: False):
             with patch.object(layers, "grouped_experts_run", runs):
-                chunks = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+                chunks = build(architecture, groups, seed=11)
             layer = chunks[0].decoder.layers[0].mlp
             generator = torch.Generator().manual_seed(5)
             hidden = torch.randn(12, 2, 32, generator=generator)
@@ -128,12 +125,8 @@ def test_no_count_is_read_on_the_host(pool: Pool) -> None:
 
 def of_no_rows(rank: int, world: int) -> list[Tensor | None]:
     with megatron_groups() as groups:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
-
-        execution = Execution(torch.float32, torch.device("cpu"))
         architecture = small_architecture(moe=MOE)
-        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=1)
+        (model,) = build(architecture, groups, seed=1)
         experts = model.decoder.layers[0].mlp.experts
         rows = torch.empty(0, 32, requires_grad=True)
         weights = torch.empty(0, requires_grad=True)
@@ -168,22 +161,17 @@ def through_a_checkpoint(
     """Save a model with one kind of experts, load it with the other; tensors of both by place."""
     with megatron_groups() as groups:
         from megatron_distill.models import layers
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.weights import fill, sharded_tensors
         from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
         from megatron_distill.train.checkpoint.reader import CheckpointWeights
         from megatron_distill.train.checkpoint.state import model_shards
 
         architecture = small_architecture(moe=MOE)
-        execution = Execution(torch.float32, torch.device("cpu"))
         sides = []
         for kind in sorted(["grouped", "sequential"], key=lambda kind: kind != first):
             is_grouped = kind == "grouped"
             with patch.object(layers, "grouped_experts_run", lambda *_, on=is_grouped, **__: on):
-                sides.append(
-                    build_gpt(architecture, groups=groups, execution=execution, seed=len(sides))
-                )
+                sides.append(build(architecture, groups, seed=len(sides)))
         checkpoints = CheckpointFolder(folder, keep=1, asynchronous=False)
         checkpoints.prepare()
         checkpoints.save(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 
 SIZES = {"hidden_size": 512, "ffn_hidden_size": 512, "head_size": 128, "num_layers": 2}
@@ -40,7 +41,9 @@ def test_a_window_holds_the_same_numbers_wherever_it_is_cut(pool: Pool) -> None:
 Parts = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 
 
-def _drawn(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, int, Parts]:
+def _drawn(
+    rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any], seed: int = 3
+) -> tuple[int, int, Parts]:
     """Numbers drawn by this rank, numbers that it holds, and its tensors by name and place."""
     drawn = 0
     randn = torch.randn
@@ -52,12 +55,9 @@ def _drawn(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, int, Par
         return found
 
     with megatron_groups(**layout) as groups, patch.object(torch, "randn", counted):
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.weights import sharded_tensors
 
-        execution = Execution(torch.float32, torch.device("cpu"))
-        chunks = build_gpt(small_architecture(**SHAPE), groups=groups, execution=execution, seed=3)
+        chunks = build(small_architecture(**SHAPE, **changes), groups, seed=seed)
         held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         parts = {
             (part.key, part.global_offset): part.data.detach().clone()
@@ -66,13 +66,31 @@ def _drawn(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, int, Par
         return drawn, held, parts
 
 
-def test_no_rank_draws_what_others_hold(pool: Pool) -> None:
-    layout = {"tensor": 2, "pipeline": 2}
-    ((_, _, whole),) = pool.run(1, _drawn, {})
-    for drawn, held, parts in pool.run(4, _drawn, layout):
+MOE = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 256}}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}, {}),
+    "experts EP2xPP2": (4, {"expert": 2, "pipeline": 2}, MOE),
+    "experts TP2xEP2": (4, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_draws_what_others_hold(pool: Pool, case: str) -> None:
+    world, layout, changes = CASES[case]
+    ((_, _, whole),) = pool.run(1, _drawn, {}, changes)
+    for drawn, held, parts in pool.run(world, _drawn, layout, changes):
         assert drawn < 1.25 * held  # tiles at the end of the vocabulary are cut
         for (key, offset), part in parts.items():
             assert torch.equal(part, _window(whole, key, offset, part)), (key, offset)
+
+
+def test_another_seed_draws_other_weights(pool: Pool) -> None:
+    (one, other) = (pool.run(1, _drawn, {}, {}, seed)[0][2] for seed in (3, 4))
+    drawn = [place for place, tensor in one.items() if tensor.std() > 0]
+    assert len(drawn) > 8
+    assert not any(torch.equal(one[place], other[place]) for place in drawn)
+    # No two tensors of one model are drawn from one stream either.
+    assert len({tuple(one[place].flatten()[:4].tolist()) for place in drawn}) == len(drawn)
 
 
 def _window(whole: Parts, key: str, offset: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

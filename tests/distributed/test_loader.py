@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import FULLY_TRAINED, Sample, SampleSource
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import DataOptions, open_training
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
@@ -245,31 +245,6 @@ def take_distant(rank: int, world_size: int) -> tuple[list[int], dict[str, Any]]
 def test_large_sample_ids_and_any_text_travel_unchanged(pool: Pool) -> None:
     expected = ([2**40 + 7] * 2, {"samples": ROWS, "source": {"word": "\u00fc" * 11}})
     assert pool.run(2, take_distant) == [expected, expected]
-
-
-def hold_out(rank: int, world_size: int, spec: SourceSpec) -> list[int]:
-    options = DataOptions(sequence_length=LENGTH, validation_fraction=0.3)
-    source = None
-    with together():
-        if rank == 0:
-            source = read_held_out([spec], tokenizer=ByteTokenizer(), options=options, samples=11)
-    counts = []
-    with loader_for(source, rank, (2, 1, 2)) as loader:
-        beginning = loader.state_dict()
-        for _ in range(2):
-            counts.append([loader.take(step).ce_tokens for step in range(2)])
-            loader.load_state_dict(beginning)
-    assert counts[0] == counts[1]
-    return counts[0]
-
-
-def test_held_out_samples_go_through_the_loader_as_often_as_wanted(
-    pool: Pool, tmp_path: Path
-) -> None:
-    path = write_jsonl(tmp_path / "corpus.jsonl", map(story, range(100)))
-    full, partial = pool.run(2, hold_out, SourceSpec("jsonl", (str(path),)))[1]
-    assert 0 < partial < full <= ROWS * LENGTH
-    assert partial <= 3 * LENGTH
 
 
 def test_an_indexed_corpus_is_opened_by_the_first_rank_alone(pool: Pool, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_distill.runtime.mcore_patches import (
     change_literals,
     prepare_megatron_core,
 )
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 
 
@@ -107,12 +107,9 @@ def _gathered(rank: int, world: int) -> tuple[list[bool], list[bool], list[bool]
     """Of each bucket: is it on its way, is it there once waited for, and in a forward pass."""
     with megatron_groups() as groups:
         from megatron_distill.config import OptimizerConfig
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.train.optimizer import finish_gathers, wrap_data_parallel
 
-        execution = Execution(torch.float32, torch.device("cpu"))
-        chunks = build_gpt(small_architecture(), groups=groups, execution=execution, seed=1)
+        chunks = build(small_architecture(), groups, seed=1)
         late = OptimizerConfig(overlap_param_gather=True, bucket_size=2000)
         (wrapped,) = wrap_data_parallel(chunks, late, groups=groups)
         buckets = [bucket for group in wrapped.bucket_groups for bucket in group.buckets]

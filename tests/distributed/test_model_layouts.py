@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.runtime.batch import Batch
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.test_models import LENGTH, packed_batch
 
 if TYPE_CHECKING:
-    from megatron_distill.models.gpt import HiddenStateGPT
     from megatron_distill.runtime.groups import Groups
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -69,20 +72,7 @@ Parts = dict[tuple[str, tuple[int, ...]], Tensor]
 def micro_batches(rank: int, size: int) -> list[Batch]:
     """The two sequences of `packed_batch`, one after another, as a context rank sees them."""
     whole = packed_batch(isolate=True)
-    rows = [
-        replace(
-            whole,
-            tokens_bs=whole.tokens_bs[row : row + 1],
-            labels_bs=whole.labels_bs[row : row + 1],
-            ce_mask_bs=whole.ce_mask_bs[row : row + 1],
-            kd_mask_bs=whole.kd_mask_bs[row : row + 1],
-            position_ids_bs=whole.position_ids_bs[row : row + 1],
-            document_ids_bS=whole.document_ids_bS[row : row + 1],
-            sample_ids_b=whole.sample_ids_b[row : row + 1],
-            documents=None,
-        )
-        for row in range(2)
-    ]
+    rows = [rows_of(whole, slice(row, row + 1)) for row in range(2)]
     return [row.context_shard(rank, size) for row in rows]
 
 
@@ -117,11 +107,11 @@ def _trained(
             micro_batch_size=1,
             sequence_length=LENGTH,
         )
-        weights = _parts(chunks, groups)
+        weights = parts_of(chunks, groups)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.data = _summed(name, parameter, groups)
-        return seen, weights, _parts(chunks, groups)
+        return seen, weights, parts_of(chunks, groups)
 
 
 def _weighted(
@@ -146,18 +136,6 @@ def _summed(name: str, parameter: torch.nn.Parameter, groups: Groups) -> Tensor:
     if is_partial or "q_layernorm" in name or "k_layernorm" in name:
         dist.all_reduce(gradient, group=groups.tensor)
     return gradient.clone()
-
-
-def _parts(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
-    """The contents of the chunks' parameters, by key and place in the global tensor."""
-    from megatron_distill.models.weights import sharded_tensors
-
-    found: Parts = {}
-    for part in sharded_tensors(chunks, groups):
-        assert part.data is not None
-        data = part.data.detach().clone()
-        found[part.key, part.global_offset] = data[None] if part.prepend_axis_num else data
-    return found
 
 
 def _whole(shards: Sequence[Parts]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_distill.runtime.batch import Batch
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 
 LENGTH = 32
@@ -42,12 +42,10 @@ def packed_batch(*, isolate: bool) -> Batch:
 
 def _document_alone(rank: int, world: int, positions: str) -> tuple[torch.Tensor, torch.Tensor]:
     with megatron_groups() as groups:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt, run_model
+        from megatron_distill.models.gpt import run_model
 
-        execution = Execution(torch.float32, torch.device("cpu"))
         architecture = small_architecture(positions=positions)
-        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        (model,) = build(architecture, groups, seed=11)
         packed = packed_batch(isolate=True)
         alone = Batch(
             tokens_bs=packed.tokens_bs[:1, 5:20],

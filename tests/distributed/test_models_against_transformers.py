@@ -1,39 +1,62 @@
-"""Our GPTs against the same families in `transformers`: logits, loss, and every gradient."""
+"""Our GPTs against the same models in `transformers`: logits, loss, and every gradient.
+
+The gradients of `transformers` are saved in the place of weights and read under our names, by the
+rules that read its weights.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.megatron_world import SMALL, megatron_groups, small_architecture
+from tests.distributed.hugging_face_models import MODELS, reference, save_model, tokens
+from tests.distributed.megatron_world import SMALL, build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
-from tests.distributed.transformers_families import FAMILIES
 
-LENGTH = 24
+# Of the same models, what decides which branch is computed.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact GELU": ("gpt2", {"activation_function": "gelu"}),
+    "chosen experts' weights sum up to one": ("qwen3_moe", {"norm_topk_prob": True}),
+    "one expert per token": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "experts in every second layer": (
+        "qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "no biases and no norms of queries": (
+        "glm4_moe", {"attention_bias": False, "use_qk_norm": False},
+    ),
+    "groups of experts": (
+        "glm4_moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    ),
+}  # fmt: skip
+CASES = {**{name: (name, {}) for name in MODELS}, **VARIANTS}
 
 
-def tokens() -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(0, SMALL["vocab_size"], (2, LENGTH + 1), generator=generator)
-
-
-def ours(rank: int, world: int, changes: dict[str, Any]) -> tuple[Any, ...]:
-    """Weights, logits, loss and gradients by our own names; to be called in a pool worker."""
+def ours(
+    rank: int, world: int, folder: Path, gradients: Path
+) -> tuple[Tensor, float, dict[str, tuple[Tensor, Tensor]]]:
+    """Logits, loss, and of each parameter our gradient beside that of `transformers`."""
     with megatron_groups() as groups:
         from megatron_distill.losses import fused_linear_objective
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt, hidden_for_head, run_model
+        from megatron_distill.models.gpt import (
+            hidden_for_head,
+            run_model,
+            vocab_shard,
+        )
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.weights import fill
         from megatron_distill.ops import LogitRule
         from megatron_distill.train.next_token import _whole_document
 
-        shape = small_architecture(init_std=0.2, **changes)
+        shape = describe(folder).architecture
         rule = LogitRule(shape.logit_softcap, shape.logit_scale)
-        execution = Execution(torch.float32, torch.device("cpu"))
-        (model,) = build_gpt(shape, groups=groups, execution=execution, seed=11)
-        spread(model)
+        (model,) = build(shape, groups, seed=None)
+        fill([model], HuggingFaceWeights(folder, describe(folder)), groups=groups)
+        model.eval()
         batch = _whole_document(tokens()[:, :-1])
         hidden = hidden_for_head(run_model(model, batch, context_size=1), groups=groups)
         labels = tokens()[:, 1:].reshape(-1)
@@ -41,59 +64,48 @@ def ours(rank: int, world: int, changes: dict[str, Any]) -> tuple[Any, ...]:
         loss, _ = fused_linear_objective(
             hidden, model.head_weight(), None, labels,
             ce_weights=mean, kd_weights=mean, terms=(), chunk_tokens=7,
-            student_softcap=shape.logit_softcap, student_scale=shape.logit_scale,
+            shard=vocab_shard(shape, groups), student_softcap=shape.logit_softcap,
+            student_scale=shape.logit_scale,
         )  # fmt: skip
         loss.backward()
         logits = rule.apply_((hidden @ model.head_weight().t()).detach())
-        state = model.state_dict().items()
-        weights = {name: value.clone() for name, value in state if isinstance(value, Tensor)}
-        gradients = {name: gradient_of(p) for name, p in model.named_parameters()}
-        return weights, logits, float(loss), gradients
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        fill([model], HuggingFaceWeights(gradients, describe(gradients)), groups=groups)
+        both = {}
+        for name, parameter in model.named_parameters():
+            gradient = found[name]
+            assert gradient is not None, name
+            both[name] = gradient, parameter.detach()
+        return logits[:, : shape.vocab_size], float(loss), both
 
 
-def spread(model: torch.nn.Module) -> None:
-    """Make norms and biases, which start at one and zero, different from each other."""
-    generator = torch.Generator().manual_seed(6)
-    for value in model.state_dict().values():
-        if isinstance(value, Tensor) and value.dim() == 1:
-            value += 0.3 * torch.randn(value.shape, generator=generator)
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.clone()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_and_gradients_are_those_of_transformers(pool: Pool, family: str) -> None:
-    chosen = FAMILIES[family]
-    shape = {**SMALL, **chosen.changes}
-    ((weights, logits, loss, gradients),) = pool.run(1, ours, chosen.changes)
-    reference = chosen.reference()
-    missing, surplus = reference.load_state_dict(chosen.names(weights, shape), strict=False)
-    assert not surplus
-    assert [name for name in missing if name != "lm_head.weight"] == []
-    assert bool(missing) == shape.get("tied_embeddings", False)
-    expected = reference(tokens()[:, :-1]).logits
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_are_those_of_transformers(
+    pool: Pool, tmp_path: Path, case: str
+) -> None:
+    name, changes = CASES[case]
+    folder = save_model(tmp_path / "model", name, **changes)
+    model = reference(folder)
+    expected = model(tokens()[:, :-1]).logits
     scale = float(expected.detach().abs().max())
     assert scale > 3, "logits so small would hide a mistake"
-    torch.testing.assert_close(
-        logits.view_as(expected), expected.detach(), atol=2e-6 * scale, rtol=0
-    )
     expected_loss = torch.nn.functional.cross_entropy(
         expected.flatten(0, 1), tokens()[:, 1:].reshape(-1)
     )
-    assert loss == pytest.approx(float(expected_loss.detach()), rel=2e-6)
     expected_loss.backward()
-    parameters = dict(reference.named_parameters())
-    found = chosen.names(gradients, shape)
-    assert set(found) == set(parameters) - ({"lm_head.weight"} if missing else set())
-    for name, gradient in found.items():
-        other = parameters[name].grad
-        assert other is not None
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(tmp_path / "gradients")
+    ((logits, loss, gradients),) = pool.run(1, ours, folder, tmp_path / "gradients")
+    torch.testing.assert_close(
+        logits.view_as(expected), expected.detach(), atol=2e-6 * scale, rtol=0
+    )
+    assert loss == pytest.approx(float(expected_loss.detach()), rel=2e-6)
+    for key, (gradient, other) in gradients.items():
         bound = 2e-5 * float(other.abs().max())
+        assert bound > 0, key
         torch.testing.assert_close(
-            gradient, other, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            gradient, other, atol=bound, rtol=0, msg=lambda m, n=key: f"{n}: {m}"
         )
 
 
@@ -103,11 +115,14 @@ def _in_bf16(rank: int, world: int) -> tuple[float, Tensor, Tensor]:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt
 
-        shape = small_architecture(**FAMILIES["Gemma 3"].changes)
+        shape = small_architecture(
+            norm="zero_centered_rmsnorm", embedding_scale=SMALL["hidden_size"] ** 0.5
+        )
         execution = Execution(torch.bfloat16, torch.device("cpu"))
         (model,) = build_gpt(shape, groups=groups, execution=execution, seed=11)
-        spread(model)
         norm = model.decoder.final_layernorm
+        generator = torch.Generator().manual_seed(6)
+        norm.weight.data += 0.3 * torch.randn(norm.weight.shape, generator=generator)
         normed = norm(some_states())
         normed.sum().backward()
         return model.embedding_scale, normed.detach(), torch.stack((norm.weight, norm.weight.grad))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.hugging_face_models import save_model
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
@@ -57,13 +57,10 @@ def described(
 ) -> tuple[set[Description], set[Description]]:
     """Key, leading axes and shape: of this rank's tensors, and of all tensors in conversion."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.weights import parameters, sharded_tensors
 
         architecture = small_architecture(**shape)
-        execution = Execution(torch.float32, torch.device("cpu"))
-        chunks = build_gpt(architecture, groups=groups, execution=execution, seed=None)
+        chunks = build(architecture, groups, seed=None)
         held = {
             (part.key, part.global_shape[:axes], part.global_shape[axes:])
             for part in sharded_tensors(chunks, groups)
@@ -82,8 +79,11 @@ def described(
         return held, known
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=["TP1", "TP2", "PP2"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"),
+    [(name, *LAYOUTS[number % 3]) for number, name in enumerate(SHAPES)]
+    + [("experts in some layers", *layout) for layout in LAYOUTS[:2]],
+)
 def test_conversion_knows_every_tensor_of_a_model(
     pool: Pool, name: str, ranks: int, layout: dict[str, Any]
 ) -> None:
@@ -155,22 +155,17 @@ def filled(
 ) -> tuple[list[str], dict[Any, Tensor], dict[Any, Tensor]]:
     """Weights by sharded key and place: in torch's modules, and in Transformer Engine's."""
     with megatron_groups(**layout) as groups, ExitStack() as stack:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
         from megatron_distill.models.weights import fill, sharded_tensors
 
         description = describe(folder)
         weights = HuggingFaceWeights(folder, description)
-        execution = Execution(torch.float32, torch.device("cpu"))
         names: list[str] = []
         sides: list[dict[Any, Tensor]] = []
         for layers in (None, transformer_engine_layers):
             if layers is not None:
                 stack.enter_context(layers())
-            chunks = build_gpt(
-                description.architecture, groups=groups, execution=execution, seed=None
-            )
+            chunks = build(description.architecture, groups, seed=None)
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.data.fill_(torch.nan)

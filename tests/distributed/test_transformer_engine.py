@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.distributed.test_parameters import transformer_engine_layers
 
@@ -131,11 +131,8 @@ def decisions(rank: int, world: int) -> dict[str, Any]:
         from megatron.core.models.common.embeddings import rope_utils
 
         from megatron_distill.models import layers, transformer_engine
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
 
         moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": (0,)}
-        execution = Execution(torch.float32, torch.device("cpu"))
         found: dict[str, Any] = {}
 
         def kept(config: Any) -> Any:
@@ -146,9 +143,7 @@ def decisions(rank: int, world: int) -> dict[str, Any]:
             patch.object(layers, "fused_config", kept),
             patch.object(rope_utils, "fused_apply_rotary_pos_emb", lambda *_, **__: None),
         ):
-            (model,) = build_gpt(
-                small_architecture(moe=moe), groups=groups, execution=execution, seed=None
-            )
+            (model,) = build(small_architecture(moe=moe), groups, seed=None)
         attention = model.decoder.layers[0].self_attention
         used = []
         for samples in (1, 2):

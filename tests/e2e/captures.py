@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from megatron_distill import log
-from megatron_distill.config import CaptureConfig, check_layout, load_capture_config
+from megatron_distill.config import load_capture_config
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
 from tests.e2e.failing import file_size_limit
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import CPU, SECONDS, TEACHER, Inputs, StopAfter
+from tests.e2e.runs import CPU, SECONDS, TEACHER, Inputs, StopAfter, configure
 
 SCRIPT = ROOT / "launch" / "cache_teacher.py"
 SAMPLES = 43
@@ -58,16 +54,6 @@ def write_capture(
     return path
 
 
-def configure(rank: int, world: int, path: Path, overrides: Sequence[str]) -> CaptureConfig:
-    """Prepare a pool worker as the entry script prepares a rank."""
-    log.configure(rank, other_ranks_level=40)
-    config = load_capture_config(path, overrides)
-    check_layout(config, world)
-    prepare_megatron_core(on_cuda=False)
-    torch.set_num_threads(1)
-    return config
-
-
 def capture_here(
     rank: int,
     world: int,
@@ -77,7 +63,7 @@ def capture_here(
     limits: dict[int, int] | None = None,
 ) -> bool | str:
     """Run one capture in a pool worker; returns what it returns, or the error's kind and text."""
-    config = configure(rank, world, path, overrides)
+    config = configure(rank, path, overrides, world, load_capture_config)
     from megatron_distill.train.assemble.capture import run_capture
 
     try:

@@ -134,14 +134,14 @@ def torchrun(
 
 def run_python(*words: str, seconds: float) -> str:
     """Run Python in the project's folder until it ends well, and return what it printed."""
+    return run_program(sys.executable, *words, seconds=seconds).stdout
+
+
+def run_program(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in the project's folder until it ends well."""
     done = subprocess.run(
-        [sys.executable, *words],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
+        list(words), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=seconds,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return done.stdout
+    return done

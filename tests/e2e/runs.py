@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
 
 STEPS = 20
 SECONDS = 300.0  # of one run; only a hang takes that long
+
+SAVE = "checkpoint.save=true"
+TENSOR, FOUR = "parallel.tensor=2", "parallel.tensor=4"
+SEQUENCE = "parallel.sequence=true"
+PIPELINE, VIRTUAL = "parallel.pipeline=2", "parallel.virtual_pipeline=2"
+CONTEXT = "parallel.context=2"
+EXPERT = "parallel.expert=2"
 
 STUDENT = """\
 student:
@@ -209,10 +218,16 @@ def quick_and_slow(cases: Iterable[str], quick: Collection[str]) -> list[Paramet
     return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def configure(rank: int, config_path: Path, overrides: Sequence[str], world: int) -> RunConfig:
-    """Prepare a pool worker as the entry script prepares a rank."""
+def configure(
+    rank: int,
+    config_path: Path,
+    overrides: Sequence[str],
+    world: int,
+    load: Callable[..., Any] = load_config,
+) -> Any:
+    """Prepare a pool worker as the entry script prepares a rank; returns the configuration."""
     log.configure(rank, other_ranks_level=40)
-    config = load_config(config_path, overrides)
+    config = load(config_path, overrides)
     check_layout(config, world)
     prepare_megatron_core(on_cuda=False)
     torch.set_num_threads(1)
@@ -278,6 +293,19 @@ def assembled(
         yield config, _assemble(config, CPU, groups, resources)[0]
 
 
+def train_parts(config: RunConfig, parts: Parts) -> str:
+    """Train what was assembled; returns the message of the error that ended it, if any did."""
+    from megatron_distill.errors import TrainingError
+    from megatron_distill.train.assemble.run import loop_plan
+    from megatron_distill.train.loop import train
+
+    try:
+        train(parts, loop_plan(config), TerminationRequest())
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
 def run(
     pool: Pool,
     world: int,
@@ -291,6 +319,32 @@ def run(
     finished = pool.run(world, train_here, config_path, arguments, stop_after, timeout=SECONDS)
     assert finished == [stop_after is None] * world
     return step_records(output)
+
+
+class KnownRuns:
+    """Runs of the session's configurations; the same request is trained once."""
+
+    def __init__(self, pool: Pool, inputs: Inputs, label: str, *common: str) -> None:
+        self._pool, self._inputs, self._label, self._common = pool, inputs, label, common
+        self._known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def __call__(self, name: str, world: int, *overrides: str) -> list[dict[str, Any]]:
+        """Return the records of the steps."""
+        key = (name, world, *overrides)
+        if key not in self._known:
+            config, changes = self._inputs.folder / f"{name}.yaml", (*self._common, *overrides)
+            output = self._inputs.folder / f"{self._label}-{len(self._known)}"
+            self._known[key] = run(self._pool, world, config, output, *changes)
+        return self._known[key]
+
+
+def logged(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
+    """Train in a pool worker; returns the log of this rank."""
+    stream = io.StringIO()
+    configure_log = log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure_log(rank, stream=stream)):
+        train_here(rank, world, config_path, overrides)
+    return stream.getvalue()
 
 
 def failure(pool: Pool, world: int, config_path: Path, output: Path, *overrides: str) -> str:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.failing import call
-from tests.e2e.runs import Inputs, course, failure, quick_and_slow, records, run
+from tests.e2e.runs import (
+    PIPELINE,
+    TENSOR,
+    Inputs,
+    KnownRuns,
+    course,
+    failure,
+    quick_and_slow,
+    records,
+    run,
+)
 
-FIRST, LAST = 1e-6, 1e-4
+LAST = 1e-4
 SHORT = ("train.steps=6", "schedule.warmup_steps=2")
 MAGNITUDE = ("objective.balance={mode: magnitude, alpha: 0.5}",)
 PREVIOUS = ("objective.balance={mode: magnitude, raw_losses: previous}",)
@@ -31,69 +40,15 @@ CHANGING = (
 )
 SCHEDULE = ("objective.balance.mode=schedule", *CHANGING)
 FEATURES = "objective.features=[{match: uniform}, {student: 2, teacher: 2, loss: cosine}]"
-TENSOR = "parallel.tensor=2"
-SEQUENCE = "parallel.sequence=true"
-PIPELINE = "parallel.pipeline=2"
-VIRTUAL = "parallel.virtual_pipeline=2"
-LATE = "optimizer.overlap_param_gather=true"
 DROPOUT = tuple(f"student.architecture.{kind}_dropout=0.1" for kind in ("attention", "hidden"))
 
-Course = list[dict[str, Any]]
-Runner = Callable[..., Course]
-
 
 @pytest.fixture(scope="module")
-def initial(pool: Pool, inputs: Inputs) -> dict[str, list[str]]:
-    """Overrides that start a run of each configuration from the same weights in every layout."""
-    found = {}
-    for name in ("dense", "moe"):
-        folder = inputs.folder / f"balancing-initial-{name}"
-        saved = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
-        run(pool, 1, inputs.folder / f"{name}.yaml", folder, *saved)
-        found[name] = [f"student.checkpoint={folder}"]
-    return found
+def train(pool: Pool, inputs: Inputs) -> KnownRuns:
+    return KnownRuns(pool, inputs, "balancing", *SHORT)
 
 
-@pytest.fixture(scope="module")
-def train(pool: Pool, inputs: Inputs, initial: dict[str, list[str]]) -> Runner:
-    """Train a named configuration; the same request runs once."""
-    known: dict[tuple[Any, ...], Course] = {}
-
-    def trained(name: str, world: int, *overrides: str) -> Course:
-        key = (name, world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"balancing-{len(known)}"
-            config = inputs.folder / f"{name}.yaml"
-            known[key] = run(pool, world, config, folder, *initial[name], *SHORT, *overrides)
-        return known[key]
-
-    return trained
-
-
-LAYOUTS: dict[str, tuple[str, int, Sequence[str], Sequence[str]]] = {
-    "TP2+sequence x PP2": ("dense", 4, MAGNITUDE, (TENSOR, SEQUENCE, PIPELINE)),
-    "PP2+virtual x DP2, gathered late": ("dense", 4, MAGNITUDE, (LATE, PIPELINE, VIRTUAL)),
-    "experts EP2": ("moe", 2, MAGNITUDE, ("parallel.expert=2",)),
-    "gradient norms TP2+sequence x DP2": ("dense", 4, NORMS, (TENSOR, SEQUENCE)),
-    "schedule TP2xPP2": ("dense", 4, SCHEDULE, (TENSOR, PIPELINE)),
-}  # fmt: skip
-
-
-# Quickly: tests/distributed/test_balanced_step.py.
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, []))
-def test_balanced_steps_are_those_of_one_rank(train: Runner, layout: str) -> None:
-    name, world, balance, overrides = LAYOUTS[layout]
-    expected = train(name, 1, *balance)
-    found = train(name, world, *balance, *overrides)
-    assert [record["step"] for record in found] == list(range(1, 7))
-    for ours, other in zip(found, expected, strict=True):
-        tolerance = FIRST if ours["step"] == 1 else LAST
-        for figure in ("ce_loss", "kd_loss", "total_loss", "grad_norm"):
-            assert ours[figure] == pytest.approx(other[figure], rel=tolerance), ours["step"]
-        assert ours["balance"] == pytest.approx(other["balance"], rel=tolerance)
-
-
-def test_the_total_is_that_of_the_formula_at_every_step(train: Runner) -> None:
+def test_the_total_is_that_of_the_formula_at_every_step(train: KnownRuns) -> None:
     found = train("dense", 1, *MAGNITUDE)
     for record in found:
         balance = record["balance"]
@@ -105,7 +60,7 @@ def test_the_total_is_that_of_the_formula_at_every_step(train: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_previous_losses_are_those_of_the_step_before(train: Runner) -> None:
+def test_previous_losses_are_those_of_the_step_before(train: KnownRuns) -> None:
     found = train("dense", 1, *PREVIOUS)
     ratios = [record["ce_loss"] / record["kd_loss"] for record in found]
     scales = [record["balance"]["kd_scale"] for record in found]
@@ -113,7 +68,7 @@ def test_previous_losses_are_those_of_the_step_before(train: Runner) -> None:
     assert scales == pytest.approx([ratios[0], *ratios[:-1]], rel=1e-6)
 
 
-def test_schedules_by_hand(train: Runner) -> None:
+def test_schedules_by_hand(train: KnownRuns) -> None:
     found = train("dense", 1, *SCHEDULE)
     half = math.sqrt(0.5)
     temperatures = [4, 4, 3 + half, 3, 3 - half, 2]
@@ -138,7 +93,7 @@ def test_schedules_by_hand(train: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: Runner) -> None:
+def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: KnownRuns) -> None:
     fixed = train("dense", 1)
     assert all("balance" not in record for record in fixed)
     same = train("dense", 1, "objective.balance.mode=schedule")
@@ -276,7 +231,7 @@ def test_a_resumed_run_of_another_measure_begins_its_means_anew(
 
 @pytest.mark.slow
 def test_a_store_serves_a_changing_temperature_of_renormalized_probabilities(
-    pool: Pool, inputs: Inputs, train: Runner
+    pool: Pool, inputs: Inputs, train: KnownRuns
 ) -> None:
     config, folder = write_capture(inputs, "balancing", samples=48), inputs.folder / "balanced"
     assert run_in(pool, 1, config, folder) is True

@@ -13,7 +13,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from tests.distributed.pool import Pool
-from tests.e2e.runs import CPU, Inputs, assembled, quick_and_slow, records, run, step_records
+from tests.e2e.runs import (
+    CONTEXT,
+    CPU,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Inputs,
+    assembled,
+    quick_and_slow,
+    records,
+    run,
+    step_records,
+)
 
 STEPS = 4
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -134,7 +147,6 @@ def assert_whole(
 
 
 BALANCED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "alpha alone": (1, ("objective.balance.alpha=0.5",)),
     "schedule": (
         1, (
             "objective.balance={mode: schedule, alpha_schedule: {to: 0.2, steps: 3}}",
@@ -142,9 +154,6 @@ BALANCED: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "magnitude, DP2": (2, ("objective.balance={mode: magnitude, alpha: 0.9, clamp: 1000}",)),
-    "magnitude of the step before": (
-        1, ("objective.balance={mode: magnitude, raw_losses: previous, ema: 0.9}",)
-    ),
     "magnitude per micro-batch, DP2": (
         2, ("objective.balance={mode: magnitude, per_microbatch: true}",)
     ),
@@ -196,11 +205,9 @@ def flat(output: Path) -> list[dict[str, float]]:
 
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "TP2xPP2": (4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2")),
-    "CP2": (2, ("parallel.context=2", "train.micro_batch_size=4")),
+    "TP2xPP2": (4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
+    "CP2": (2, (CONTEXT, "train.micro_batch_size=4")),
     "DP2": (2, ("train.micro_batch_size=1",)),
-    "DP4": (4, ()),
-    "PP2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
 }
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,25 +135,6 @@ def test_a_file_that_one_rank_cannot_write_ends_all(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_costs_the_open_shards_alone(
-    pool: Pool,
-    config: Path,
-    undisturbed: dict[str, bytes],
-    small_disk: Callable[[str], Path],
-) -> None:
-    disk = small_disk("3m")
-    store = disk / "store"
-    text = str(run_in(pool, 2, config, store))
-    assert text.startswith(f"StoreError: cannot write {store}/")
-    assert "No space left on device" in text or "free disk space" in text
-    assert partial_files(store) == []
-    assert 1 <= len(shards_of(store)) < SHARDS
-    subprocess.run(["mount", "-o", "remount,size=60m", str(disk)], check=True)
-    assert run_in(pool, 2, config, store) is True
-    assert contents(store) == undisturbed
-
-
-@pytest.mark.slow
 def test_jobs_write_one_store_and_the_last_one_finishes_it(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -236,22 +215,6 @@ def test_what_a_killed_capture_left_or_lacks_is_put_right(
         (store / name).unlink()
         assert run_in(pool, 1, short, store) is True
         assert contents(store) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("store.k=400", "ConfigError: store.k = 400: the tokenizer has 301 tokens"),
-        ("data.sources.0.paths=/absent/*.jsonl", "DataError: /absent/*.jsonl: the glob matches no"),
-        ("teacher.checkpoint=/absent", "/absent"),
-    ],
-)
-def test_an_impossible_capture_ends_all_ranks_with_one_message(
-    pool: Pool, short: Path, tmp_path: Path, change: str, words: str
-) -> None:
-    text = str(run_in(pool, 2, short, tmp_path / "store", change))
-    assert words in text
-    assert not (tmp_path / "store" / "plan.json").exists()
 
 
 def test_a_store_in_the_place_of_a_file_is_refused(pool: Pool, short: Path, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_distill.config import load_capture_config
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.store import SampleRecord, StoreReader, verify
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
-from tests.e2e.captures import SAMPLES, configure, contents, run_in, write_capture
-from tests.e2e.runs import CPU, Inputs, quick_and_slow
+from tests.e2e.captures import SAMPLES, contents, run_in, write_capture
+from tests.e2e.runs import CPU, Inputs, configure, quick_and_slow
 
 K = 12
 TEMPERATURES = (0.5, 2.0)
@@ -48,7 +49,7 @@ def whole_logits(
     rank: int, world: int, path: Path, overrides: list[str], tokens: np.ndarray, docs: np.ndarray
 ) -> np.ndarray:
     """The teacher's logits [n, S, G] of real columns, head and softmax in float64, on one rank."""
-    config = configure(rank, world, path, overrides)
+    config = configure(rank, path, overrides, world, load_capture_config)
     from megatron_distill.data.collation import micro_batch, pack_samples
     from megatron_distill.data.samples import FULLY_TRAINED, Sample
     from megatron_distill.models.architecture import Execution

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,17 +9,12 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
-from tests.e2e.runs import Inputs, checkpoints, run, step_records
+from tests.e2e.runs import SAVE, Inputs, checkpoints, run, step_records
 
-SAVE = "checkpoint.save=true"
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
 
 # overrides -> what the message must hold
 WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "unknown key": (
-        ("train.stepz=3",),
-        ("train.stepz: unknown key", "did you mean train.steps?"),
-    ),
     "out of range": (
         ("optimizer.learning_rate=-1", "train.micro_batch_size=0"),
         ("2 problems", "optimizer.learning_rate = -1", "train.micro_batch_size = 0", "must be"),
@@ -70,19 +64,8 @@ def _unreadable(folder: Path) -> tuple[Path, str]:
     return path, "unreadable.jsonl: cannot be read (Input/output error)"
 
 
-def _corrupt(folder: Path) -> tuple[Path, str]:
-    path = folder / "corrupt.jsonl"
-    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "thr')
-    return path, "corrupt.jsonl:3: not a JSON object"
-
-
-def _cut_off(folder: Path) -> tuple[Path, str]:
-    path = folder / "cut.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 3)[:-9])
-    return path, "cut.jsonl.gz: damaged or cut off"
-
-
-@pytest.mark.parametrize("make", [_missing, _unreadable, _corrupt, _cut_off])
+# Damage within a file: tests/unit/data/text/test_documents.py, and in a run below.
+@pytest.mark.parametrize("make", [_missing, _unreadable])
 def test_wrong_data_are_reported_once(
     pool: Pool, inputs: Inputs, tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
 ) -> None:

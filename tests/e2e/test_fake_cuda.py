@@ -17,7 +17,7 @@ import torch
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import run_python
-from tests.e2e.runs import Inputs, quick_and_slow
+from tests.e2e.runs import CONTEXT, Inputs, quick_and_slow
 from tests.fake_cuda.stub import COMPILER, compile_stub
 
 pytestmark = [
@@ -30,7 +30,6 @@ SECONDS = 300
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
 TENSOR, SEQUENCE = "parallel.tensor=2", "parallel.sequence=true"
 PIPELINE, VIRTUAL = "parallel.pipeline=2", "parallel.virtual_pipeline=2"
-CONTEXT = "parallel.context=2"
 TERMS = """objective.terms=[
     {divergence: js_divergence, weight: 0.5, temperature: 2.0, scale_by_temperature_squared: true},
     {divergence: skewed_reverse_kl, skew_lambda: 0.3},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run
+from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run, train_parts
 from tests.e2e.test_features import LOSSES, MAPS, MLP, PIPELINE, SHARED, TENSOR, saved_features
 
 saved = saved_features
@@ -41,13 +41,7 @@ def poisoned_step(
     rank: int, world: int, config: Path, overrides: list[str]
 ) -> tuple[str, bool, list[float]]:
     """Train with a projector's gradient that overflows, while everything else is finite."""
-    from megatron_distill.errors import TrainingError
-
     with assembled(rank, world, config, overrides) as (found, parts):
-        from megatron_distill.runtime.termination import TerminationRequest
-        from megatron_distill.train.assemble.run import loop_plan
-        from megatron_distill.train.loop import train
-
         features = parts.objective.features
         assert features is not None
         assert features.projectors is not None
@@ -56,15 +50,7 @@ def poisoned_step(
             tensor.zero_()
         weights = [p for chunk in parts.state.student.chunks for p in chunk.parameters()]
         before = [weight.detach().clone() for weight in weights]
-        text = ""
-        try:
-            train(
-                parts,
-                loop_plan(found),
-                TerminationRequest(),
-            )
-        except TrainingError as error:
-            text = str(error)
+        text = train_parts(found, parts)
         same = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
         moved = [float(tensor.abs().max()) for _, tensor in features.projectors._tensors()]
         return text, same, moved
@@ -89,37 +75,23 @@ def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            [
-                "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
-                "{match: uniform, weight: 0.3}]",
-                "student.architecture=null",
-            ],
-            [
-                "2 problems",
-                "objective.features.0.student = 5: the student has layers 1 to 4, counted from 1",
-                "objective.features.2 and objective.features.1 both have the mse loss of "
-                "student layer 2 and teacher layer 1",
-            ],
-        ),
-        (
-            ["objective.features=[{match: last}]", "student.architecture=null"],
-            ["objective.features.0.match = 'last': the teacher has 2 layers, fewer than the"],
-        ),
-    ],
-)
 def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, overrides: list[str], parts: list[str]
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
 ) -> None:
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
-    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, *start, *overrides)
-    assert text.startswith(
-        "ConfigError: feature losses between 4 student layers and 2 teacher layers: "
+    features = (
+        "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
+        "{match: uniform, weight: 0.3}]"
     )
-    for part in parts:
+    config = inputs.folder / "dense.yaml"
+    text = failure(pool, 2, config, tmp_path, *start, features, "student.architecture=null")
+    for part in (
+        "ConfigError: feature losses between 4 student layers and 2 teacher layers: ",
+        "2 problems",
+        "objective.features.0.student = 5: the student has layers 1 to 4, counted from 1",
+        "objective.features.2 and objective.features.1 both have the mse loss of "
+        "student layer 2 and teacher layer 1",
+    ):
         assert part in text
 
 

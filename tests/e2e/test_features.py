@@ -12,6 +12,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.distributed.pool import Pool
 from tests.e2e.converting import convert
 from tests.e2e.runs import (
+    PIPELINE,
+    TENSOR,
+    VIRTUAL,
     Inputs,
     assembled,
     course,
@@ -32,61 +35,12 @@ MAPS = (
 SHARED = "objective.projector={shared: true}"
 EQUAL = "teacher.architecture.hidden_size=32"
 SHORT = ("train.steps=6", "schedule.warmup_steps=2")
-TENSOR = "parallel.tensor=2"
-SEQUENCE = "parallel.sequence=true"
-PIPELINE = "parallel.pipeline=2"
-VIRTUAL = "parallel.virtual_pipeline=2"
-CONTEXT = "parallel.context=2"
 RECOMPUTE = "train.recompute=full"
 QUANTITIES = (
     "ce_loss", "kd_loss", "total_loss", "grad_norm", "projector_grad_norm", "features_loss",
     "feature_mse_1_2", "feature_cosine_3_1", "feature_cosine_1_1", "feature_cosine_2_1",
     "feature_cosine_3_2", "feature_cosine_4_2", "feature_attention_2_1", "feature_attention_4_2",
 )  # fmt: skip
-
-# The changes that one rank makes as well, and those of the layout.
-LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
-    "maps, TP2+sequence x PP2, recompute attention": (
-        4, (MAPS,), (TENSOR, SEQUENCE, PIPELINE, "train.recompute=selective"),
-    ),
-    "PP2+virtual, recompute": (2, (), (PIPELINE, VIRTUAL, RECOMPUTE)),
-    "shared, DP2": (2, (SHARED,), ()),
-    "DP2xPP2, parameters gathered late": (
-        4, (), (PIPELINE, VIRTUAL, "optimizer.overlap_param_gather=true"),
-    ),
-    "no accumulation": (1, (), ("train.micro_batch_size=8",)),
-}  # fmt: skip
-
-
-# Quickly: tests/distributed/test_feature_layouts.py.
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
-def test_a_course_is_that_of_one_rank(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
-    world, common, layout = LAYOUTS[case]
-    config = inputs.folder / "dense.yaml"
-    both = (LOSSES, *SHORT, *common)
-    expected = run(pool, 1, config, tmp_path / "one", *both)
-    found = run(pool, world, config, tmp_path / "many", *both, *layout)
-    assert [record["step"] for record in found] == list(range(1, 7))
-    for ours, other in zip(found, expected, strict=True):
-        assert ours.keys() == other.keys()
-        for name in (name for name in QUANTITIES if name in other):
-            tolerance = 3e-6 if ours["step"] == 1 else 1e-4
-            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
-
-
-def test_the_courses_are_such_as_a_wrong_gradient_would_leave(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
-    # The tolerances above mean something only where features move the student by much more.
-    norms = []
-    for number, features in enumerate(("objective.features=[]", LOSSES, MAPS)):
-        one_step = ("train.steps=1", "schedule.warmup_steps=0", features)
-        (found,) = run(pool, 1, inputs.folder / "dense.yaml", tmp_path / str(number), *one_step)
-        norms.append(found["grad_norm"])
-    plain, *others = norms
-    assert all(abs(norm - plain) > 1e-3 * plain for norm in others), norms
 
 
 @pytest.mark.slow

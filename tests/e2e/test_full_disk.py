@@ -12,10 +12,17 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
-from tests.e2e.runs import Inputs, checkpoints, configure, failure_here, run, step_records
+from tests.e2e.runs import (
+    SAVE,
+    TENSOR,
+    Inputs,
+    checkpoints,
+    configure,
+    failure_here,
+    run,
+    step_records,
+)
 
-TENSOR = "parallel.tensor=2"
-SAVE = "checkpoint.save=true"
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
 
 

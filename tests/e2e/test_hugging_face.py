@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.distributed.hugging_face_models import reference, save_model, stored_tensors
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, failure, run
+from tests.e2e.runs import Inputs, assembled, run
 
 KEPT = [0, 1, 4]
 SAVE = ("checkpoint.save=true", "train.steps=3", "schedule.warmup_steps=1")
@@ -145,17 +145,6 @@ def test_an_imported_checkpoint_serves_as_the_folder_does(
     imported = run(pool, 2, config, tmp_path / "b", *settings, *given, "parallel.pipeline=2")
     for one, other in zip(from_folder, imported, strict=True):
         assert other["kd_loss"] == pytest.approx(one["kd_loss"], rel=2e-5)
-
-
-def test_another_tokenizer_than_the_model_s_is_an_error_on_all_ranks(
-    pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
-) -> None:
-    text = failure(
-        *(pool, 2, configuration(inputs, source), tmp_path / "run", "parallel.tensor=2"),
-        *("data.tokenizer.path=null", "data.tokenizer.train_vocab_size=300"),
-    )
-    assert text.startswith("ConfigError: student.hf = ")
-    assert "use one tokenizer for data and models" in text
 
 
 def test_bf16_training_takes_fp32_weights(

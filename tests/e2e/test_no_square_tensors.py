@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import STUDENT, TEACHER, Inputs, quick_and_slow, train_here
+from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
 
 # Longer on one of two context ranks than every other size of these models.
 LENGTH, LOCAL = 1024, 512
@@ -25,7 +25,6 @@ LONG = (f"data.sequence_length={LENGTH}", f"student.architecture.max_position_em
 RUN = ("train.steps=1", "schedule.warmup_steps=0", "train.global_batch_size=2",
        "train.micro_batch_size=2", "validation.interval=1", "validation.samples=2")  # fmt: skip
 WINDOWS = ("student.architecture.sliding_window=40", "student.architecture.sliding_layers=[0, 2]")
-CONTEXT = "parallel.context=2"
 WHOLE = "data.isolate_documents=false"
 CAPS = "student.architecture.attention_softcap=2.0"
 

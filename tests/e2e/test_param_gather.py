@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
+    PIPELINE,
     SECONDS,
     Inputs,
     course,
@@ -25,7 +26,6 @@ from tests.e2e.runs import (
 
 SMALL_BUCKETS = "optimizer.bucket_size=2000"  # the head closes one of its own
 TIED = "student.architecture.tied_embeddings=true"
-PIPELINE = "parallel.pipeline=2"
 BETWEEN = (
     "train.steps=6", "validation.samples=8", "validation.interval=2", "checkpoint.save=true",
     "checkpoint.interval=2", "checkpoint.keep=3",

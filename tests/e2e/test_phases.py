@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
 import time
@@ -17,10 +16,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_distill import log
 from megatron_distill.train.phase_timers import PhaseTimers
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, Inputs, course, quick_and_slow, run, step_records, train_here
+from tests.e2e.runs import SECONDS, Inputs, course, logged, quick_and_slow, run, step_records
 
 STEPS, MICRO_BATCHES = 6, 4
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -102,14 +100,8 @@ def train_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]
             time.sleep(SLOW_SECONDS)
         return run_model(*given, **named)
 
-    stream = io.StringIO()
-    configure = log.configure
-    with (
-        patch.object(step, "run_model", slow),
-        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
-    ):
-        train_here(rank, world, config, overrides)
-    return stream.getvalue()
+    with patch.object(step, "run_model", slow):
+        return logged(rank, world, config, overrides)
 
 
 def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
@@ -133,15 +125,6 @@ def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -
     assert waited > 0.5 * slept  # rank 0, for its peer
 
 
-def warnings_of(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
-    """Train, and return the log of this rank."""
-    stream = io.StringIO()
-    configure = log.configure
-    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
-        train_here(rank, world, config, overrides)
-    return stream.getvalue()
-
-
 def test_a_profile_that_is_not_possible_is_a_warning(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -150,7 +133,7 @@ def test_a_profile_that_is_not_possible_is_a_warning(
     (output / "profile").write_text("a file where the folder would be")
     wanted = "profile={steps: [1], ranks: [0, 3], memory_snapshot: true}"
     overrides = [f"output={output}", "train.steps=1", "schedule.warmup_steps=0", wanted]
-    (said,) = pool.run(1, warnings_of, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
+    (said,) = pool.run(1, logged, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
     warnings = re.findall(r"WARNING rank 0 \S+: (.*)", said)
     path = output / "profile" / "step_0000001_rank_0000.json.gz"
     assert warnings == [

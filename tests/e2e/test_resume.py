@@ -12,8 +12,13 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
+    CONTEXT,
+    EXPERT,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
     Inputs,
-    assembled,
     checkpoints,
     course,
     failure,
@@ -31,26 +36,15 @@ COMMON = (
     "validation.interval=3",
     "data.validation_fraction=0.2",
 )
-TENSOR = "parallel.tensor=2"
-FOUR = "parallel.tensor=4"
-LATE = "parallel.layers_per_stage.student=[1,3]"
-SEQUENCE = "parallel.sequence=true"
-PIPELINE = "parallel.pipeline=2"
-VIRTUAL = "parallel.virtual_pipeline=2"
-CONTEXT = "parallel.context=2"
-EXPERT = "parallel.expert=2"
 DROPOUT = tuple(f"student.architecture.{kind}_dropout=0.1" for kind in ("attention", "hidden"))
 WHOLE = "optimizer.distributed=false"
-UNEVEN = ("student.architecture.num_layers=5", "teacher.architecture.num_layers=3")
 
 SAME: dict[str, tuple[str, int, Sequence[str]]] = {
     "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
     "DP2, saved meanwhile": ("dense", 2, ("checkpoint.asynchronous=true", "checkpoint.interval=2")),
     "DP2 in bf16": ("dense", 2, ("train.precision=bf16",)),
-    "PP2+virtual": ("dense", 2, (PIPELINE, VIRTUAL)),
-    "TP2+sequence, dropout": ("dense", 2, (TENSOR, SEQUENCE, *DROPOUT)),
-    "TP2xPP2, dropout, recompute": (
-        "dense", 4, (TENSOR, PIPELINE, "train.recompute=full", *DROPOUT),
+    "TP2xPP2+sequence+virtual, dropout, recompute": (
+        "dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL, "train.recompute=full", *DROPOUT),
     ),
     "CP2, dropout": ("dense", 2, (CONTEXT, *DROPOUT)),
     "experts EP2": ("moe", 2, (EXPERT,)),
@@ -81,6 +75,7 @@ def test_in_the_same_layout_every_bit_is_the_same(
     assert [record["step"] for record in validations[0]] == [3, 6]
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     # Else the cases above say nothing about random states.
     config = inputs.folder / "dense.yaml"
@@ -90,19 +85,12 @@ def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     assert plain[0]["ce_loss"] != pytest.approx(dropped[0]["ce_loss"], rel=1e-4)
 
 
+# Every weight and moment in every layout: test_sharded_saves.py.
 OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]]] = {
-    "one rank to TP2xPP2": ("dense", (1, ()), (4, (TENSOR, PIPELINE))),
     "PP2 to DP2": ("dense", (2, (PIPELINE,)), (2, ())),
-    "PP2+virtual to TP2+sequence": ("dense", (2, (PIPELINE, VIRTUAL)), (2, (TENSOR, SEQUENCE))),
-    "TP4 on 2 KV heads to one rank": ("dense", (4, (FOUR,)), (1, ())),
-    "to a whole optimizer": ("dense", (2, ()), (2, (WHOLE,))),
     "from a whole optimizer in bf16": (
         "dense", (2, (WHOLE, "train.precision=bf16")), (2, ("train.precision=bf16",)),
     ),
-    "uneven PP2+virtual to DP2": (
-        "dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN),
-    ),
-    "experts EP2 to TP2xEP2": ("moe", (2, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
     "mixture EP2xPP2 to TP2xEP2": (
         "mixture", (4, (EXPERT, PIPELINE)), (4, (TENSOR, SEQUENCE, EXPERT)),
     ),
@@ -130,31 +118,6 @@ def test_in_another_layout_the_losses_are_the_same(
     for ours, other in zip(after, expected, strict=True):
         for quantity in ("ce_loss", "kd_loss", "learning_rate", "tokens"):
             assert ours[quantity] == pytest.approx(other[quantity], rel=tolerance), ours["step"]
-
-
-def next_samples(
-    rank: int, world: int, config: Path, overrides: list[str], skipped: int
-) -> list[tuple[int, list[int]]]:
-    """Sample ids and tokens of the first step after `skipped` steps."""
-    with assembled(rank, world, config, overrides) as (_, parts):
-        for step in range(skipped):
-            parts.loader.take(parts.state.step + step + 1)
-        batches = parts.loader.take(parts.state.step + skipped + 1).micro_batches
-        return [
-            (int(number), row.tolist())
-            for batch in batches
-            for number, row in zip(batch.sample_ids_b, batch.tokens_bs, strict=True)
-        ]
-
-
-def test_the_data_go_on_where_they_stopped(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.folder / "dense.yaml"
-    cut = tmp_path / "cut"
-    run(pool, 2, config, cut, *COMMON, stop_after=STOP)
-    (fresh,) = pool.run(1, next_samples, config, [f"output={tmp_path / 'new'}", *COMMON], STOP)
-    (resumed,) = pool.run(1, next_samples, config, [f"output={cut}", *COMMON], 0)
-    assert resumed == fresh
-    assert [number for number, _ in resumed] == list(range(8 * STOP, 8 * STOP + 8))
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_distill import log
 from tests.distributed.pool import Pool
-from tests.e2e.runs import CPU, Inputs, StopAfter, assembled, configure, run
+from tests.e2e.runs import Inputs, assembled, logged, run
 
 SHORT = ("train.steps=3", "schedule.warmup_steps=1")
 FEATURES = "objective.features=[{student: 1, teacher: 2, weight: 0.5}]"
 TERMS = "objective.terms=[{divergence: forward_kl, weight: 0.3, temperature: 2.0}]"
-
-
-def shown(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
-    """Train, and return the log of this rank."""
-    config = configure(rank, config_path, overrides, world)
-    from megatron_distill.train.assemble.run import run_training
-
-    stream = io.StringIO()
-    log.configure(rank, stream=stream)
-    run_training(config, CPU, StopAfter(None))
-    return stream.getvalue()
 
 
 def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> Any:
@@ -66,7 +53,7 @@ def test_the_first_rank_alone_begins_with_the_banner(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     arguments = [f"output={tmp_path}", *SHORT, FEATURES, "parallel.tensor=2"]
-    first, second = pool.run(2, shown, inputs.folder / "dense.yaml", arguments)
+    first, second = pool.run(2, logged, inputs.folder / "dense.yaml", arguments)
     assert first.count(f"distillation into {tmp_path}\n") == 1
     assert "  layout     2 ranks = tensor 2; fp32" in first
     assert "+ features: 0.5 x mse; 1 pairs of layers" in first

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, quick_and_slow
+from tests.e2e.runs import (
+    CONTEXT,
+    EXPERT,
+    FOUR,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Inputs,
+    assembled,
+    quick_and_slow,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,25 +30,19 @@ if TYPE_CHECKING:
     from megatron_distill.train.checkpoint.shards import Shard
 
 COMMON = ("train.steps=9", "checkpoint.save=true")
-TENSOR = "parallel.tensor=2"
-PIPELINE = "parallel.pipeline=2"
-VIRTUAL = "parallel.virtual_pipeline=2"
-CONTEXT = "parallel.context=2"
-EXPERT = "parallel.expert=2"
-SEQUENCE = "parallel.sequence=true"
 WHOLE = "optimizer.distributed=false"
 BF16 = "train.precision=bf16"
 TIED = "student.architecture.tied_embeddings=true"
+UNEVEN = ("student.architecture.num_layers=5", "teacher.architecture.num_layers=3")
 VOCABULARY = 301
 
 Run = tuple[int, Sequence[str]]
 LAYOUTS: dict[str, tuple[str, Run, Run]] = {
-    "the same": ("dense", (4, (BF16,)), (4, (BF16,))),
-    "DP4 to DP2": ("dense", (4, ()), (2, ())),
+    "one rank to TP2xPP2": ("dense", (1, ()), (4, (TENSOR, PIPELINE))),
+    "TP4 on 2 KV heads to one rank": ("dense", (4, (FOUR,)), (1, ())),
     "DP4 to TP2xPP2, bf16": ("dense", (4, (BF16,)), (4, (TENSOR, PIPELINE, BF16))),
     "TP2xPP2 to DP3, bf16": ("dense", (4, (TENSOR, PIPELINE, BF16)), (3, (BF16,))),
-    "DP2 to TP2": ("dense", (2, ()), (2, (TENSOR,))),
-    "DP2 to PP2": ("dense", (2, ()), (2, (PIPELINE,))),
+    "uneven PP2+virtual to DP2": ("dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN)),
     "TP2xDP2 to PP2+virtual, tied": ("gpt", (4, (TENSOR, TIED)), (2, (PIPELINE, VIRTUAL, TIED))),
     "PP2xDP2 to CP2, tied": ("gpt", (4, (PIPELINE, TIED)), (2, (CONTEXT, TIED))),
     "DP4 to DP2, whole": ("dense", (4, (WHOLE, BF16)), (2, (WHOLE, BF16))),

@@ -15,7 +15,7 @@ from megatron_distill.data.tokenizers.tiktoken_encodings import written_ranks
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.failing import SCRIPT, call, call_alone, call_script, message
-from tests.e2e.processes import ROOT, torchrun
+from tests.e2e.processes import ROOT
 from tests.e2e.runs import SECONDS, Inputs, course, quick_and_slow, step_records
 from tests.support.tokenizer_kinds import byte_level, ranks_of, sentencepiece_model, write_tiktoken
 
@@ -194,20 +194,3 @@ def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
     other = SentencePieceTokenizer(sentencepiece_model("suffix"), name="other")
     with pytest.raises(ConfigError, match="use one tokenizer for data and models"):
         require_same_ids(other, str(folder), named="student.hf")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_script_under_torchrun_trains_and_goes_on(
-    inputs: Inputs, tmp_path: Path, kind: str
-) -> None:
-    path = tokenizer_file(kind, tmp_path)
-    for steps in (2, 3):
-        words = [
-            *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
-            *(f"train.steps={steps}", "checkpoint.save=true", f"schedule.decay_steps={STEPS}"),
-            *("parallel.tensor=2", f"data.tokenizer.path={path}"),
-        ]
-        with torchrun(tmp_path, words) as started:
-            assert started.wait() == 0, started.log.read_text()
-    assert [record["step"] for record in step_records(tmp_path / "run")] == [1, 2, 3]

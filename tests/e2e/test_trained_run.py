@@ -6,8 +6,6 @@ import argparse
 import json
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,9 @@ from megatron_distill.train.assemble.trained_config import (
     run_and_overrides,
 )
 from tests.distributed.pool import Pool
-from tests.e2e.processes import SIGNALLING_TORCHRUN, TORCHRUN
-from tests.e2e.runs import CPU, Inputs, environment, records, run
+from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, TORCHRUN, run_program, run_python
+from tests.e2e.runs import CPU, Inputs, records, run
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "def __init__(self"
 
 
@@ -94,48 +91,31 @@ def test_the_text_is_the_same_on_every_rank_of_every_layout(pool: Pool, trained:
     assert found == [expected] * 4
 
 
-def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / script), *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def call(script: str, *arguments: str) -> str:
+    return run_python(str(ROOT / "launch" / script), *arguments, seconds=300)
 
 
 @pytest.mark.slow
 def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
     student = str(trained / "student")
     figures = tmp_path / "figures.json"
-    evaluated = call("evaluate.py", student, "--json", str(figures))
-    assert evaluated.returncode == 0, evaluated.stderr
+    call("evaluate.py", student, "--json", str(figures))
     validation: Any = records(trained / "student")[-1]["validation"]
     found = json.loads(figures.read_text())
     assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
 
     options = ("--run", student, "--prompt", PROMPT, "--tokens", "5", "--seed", "4")
     text = tmp_path / "sample.txt"
-    assert call("generate.py", *options, "--text", str(text)).returncode == 0
+    call("generate.py", *options, "--text", str(text))
     assert text.read_text().startswith(PROMPT)
     assert len(text.read_text()) > len(PROMPT)
-    assert call("generate.py", *options).stdout == text.read_text() + "\n", "the seed fixes it"
+    assert call("generate.py", *options) == text.read_text() + "\n", "the seed fixes it"
 
 
 def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
     """What a script prints under torchrun with two processes, the words as a user types them."""
-    done = subprocess.run(
-        [*launcher, "--standalone", "--nproc-per-node", "2", f"launch/{script}", *arguments],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    words = [*launcher, "--standalone", "--nproc-per-node", "2", f"launch/{script}", *arguments]
+    return run_program(*words, seconds=300).stdout
 
 
 @pytest.mark.slow
@@ -151,7 +131,7 @@ def test_the_scripts_run_under_torchrun_and_its_wrapper(
     words = ("--prompt", PROMPT, "--tokens", "5", "--temperature", "0")
     text = under(launcher, "generate.py", *run_words, *words)
     assert text.startswith(PROMPT)
-    assert text == call("generate.py", str(trained / "student"), *words).stdout
+    assert text == call("generate.py", str(trained / "student"), *words)
     found = json.loads(under(launcher, "evaluate.py", *run_words))
     assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
     validation: Any = records(trained / "student")[-1]["validation"]

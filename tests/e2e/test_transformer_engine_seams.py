@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime import mcore_patches
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECONDS, Inputs, course, step_records, train_here
 
@@ -108,13 +108,10 @@ def untouched_moments(rank: int, world: int, distributed: bool) -> set[str]:
     """The states in the checkpoint of an optimizer that has not taken a step."""
     with fused(), megatron_groups() as groups:
         from megatron_distill.config import OptimizerConfig, ScheduleConfig
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.train.checkpoint.state import optimizer_shards
         from megatron_distill.train.optimizer import build_optimizer, wrap_data_parallel
 
-        execution = Execution(torch.float32, torch.device("cpu"))
-        chunks = build_gpt(small_architecture(), groups=groups, execution=execution, seed=1)
+        chunks = build(small_architecture(), groups, seed=1)
         settings = OptimizerConfig(distributed=distributed)
         wrapped = wrap_data_parallel(chunks, settings, groups=groups)
         optimizer = build_optimizer(wrapped, settings, ScheduleConfig(), dtype=torch.float32)
@@ -143,12 +140,9 @@ def _with_extra_state(norm: torch.nn.Module) -> None:
 def saved_names(rank: int, world: int, has_extra: bool) -> list[str]:
     """The names in a checkpoint of a model, with an extra state in one of its modules."""
     with megatron_groups() as groups:
-        from megatron_distill.models.architecture import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.train.checkpoint.state import model_shards
 
-        execution = Execution(torch.float32, torch.device("cpu"))
-        chunks = build_gpt(small_architecture(), groups=groups, execution=execution, seed=1)
+        chunks = build(small_architecture(), groups, seed=1)
         if has_extra:
             _with_extra_state(chunks[0].decoder.final_layernorm)
             assert any("_extra_state" in key for key in chunks[0].state_dict())

@@ -94,9 +94,9 @@ def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have()
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_names_in_a_store_s_message_are_a_key_of_a_capture(name: str) -> None:
-    assert configured(name) in set(dotted_names(CaptureConfig))
+def test_names_in_a_store_s_message_are_a_key_of_a_capture() -> None:
+    keys = set(dotted_names(CaptureConfig))
+    assert [name for name in KEYS if configured(name) not in keys] == []
 
 
 @pytest.mark.parametrize(

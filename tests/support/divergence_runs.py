@@ -20,6 +20,9 @@ SUPPORTS = ["dense", *KEPT_SUPPORTS]
 PROPER = ["dense", "tail", "renormalized"]
 KEPT = 5
 EACH = [(name, support) for name in NAMES for support in SUPPORTS]
+# Every divergence on all ids; one linear in its slope, a mixture and a blend on every support.
+REPRESENTATIVE = ("forward_kl", "js_divergence", "adaptive_kl")
+PAIRWISE = [one for one in EACH if one[1] == "dense" or one[0] in REPRESENTATIVE]
 
 
 def signal_of(

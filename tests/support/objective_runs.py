@@ -61,13 +61,19 @@ def objective(
     *,
     terms: Sequence[Term] = (Term(),),
     chunk_tokens: int | None = 8,
+    is_taught: bool = True,
     **given: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Total and report with the labels and weights of a problem, and its teacher if none else."""
+    """Total and report of a problem, with its own teacher if none else is given.
+
+    `is_taught`: False is without a teacher.
+    """
+    if signal is None and is_taught:
+        signal = HiddenState(problem.teacher_hidden, problem.teacher_weight)
     return fused_linear_objective(
         hidden,
         weight,
-        signal or HiddenState(problem.teacher_hidden, problem.teacher_weight),
+        signal,
         problem.labels_N,
         ce_weights=problem.ce_weights_N,
         kd_weights=problem.kd_weights_N,

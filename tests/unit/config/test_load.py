@@ -12,7 +12,7 @@ from megatron_distill.config import (
     load_config,
     to_yaml,
 )
-from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.errors import ConfigError
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL
 
 
@@ -94,11 +94,8 @@ def test_interpolation_reaches_other_keys(write):
         ("output=runs/a=b", lambda c: c.output, "runs/a=b"),
         ("data.sources.0.weight=2", lambda c: c.data.sources[0].weight, 2.0),
         ("optimizer.learning_rate=1e-4", lambda c: c.optimizer.learning_rate, 1e-4),
-        ("train.precision=bf16", lambda c: c.train.precision, "bf16"),
         ("parallel.sequence=false", lambda c: c.parallel.sequence, False),
         ("student.architecture.num_kv_heads=null", lambda c: c.student.architecture.kv_heads, 4),
-        ("teacher=null", lambda c: c.teacher, None),
-        ("logging.wandb.project=p", lambda c: c.logging.wandb.project, "p"),
         ("logging.wandb={project: p, mode: online}", lambda c: c.logging.wandb.mode, "online"),
         (
             "data.sources=[{format: text, paths: [a, b]}]",
@@ -124,17 +121,13 @@ def test_a_mapping_is_merged_and_the_last_override_wins(minimal):
     ("override", "words"),
     [
         ("parallel.tensor", "key=value"),
-        ("=2", "key=value"),
         ("parallel..tensor=2", "key=value"),
-        (".tensor=2", "key=value"),
         ("parallel.tensor =2", "key=value"),
         ("train={steps: ", "not valid YAML"),
         ("data.sources.1.weight=2", "entries 0 to 0"),
         ("data.sources.first.weight=2", "entries 0 to 0"),
-        ("data.sources.-1.weight=2", "entries 0 to 0"),
         ("objective.terms.0.weight=2", r"objective.terms is not a list .* objective.terms=\[...\]"),
         ("seed=${sed}", "sed"),
-        ("seed=${", "seed"),
     ],
 )
 def test_a_malformed_override_is_named(minimal, override, words):
@@ -152,9 +145,7 @@ def test_a_value_that_replaces_a_section_is_refused(minimal):
     ("content", "words"),
     [
         ("", "contains nothing"),
-        ("# only a comment\n", "contains nothing"),
         ("tiny\n", "contains a single value"),
-        ("- student\n", "contains a list"),
         ("train: {steps: 3\n", "not valid YAML.*line 2"),
         ("train: 1\ntrain: 2\n", "not valid YAML.*train"),
         ("train: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
@@ -177,11 +168,6 @@ def test_a_missing_file_a_folder_and_foreign_bytes_are_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml: not UTF-8 text \(byte 11\)"):
         load_config(tmp_path / "latin.yaml")
-
-
-def test_config_errors_can_be_caught_with_all_errors_of_the_package(tmp_path):
-    with pytest.raises(MegatronDistillError):
-        load_config(tmp_path / "absent.yaml")
 
 
 def test_a_path_may_be_text(minimal):

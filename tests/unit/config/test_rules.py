@@ -104,6 +104,39 @@ runtime={device: cpu, backend: nccl}
     -> runtime.backend = 'nccl' needs runtime.device = 'cuda', not 'cpu'; set runtime.backend to
        'gloo' or 'auto'
 """
+OF_SOURCES = """
+student={hf: folder}
+    -> student.hf = 'folder' and student.architecture are both given
+student={architecture: null, hf: folder, checkpoint: folder}
+    -> student.hf = 'folder' and student.checkpoint are both given
+teacher={hf: folder}
+    -> teacher.hf = 'folder' and teacher.architecture are both given
+student.num_layers=2
+    -> student.num_layers = 2: takes layers from student.hf or student.checkpoint; set one of
+       these and remove
+student.keep_layers=[0, 1]
+    -> student.keep_layers = [0, 1]: takes layers from student.hf or student.checkpoint; set one
+       of these and remove
+student={checkpoint: folder, num_layers: 2}
+    -> student.num_layers = 2: takes layers from student.hf or student.checkpoint; set one of
+       these and remove
+teacher={architecture: null, hf: folder, num_layers: 2}
+    -> teacher.num_layers = 2: only a student can be pruned
+teacher={architecture: null, hf: folder, keep_layers: [0]}
+    -> teacher.keep_layers = [0]: only a student can be pruned
+student={architecture: null, hf: folder, num_layers: 2, keep_layers: [0, 1]}
+    -> student.keep_layers and student.num_layers are both given; set only one of the two
+student={architecture: null, hf: folder, keep_layers: [2, 1]}
+    -> student.keep_layers = [2, 1]: list
+student={architecture: null, hf: folder, keep_layers: [1, 1]}
+    -> student.keep_layers = [1, 1]: list
+student={architecture: null, hf: folder, keep_layers: [-1, 1]}
+    -> student.keep_layers = [-1, 1]: list
+student={architecture: null, hf: folder, num_layers: 0}
+    -> student.num_layers
+student={architecture: null, hf: folder, keep_layers: []}
+    -> student.keep_layers
+"""
 OF_MODELS = """
 student.architecture.num_kv_heads=3
     -> student.architecture.num_kv_heads = 3: must divide
@@ -319,7 +352,7 @@ student.sequence_length=64
 """
 BROKEN = [
     case
-    for text in (OF_RUNS, OF_MODELS, OF_FEATURES, OF_BALANCES, OF_ALIGNMENTS)
+    for text in (OF_RUNS, OF_SOURCES, OF_MODELS, OF_FEATURES, OF_BALANCES, OF_ALIGNMENTS)
     for case in read_table(text)
 ]
 KEPT = [
@@ -339,6 +372,11 @@ KEPT = [
         "data.validation_sources=[{format: text, paths: a}]",
     ],
     ["checkpoint.save=false"],
+    ["student={architecture: null, hf: folder}"],
+    ["student={architecture: null, checkpoint: folder, keep_layers: [3]}"],
+    ["student={architecture: null, hf: folder, keep_layers: [0, 5, 7]}"],
+    ["student={architecture: null, hf: folder, num_layers: 1}"],
+    ["student.checkpoint=folder"],
     ["runtime={device: auto, backend: nccl}"],
     ["student.architecture.num_kv_heads=1"],
     ["parallel.tensor=4", "student.architecture.num_kv_heads=2"],

@@ -80,8 +80,6 @@ train={recompute_modules: [mlp], recompute_layers: 2}
     -> train.recompute_layers = 2 has no effect with train.recompute = none
 validation.interval=5
     -> validation.interval = 5 has no effect with validation.samples = 0
-checkpoint={save: false, interval: 5}
-    -> checkpoint.interval = 5 has no effect with checkpoint.save = false
 profile={ranks: [1], memory_snapshot: true, shapes: true, stacks: true}
     -> profile.ranks = [1] has no effect without profile.steps
     -> profile.memory_snapshot = true has no effect without profile.steps

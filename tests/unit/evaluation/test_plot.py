@@ -53,16 +53,6 @@ def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(
     assert share_near(picture, "#FFFFFF") > 0.8
 
 
-def test_smoothing_keeps_a_line_and_the_length_and_lessens_noise() -> None:
-    line = np.linspace(5.0, 3.0, 400)
-    # Only the end, where the window is lopsided, may leave a sloping line.
-    assert np.allclose(plot._smooth(line)[:-10], line[:-10])
-    assert np.allclose(plot._smooth(line), line, atol=0.03)
-    noise = np.random.default_rng(0).normal(size=400)
-    assert plot._smooth(noise)[10:-10].std() < 0.5 * noise.std()
-    assert plot._smooth(np.array([2.0])).tolist() == [2.0]
-
-
 def test_nothing_to_draw_is_a_data_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "empty", 3.0, steps=0)
     with pytest.raises(DataError, match="no run has a loss to draw"):

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from launch import quickstart
 from megatron_distill.config import load_capture_config, load_config
-from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation import quickstart as child_run
 from megatron_distill.runtime.torchrun import ChildOutcome
 
@@ -107,16 +106,6 @@ def test_the_students_differ_in_the_teacher_alone(
     assert teacher.validation.samples == alone.validation.samples > 0
 
 
-@pytest.mark.parametrize("prefix", ["quickstart", "quickstart_gpu"])
-def test_the_files_are_complete_by_themselves_and_meet_in_the_default_folder(prefix: str) -> None:
-    teacher = load_config(ROOT / f"configs/{prefix}_teacher.yaml", [])
-    student = load_config(ROOT / f"configs/{prefix}_student.yaml", [])
-    assert student.teacher is not None
-    assert student.teacher.checkpoint == teacher.output == "runs/quickstart/teacher"
-    assert student.data.tokenizer.path == f"{teacher.output}/tokenizer"
-    assert student.output == "runs/quickstart/student_distilled"
-
-
 def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,19 +155,6 @@ def test_the_offline_students_run_differs_in_the_store_alone(
     assert [child.name for child in flow.children] == [
         *("teacher", "student_alone", "student_distilled", "teacher_store", "student_offline")
     ]
-
-
-def test_a_second_call_makes_nothing_again_and_shows_the_same(
-    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(tmp_path)
-    first = capsys.readouterr().out
-    children.made.clear()
-    assert start(tmp_path) == 0
-    second = capsys.readouterr().out
-    assert children.made == []
-    assert second.count("finished before") == 3
-    assert second[second.index("Held-out") :] == first[first.index("Held-out") :]
 
 
 def test_fresh_makes_everything_again_and_deletes_nothing_else(
@@ -239,16 +215,6 @@ def test_a_wrong_override_is_found_before_anything_runs(
     assert "learning_rate" in capsys.readouterr().err
     assert children.made == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_without_held_out_text_are_named(tmp_path: Path, children: Children) -> None:
-    arguments = quickstart._parse(["--output", str(tmp_path), "--steps", str(STEPS)])
-    flow = quickstart.plan(arguments, None)
-    quickstart.carry_out(flow, Console(quiet=True))
-    metrics = flow.teacher.folder / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(DataError, match=r"'teacher' has no held-out loss; set validation\.samples"):
-        quickstart.carry_out(flow, Console(quiet=True))
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective, token_divergence
+from megatron_distill.losses import Term, token_divergence
 from megatron_distill.ops import VocabShard, vocab_parallel_topk
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import Problem, row_error, solve
-from tests.support.objective_runs import Rule, run
+from tests.support.objective_runs import Rule, objective, run
 
 
 @pytest.mark.parametrize("ce_coefficient", [0.0, 0.7])
@@ -91,38 +91,21 @@ def test_gradcheck_through_the_public_entry() -> None:
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rule)
     terms = [Term(weight=0.5), Term(temperature=2.0, scale_by_temperature_squared=True)]
 
-    def objective(hidden: Tensor, weight: Tensor) -> Tensor:
-        return fused_linear_objective(
-            hidden,
-            weight,
-            signal,
-            problem.labels_N % 9,
-            ce_weights=problem.ce_weights_N,
-            kd_weights=problem.kd_weights_N,
-            terms=terms,
-            chunk_tokens=4,
-            shard=VocabShard(9, 0, 11),
-            student_softcap=rule[0],
-            student_scale=rule[1],
-        )[0]
+    problem.labels_N.remainder_(9)
+    given = {"shard": VocabShard(9, 0, 11), "student_softcap": rule[0], "student_scale": rule[1]}
+
+    def total(hidden: Tensor, weight: Tensor) -> Tensor:
+        return objective(problem, hidden, weight, signal, terms=terms, chunk_tokens=4, **given)[0]
 
     leaves = problem.hidden_NH.requires_grad_(), problem.weight_GH.requires_grad_()
-    assert torch.autograd.gradcheck(objective, leaves)
+    assert torch.autograd.gradcheck(total, leaves)
 
 
 def test_labels_alone_need_no_teacher() -> None:
     problem = Problem.random(seed=14)
     hidden = problem.hidden_NH.requires_grad_()
-    total, report = fused_linear_objective(
-        hidden,
-        problem.weight_GH,
-        None,
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[],
-        chunk_tokens=4,
-        ce_coefficient=2.0,
+    total, report = objective(
+        problem, hidden, problem.weight_GH, terms=[], is_taught=False, ce_coefficient=2.0
     )
     answer = solve(problem, [], ce_coefficient=2.0)
     assert set(report) == {"ce"}
@@ -146,17 +129,8 @@ def test_a_teacher_without_terms_is_only_reported() -> None:
 def test_teacher_gets_no_gradient() -> None:
     problem = Problem.random(seed=17)
     teacher = problem.teacher_hidden.requires_grad_(), problem.teacher_weight.requires_grad_()
-    total, _ = fused_linear_objective(
-        problem.hidden_NH.requires_grad_(),
-        problem.weight_GH,
-        HiddenState(*teacher),
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[Term()],
-        chunk_tokens=8,
-    )
-    total.backward()
+    hidden = problem.hidden_NH.requires_grad_()
+    objective(problem, hidden, problem.weight_GH, HiddenState(*teacher))[0].backward()
     assert problem.hidden_NH.grad is not None
     assert [leaf.grad for leaf in teacher] == [None, None]
 
@@ -198,13 +172,4 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="teacher has 202 vocabulary columns; .* has 203"):
         run(replace(problem, teacher_weight=problem.teacher_weight[1:]))
     with pytest.raises(ValueError, match="1 divergence term without a teacher signal"):
-        fused_linear_objective(
-            problem.hidden_NH,
-            problem.weight_GH,
-            None,
-            problem.labels_N,
-            ce_weights=problem.ce_weights_N,
-            kd_weights=problem.kd_weights_N,
-            terms=[Term()],
-            chunk_tokens=8,
-        )
+        objective(problem, problem.hidden_NH, problem.weight_GH, is_taught=False)

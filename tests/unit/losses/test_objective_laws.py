@@ -121,22 +121,6 @@ def test_defect_05_masked_tokens_change_nothing_even_if_they_are_not_finite(kind
         assert torch.equal(clean[1][name], dirty[1][name]), name
 
 
-def test_weights_that_never_vanish_leave_nothing_out() -> None:
-    problem = Problem.random(seed=10)
-    mask = torch.tensor([index % 3 != 0 for index in range(23)])
-    masked = run(problem.with_weights(mask.float(), mask.float()))
-    rest = replace(
-        problem,
-        hidden_NH=problem.hidden_NH[mask],
-        teacher_hidden=problem.teacher_hidden[mask],
-        labels_N=problem.labels_N[mask],
-    ).with_weights(torch.ones(15), torch.ones(15))
-    dense = run(rest)
-    assert float(masked[0]) == pytest.approx(float(dense[0]), rel=1e-6)
-    torch.testing.assert_close(masked[2][mask], dense[2], rtol=1e-5, atol=1e-6)
-    assert not masked[2][~mask].any()
-
-
 @pytest.mark.parametrize("garbage", [1.0, torch.nan])
 def test_defect_15_all_tokens_masked(garbage: float) -> None:
     # A mean over no tokens is 0/0 where the count comes after the sum.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard
@@ -117,25 +116,3 @@ def test_ids_of_another_number_of_tokens_are_refused(problem: Problem) -> None:
     wrong = Partition(torch.zeros(3, dtype=torch.int64), 2)
     with pytest.raises(ValueError, match=f"partition has 3 rows for {TOKENS} tokens"):
         run(problem, partition=wrong)
-
-
-def test_labels_alone_have_parts_as_well(problem: Problem, partition: Partition) -> None:
-    from megatron_distill.losses import fused_linear_objective
-
-    def report(given: Problem, partition: Partition | None) -> Tensor:
-        return fused_linear_objective(
-            given.hidden_NH,
-            given.weight_GH,
-            None,
-            given.labels_N,
-            ce_weights=given.ce_weights_N,
-            kd_weights=given.kd_weights_N,
-            terms=[],
-            partition=partition,
-        )[1]["ce"]
-
-    parts = report(problem, partition)
-    for part in range(PARTS):
-        expected = solve(only(problem, partition, part), []).report["ce"]
-        assert float(parts[1 + part]) == pytest.approx(float(expected), rel=1e-6)
-    assert torch.equal(parts[0], report(problem, None))

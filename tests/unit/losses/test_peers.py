@@ -138,17 +138,6 @@ def test_modelopt_applies_temperature_squared_outside_of_megatron() -> None:
     assert_same(own, other)
 
 
-def test_liger_and_trl_apply_no_temperature_squared() -> None:
-    gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
-
-    def other(student: Tensor, teacher: Tensor) -> Tensor:
-        return gkd.GKDTrainer.generalized_jsd_loss(
-            student, teacher, beta=0.0, temperature=2.0, reduction="none"
-        ).sum(-1)
-
-    assert_same(ours("forward_kl", temperature=2.0), other)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_modelopt_balancer(scale: float) -> None:
     plugin = pytest.importorskip(

@@ -38,13 +38,13 @@ def buffer_of(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(weight.shape, HELD, dtype=dtype)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
 @pytest.mark.parametrize(
-    ("dtype", "wide", "tolerance"),
+    ("dtype", "wide", "tolerance", "chunk_tokens"),
     [
-        (torch.float32, torch.float32, 1e-6),
-        (torch.bfloat16, torch.float32, 2e-2),
-        (torch.float64, torch.float64, 1e-13),
+        (torch.float32, torch.float32, 1e-6, 7),
+        (torch.bfloat16, torch.float32, 2e-2, 7),
+        (torch.float64, torch.float64, 1e-13, 1),
+        (torch.float64, torch.float64, 1e-13, 1024),
     ],
 )
 def test_the_gradient_is_added_to_the_buffer(
@@ -150,7 +150,7 @@ def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient: bool) -> No
     assert torch.equal(buffer, buffer_of(weight))
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, -1.0, 1.001, torch.nan])
+@pytest.mark.parametrize("factor", [0.0, 1.001, torch.nan])
 def test_a_factor_that_the_buffer_does_not_know_is_refused(factor: float) -> None:
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
@@ -160,7 +160,7 @@ def test_a_factor_that_the_buffer_does_not_know_is_refused(factor: float) -> Non
         (total * factor).backward()
 
 
-@pytest.mark.parametrize("positions", [3, 7, 1000, 2**20 - 1, 49_152])
+@pytest.mark.parametrize("positions", [3, 2**20 - 1, 49_152])
 def test_a_factor_and_its_inverse_are_one(positions: int) -> None:
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()

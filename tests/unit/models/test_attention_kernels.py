@@ -116,15 +116,14 @@ def random_case(seed: int, *, softcap: bool) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_tiles_are_the_definition(seed: int) -> None:
     assert_is_definition(tiles.attend, random_case(seed, softcap=False))
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("block_bytes", [2**26, 3000])
-def test_blocks_are_the_definition(seed: int, block_bytes: int) -> None:
-    attend = partial(blocked.attend, block_bytes=block_bytes)
+def test_blocks_are_the_definition(seed: int) -> None:
+    attend = partial(blocked.attend, block_bytes=2**26 if seed % 4 == 0 else 3000)
     assert_is_definition(attend, random_case(seed, softcap=seed % 3 > 0))
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import Term
 from megatron_distill.ops import vocab_parallel_topk, weight_gradient
 from megatron_distill.ops import workspace as blocks
-from megatron_distill.signals import DenseLogits, HiddenState, Sampled
+from megatron_distill.signals import DenseLogits, Sampled
 from tests.reference.distillation import Problem
 from tests.reference.logits import logit_pair
 from tests.reference.tracing import Trace, traced
-from tests.support.divergence_runs import EACH, NAMES, term_of
+from tests.support.divergence_runs import EACH, NAMES, REPRESENTATIVE, term_of
+from tests.support.objective_runs import objective
 from tests.support.objective_runs import run as run_once
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 256, 8, 1024, 16
@@ -34,16 +35,8 @@ def step(
     head = problem.weight_GH.detach().requires_grad_(weight)
 
     def run() -> Tensor:
-        total, _ = fused_linear_objective(
-            student,
-            head,
-            HiddenState(problem.teacher_hidden, problem.teacher_weight),
-            problem.labels_N,
-            ce_weights=problem.ce_weights_N,
-            kd_weights=problem.kd_weights_N,
-            terms=[Term()],
-            chunk_tokens=chunk_tokens,
-            weight_gradient_sum=buffer,
+        total, _ = objective(
+            problem, student, head, chunk_tokens=chunk_tokens, weight_gradient_sum=buffer
         )
         if total.requires_grad:
             total.backward()
@@ -130,8 +123,7 @@ def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
     assert peak < 1.25 * 2 * 4 * 256 * 40_000
 
 
-# One divergence that is linear in its slope, a mixture and a blend, on every support.
-KINDS = [one for one in EACH if one[0] in ("forward_kl", "js_divergence", "adaptive_kl")]
+KINDS = [one for one in EACH if one[0] in REPRESENTATIVE]
 
 
 def products_of(problem: Problem, terms: list[Term], signal: Any = None) -> Trace:
@@ -187,16 +179,7 @@ def test_without_autograd_no_gradient_is_computed() -> None:
 def test_backward_computes_no_product() -> None:
     problem = Problem.random(32, HIDDEN, 64)
     head = problem.weight_GH.requires_grad_()
-    total, _ = fused_linear_objective(
-        problem.hidden_NH,
-        head,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        problem.labels_N,
-        ce_weights=problem.ce_weights_N,
-        kd_weights=problem.kd_weights_N,
-        terms=[Term()],
-        chunk_tokens=16,
-    )
+    total, _ = objective(problem, problem.hidden_NH, head, chunk_tokens=16)
     assert not traced(total.backward).products
     assert head.grad is not None
 

@@ -31,19 +31,6 @@ def play(reporter: ProgressReporter, clock: Clock, last: int, seconds: float) ->
     reporter.close()
 
 
-def test_a_pipe_gets_the_first_every_fourth_and_the_last() -> None:
-    stream, clock = io.StringIO(), Clock()
-    play(ProgressReporter(stream, label="step", total=10, every=4, clock=clock), clock, 10, 2.0)
-    assert "\x1b" not in stream.getvalue()
-    assert "\r" not in stream.getvalue()
-    assert stream.getvalue().splitlines() == [
-        "step 1/10  first 1.000  only in lines  14.8k tok/s  1.23 GB",
-        "step 4/10  first 1.000  only in lines  14.8k tok/s  1.23 GB  eta 0:12",
-        "step 8/10  first 1.000  only in lines  14.8k tok/s  1.23 GB  eta 0:04",
-        "step 10/10  first 1.000  only in lines  14.8k tok/s  1.23 GB",
-    ]
-
-
 def test_without_an_interval_a_line_comes_every_thirty_seconds() -> None:
     lines: list[str] = []
     clock = Clock()

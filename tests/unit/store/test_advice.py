@@ -11,36 +11,13 @@ from megatron_distill.errors import StoreError
 from megatron_distill.store import StoreReader
 from megatron_distill.store.plan import sealed
 from tests.support.store_samples import settings, write_store
-from tests.unit.store.test_damage import SHARD, read_all, refusal, repair
+from tests.unit.store.test_damage import read_all, repair
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     write_store(tmp_path / "store", settings())
     return tmp_path / "store"
-
-
-def damaged_record(store: Path, sample_id: int) -> None:
-    """Flip a bit in the middle of a record of the second shard."""
-    path = store / SHARD
-    content = bytearray(path.read_bytes())
-    with StoreReader.open(store) as reader:
-        content[content.index(reader.packed(sample_id)) + 200] ^= 1
-    path.write_bytes(content)
-
-
-def test_a_flipped_byte_names_sample_and_shard_and_remedy(store: Path) -> None:
-    damaged_record(store, 6)
-    text = (
-        f"{store / SHARD}: sample 6: damaged: its bytes do not match their checksums; "
-        f"{repair(store)}"
-    )
-    assert refusal(store) == text
-    with StoreReader.open(store) as reader:
-        assert [record.sample_id for record in reader.read([4, 5, 7])] == [4, 5, 7]
-        with pytest.raises(StoreError) as caught:
-            reader.read([4, 5, 6, 7])
-    assert str(caught.value) == text, "of several samples the damaged one is named"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])

@@ -52,8 +52,10 @@ def test_ids_of_every_vocabulary_come_back(vocab_size: int) -> None:
     assert found.tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
+@pytest.mark.parametrize(
+    ("vocab_size", "codec"),
+    [(32_000, "u8"), (65_537, "f16"), (131_073, "f32"), (131_073, "u8"), (262_144, "f32")],
+)
 def test_a_record_comes_back(vocab_size: int, codec: str) -> None:
     wanted = settings(vocab_size=vocab_size, codec=codec, k=13)
     record = made_up(5, wanted)
@@ -120,8 +122,7 @@ def ragged(record: SampleRecord, mass: float) -> SampleRecord:
     return found
 
 
-@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-@pytest.mark.parametrize("k", [20, 300])
+@pytest.mark.parametrize(("codec", "k"), [("f32", 20), ("f16", 300), ("u8", 20), ("u8", 300)])
 def test_rows_of_unequal_length_come_back(codec: str, k: int) -> None:
     wanted = settings(codec=codec, k=k, top_p=0.9, sequence_length=200)
     record = ragged(made_up(2, wanted), 0.9)
@@ -149,8 +150,9 @@ def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it() -> None:
     assert np.abs(mass - 1).max() < 1e-5
 
 
-@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-@pytest.mark.parametrize("top_p", [None, 0.9])
+@pytest.mark.parametrize(
+    ("codec", "top_p"), [("f32", None), ("f32", 0.9), ("f16", None), ("u8", 0.9)]
+)
 def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
     codec: str, top_p: float | None
 ) -> None:
@@ -185,15 +187,6 @@ def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
     np.testing.assert_allclose(tails, [-100.0, -100.0], rtol=1e-6)
     tails = cut_to_k(record, 2).entries.log_tail_S
     np.testing.assert_allclose(tails, [-200.0, -150.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_the_same_record_is_the_same_bytes(codec: str) -> None:
-    wanted = settings(codec=codec)
-    first = pack(made_up(3, wanted), wanted, UID)
-    assert first == pack(made_up(3, wanted), wanted, UID)
-    assert len(first) % 8 == 0
-    assert first != pack(made_up(3, wanted), wanted, b"87654321")
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])

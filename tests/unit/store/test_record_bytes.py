@@ -15,9 +15,10 @@ from tests.unit.store.test_signals import captured
 UID = b"12345678"
 
 
-@pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-@pytest.mark.parametrize("vocab_size", [300, 131_073])
-@pytest.mark.parametrize("k", [8, 70])
+@pytest.mark.parametrize(
+    ("codec", "vocab_size", "k"),
+    [("f32", 300, 8), ("f16", 131_073, 70), ("u8", 131_073, 8), ("u8", 300, 70)],
+)
 def test_a_full_record_has_the_predicted_bytes(codec: str, vocab_size: int, k: int) -> None:
     wanted = settings(codec=codec, vocab_size=vocab_size, k=k, sequence_length=512)
     found = len(pack(made_up(1, wanted), wanted, UID))

@@ -12,8 +12,10 @@ from megatron_distill.data.chat.encode import MaskRule, label_flags
 from megatron_distill.data.chat.spans import ResponseFinder
 from megatron_distill.data.chat.template import chat_template, encode_rendered
 from megatron_distill.data.samples import FULLY_TRAINED
-from tests.support.tokenizer_kinds import KINDS, tokenizer_of
+from tests.support.tokenizer_kinds import tokenizer_of
 
+# One of each class; the others of each: tests/unit/data/tokenizers/test_kinds.py.
+KINDS = ("hf_bytes", "hf_unigram", "sp_suffix", "tiktoken")
 TURNS = [
     {"role": "user", "content": "What is a shard?"},
     {"role": "assistant", "content": "A part of the whole."},

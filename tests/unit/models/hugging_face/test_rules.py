@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-from tests.distributed.hugging_face_models import MODELS, save_model, stored_tensors
+from tests.distributed.hugging_face_models import save_model, stored_tensors
 from tests.distributed.megatron_world import small_architecture
 
 if TYPE_CHECKING:
@@ -67,27 +67,6 @@ def test_every_row_of_both_sides_is_covered_once(
     pieces = rule.pieces(shape, architecture)
     assert_covered_once(pieces, rows)
     assert sum(torch.Size(piece.shape).numel() for piece in pieces) == torch.Size(shape).numel()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_of_every_family_is_covered_once(name: str) -> None:
-    import transformers
-
-    from megatron_distill.models.hugging_face.families import families
-    from megatron_distill.models.hugging_face.model import pieces_of
-    from megatron_distill.models.weights import placed
-
-    model_type, entries = MODELS[name]
-    config = transformers.AutoConfig.for_model(model_type, **entries)
-    family = families()[model_type]
-    architecture = family.architecture(config)
-    seen: set[str] = set()
-    for parameter, place in placed(architecture):
-        pieces = pieces_of(family, architecture, parameter, place)
-        assert_covered_once([named.piece for named in pieces], parameter.shape[0])
-        names = {named.name for named in pieces}
-        assert not names & seen
-        seen |= names
 
 
 def by_group(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:

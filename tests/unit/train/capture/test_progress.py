@@ -9,7 +9,7 @@ import pytest
 
 from megatron_distill import log
 from megatron_distill.train.progress import CaptureProgress, Done, Work
-from tests.support.terminals import Clock, Terminal
+from tests.support.terminals import Clock
 
 WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)
 
@@ -48,10 +48,3 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> 
         "samples 500/600  shards 8/10  250 tok/s  120.0 bytes/token  eta 0:20",
         "samples 600/600  shards 10/10  250 tok/s  120.0 bytes/token  in 2:20",
     ]
-
-
-def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(lines: list[str]) -> None:
-    stream = Terminal()
-    play(stream, seconds=40.0)
-    assert "shards 8/10" in stream.getvalue()
-    assert len(lines) == 1, "the log gets the last line alone"
