@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
+from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder, UnknownTokens
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
 from megatron_distill.data.text.stream import Block, StreamPosition, document_batches
-from megatron_distill.data.worker_processes import worker_map
+from megatron_distill.data.worker_processes import WorkerPool
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
 
-__all__ = ["FEWEST_JUDGED", "TwoTokenizers", "Unaligned"]
+__all__ = ["FEWEST_JUDGED", "EncodingPool", "TwoTokenizers", "Unaligned", "encoding_pool"]
 
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
@@ -25,7 +25,10 @@ FEWEST_JUDGED: Final = 100  # a share of fewer documents is not judged
 
 
 class Unaligned:
-    """Counts documents whose tokens cannot be aligned; more than a share of them is an error."""
+    """Counts what tokenizers cannot express: unaligned documents, and unknown tokens.
+
+    More than a share of such documents is an error. Unknown tokens are warned of once.
+    """
 
     def __init__(self, name: str, share: float) -> None:
         self.documents = 0
@@ -33,18 +36,23 @@ class Unaligned:
         self._name = name
         self._share = share
         self._last = ""
+        self._unknown = UnknownTokens()
 
-    def add(self, place: str, error: DataError | None) -> None:
-        """Count a document, with the reason for which it is left out if there is one.
+    def add(self, place: str, found: AlignedDocument | DataError) -> None:
+        """Count a document, or the reason for which it is left out.
 
         Raises DataError: more documents were left out than the share allows.
         """
         self.documents += 1
-        if error is not None:
+        if isinstance(found, AlignedDocument):
+            self._unknown = self._unknown.merge(found.unknown)
+        else:
             self.count += 1
-            self._last = f"{place}: {error}"
+            self._last = f"{place}: {found}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
                 _LOG.warning("%s: left out: %s", self._name, self._last)
+        if self.documents == FEWEST_JUDGED and self._unknown:
+            _LOG.warning("%s: %s", self._name, self._unknown)
         if self.documents >= FEWEST_JUDGED and self.count > self._share * self.documents:
             raise DataError(
                 f"data.max_unaligned={self._share:g}: {self.count} of {self.documents} documents "
@@ -53,17 +61,22 @@ class Unaligned:
             )
 
 
+_Texts = list[tuple[str, bool]]  # texts, and whether each ends its document
+EncodingPool = WorkerPool[_Texts, list[AlignedDocument | DataError]]
+
+
 @dataclass(frozen=True)
 class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
-    Texts are tokenised and aligned in `workers` processes; 0: in this one.
+    Texts are tokenised and aligned by the workers of a pool, which sources may share; see
+    `encoding_pool`.
     """
 
     encoder: PairEncoder
     student_length: int
     teacher_length: int
-    workers: int
+    pool: EncodingPool
     unaligned: Unaligned
 
     @property
@@ -88,24 +101,25 @@ class TwoTokenizers:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
         in_work: deque[list[tuple[Document, StreamPosition]]] = deque()
 
-        def texts() -> Iterator[list[tuple[str, bool]]]:
+        def texts() -> Iterator[_Texts]:
             for block in blocks:
                 for batch in document_batches(block):
                     in_work.append(batch)
                     yield [(document.text, document.is_end) for document, _ in batch]
 
-        with worker_map(partial(_encode, self.encoder), texts(), workers=self.workers) as results:
+        with self.pool.results(texts()) as results:
             for found in results:
                 for (document, place), item in zip(in_work.popleft(), found, strict=True):
+                    self.unaligned.add(document.place, item)
                     if isinstance(item, AlignedDocument):
-                        self.unaligned.add(document.place, None)
                         yield item, place
-                    else:
-                        self.unaligned.add(document.place, item)
 
 
-def _encode(
-    encoder: PairEncoder, batch: list[tuple[str, bool]]
-) -> list[AlignedDocument | DataError]:
+def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:
+    """Processes that tokenise and align the texts of all streams that use them; 0: none."""
+    return WorkerPool(partial(_encode, encoder), workers)
+
+
+def _encode(encoder: PairEncoder, batch: _Texts) -> list[AlignedDocument | DataError]:
     texts, ends = zip(*batch, strict=True)
     return encoder(texts, ends)

@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
 
     name: its origin, for messages. vocab_size: ids are in [0, vocab_size), with added tokens,
     without the model's padding. eos_id: the end-of-document token. bos_id, pad_id: None if
-    absent. special_ids: special tokens to their ids. identity: digest of the vocabulary and its
+    absent. unknown_id: the token of text without a token of its own; None if all text has some.
+    special_ids: special tokens to their ids. identity: digest of the vocabulary and its
     rules; equal for teacher and student if they agree on every id. chat_template: Jinja source,
     None if absent. reads_special_tokens: whether a special token spelled out in a text becomes
     that token.
@@ -48,6 +49,7 @@ class Tokenizer(Protocol):
     eos_id: int
     bos_id: int | None
     pad_id: int | None
+    unknown_id: int | None
     special_ids: dict[str, int]
     identity: str
     chat_template: str | None

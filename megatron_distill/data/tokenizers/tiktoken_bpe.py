@@ -65,6 +65,7 @@ class TiktokenTokenizer:
     """
 
     reads_special_tokens = True
+    unknown_id: int | None = None
 
     def __init__(
         self, ranks: Ranks, rules: TiktokenRules, *, name: str, chat_template: str | None = None
