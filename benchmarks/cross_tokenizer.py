@@ -1,6 +1,7 @@
 """A step with a teacher of another tokenizer beside TRL's GOLD trainer, and the losses alone.
 
-    python benchmarks/cross_tokenizer.py                   # six minutes; extra `bench` installed
+    python benchmarks/cross_tokenizer.py                   # nine minutes; extra `bench` installed
+    python benchmarks/cross_tokenizer.py --quick           # one turn, one peer: three minutes
     python benchmarks/cross_tokenizer.py --only step       # one part; the file keeps the others
     python benchmarks/cross_tokenizer.py --profile common  # operators of our step
 
@@ -44,8 +45,8 @@ A step is the forward pass of teacher and student, the loss, the backward pass, 
 gradients and AdamW. Ours always has cross-entropy on all labels too. TRL's is `GOLDTrainer`'s
 `training_step` on a batch of its data loader, without generation (`lmbda` 0) and checkpointing; the
 rows are settings of its `ULDLoss`, which leaves the prompt (the first line) and the last token out.
-It tokenises the teacher's texts within the step; ours tokenises twice, aligns and packs in the
-reading thread, in the time given as `preparation`.
+It tokenises the teacher's texts within the step; ours tokenises twice, aligns, packs and plans the
+rows of the loss in threads beside the step, in the time given as `preparation`.
 
 The loss from hidden states includes the products of both heads and cross-entropy as in the step;
 ours adds the head's gradient to a buffer, as in training. The loss from logits is
@@ -90,6 +91,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=_PARTS, help="one of the tables")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each subject")
+    parser.add_argument("--quick", action="store_true", help="one turn of each, and GOLD alone")
     parser.add_argument(
         "--profile", default="", metavar="ROW", help="no tables: operators of a row"
     )
@@ -99,7 +101,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--name", default="cross_tokenizer", help="what the result files are called"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.peers = 1, "GOLD"
+    return arguments
 
 
 def _run(part: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.cross_tokenizers.texts import LENGTH, Texts
 from benchmarks.steps.own_step import OwnStep
 from benchmarks.steps.subject import OPTIMIZER, training_state
+from megatron_distill.align import VocabularyMap
 from megatron_distill.align.build_map import build_vocabulary_map
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
@@ -44,6 +45,7 @@ TERMS: Final[Mapping[str, tuple[ChunkTerm, ...]]] = {
     "likelihood": (ChunkTerm("likelihood"),),
     "common": (ChunkTerm("common"),),
     "common, top 64": (ChunkTerm("common", top_k=64),),
+    "projection": (ChunkTerm("projection"),),
     "gold": (ChunkTerm("gold"),),
     "uld": (ChunkTerm("uld"),),
 }
@@ -58,6 +60,7 @@ class Ours:
         batches: the texts of one step.
         aligned: the loss.
         common_ids: the ids of the tokens that both vocabularies have.
+        map_rows: offsets, teacher ids and weights of the rows of the vocabulary map.
         prepare_seconds: tokenising twice, aligning and packing, which a run does meanwhile.
         facts: sizes, by name.
     """
@@ -66,6 +69,7 @@ class Ours:
     batches: StepBatches
     aligned: AlignedLoss
     common_ids: tuple[torch.Tensor, torch.Tensor]
+    map_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     prepare_seconds: float
     facts: Mapping[str, float]
 
@@ -136,6 +140,7 @@ class Ours:
                 teacher_side=sides[1],
                 chunks=batch.chunk_count,
                 common_ids=self.common_ids,
+                map_rows=self.map_rows,
             )
             mean = values.sum() / (self.batches.pairs if term.is_of_pairs else self.batches.chunks)
             mean.backward()
@@ -148,7 +153,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     """Both models from their folders, the step's batch, optimizer and objective."""
     tokenizers = [load_tokenizer(folder / name) for name in ("student", "teacher")]
     started = time.perf_counter()
-    batches = _batches(Texts.read(folder), *tokenizers)
+    whole = _whole(Texts.read(folder), *tokenizers)
     seconds = time.perf_counter() - started
     sources = [_source(folder / name) for name in ("student", "teacher")]
     shapes = [source.architecture for source in sources]
@@ -157,7 +162,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     chunks = sources[0].build(run, groups=groups, seed=1)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
     timers = PhaseTimers(device)
-    connect_schedule(wrapped, OPTIMIZER, positions=batches.positions, timers=timers)
+    connect_schedule(wrapped, OPTIMIZER, positions=whole.positions, timers=timers)
     online = OnlineTeacher.of_source(
         sources[1],
         run,
@@ -169,10 +174,13 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     found = build_vocabulary_map(*tokenizers)
     tokens = TeacherTokens(vocabularies[1], LENGTH, None, found)
     online, aligned = tokens.connect(online, shapes[0], vocabularies[0], groups, chunk_tokens=None)
-    terms = next(iter(TERMS.values()))
+    started = time.perf_counter()
+    planned = (aligned.planner.planned(batch) for batch in whole.micro_batches)
+    batches = replace(whole, micro_batches=tuple(one.with_trained_rows() for one in planned))
+    seconds += time.perf_counter() - started
     objective = TokenObjective(
         ce_weight=1.0,
-        terms=terms,
+        terms=next(iter(TERMS.values())),
         metrics=(),
         chunk_tokens=None,
         shard=vocab_shard(shapes[0], groups, tokens=vocabularies[0].size),
@@ -191,6 +199,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
         batches=batches,
         aligned=aligned,
         common_ids=(torch.from_numpy(common[0]), torch.from_numpy(common[1])),
+        map_rows=_map_rows(found),
         prepare_seconds=seconds,
         facts={
             "student tokens": vocabularies[0].size,
@@ -203,6 +212,12 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     )
 
 
+def _map_rows(found: VocabularyMap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = found.row_offsets, found.row_teacher_ids_n, found.row_weights_n
+    offsets, ids, weights = (torch.from_numpy(one) for one in rows)
+    return offsets, ids, weights
+
+
 def _aligned_side(batch: Batch) -> AlignedSide:
     assert batch.chunks_bs is not None, "the batch is of two tokenizers"
     return AlignedSide(batch.chunks_bs.reshape(-1), batch.labels_bs.reshape(-1))
@@ -213,8 +228,8 @@ def _source(folder: Path) -> ModelSource:
     return ModelSource(described.architecture, lambda: HuggingFaceWeights(folder, described))
 
 
-def _batches(texts: Texts, student: Tokenizer, teacher: Tokenizer) -> StepBatches:
-    """One text in each sequence."""
+def _whole(texts: Texts, student: Tokenizer, teacher: Tokenizer) -> StepBatches:
+    """One text in each sequence; not planned yet."""
     encoder = PairEncoder(student, teacher)
     whole = texts.whole
     samples = []
@@ -230,7 +245,7 @@ def _batches(texts: Texts, student: Tokenizer, teacher: Tokenizer) -> StepBatche
     (counts,) = count_labels(packed, isolate_documents=True)
     batch = micro_batch(packed, slice(0, len(samples)), isolate_documents=True)
     return StepBatches(
-        (batch.with_trained_rows(),),
+        (batch,),
         ce_tokens=counts.ce,
         kd_tokens=counts.kd,
         positions=len(samples) * LENGTH,

@@ -40,6 +40,14 @@ class Chunks:
         """The first `count` chunks."""
         return Chunks(self.student[:count], self.teacher[:count])
 
+    def without(self, student_N: NDArray[np.bool_], teacher_M: NDArray[np.bool_]) -> Chunks:
+        """The chunks in whose ranges no token of either side is marked."""
+        is_left_C = np.ones(len(self), np.bool_)
+        for ranges_C2, marked in ((self.student, student_N), (self.teacher, teacher_M)):
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(marked)])
+            is_left_C &= before[ranges_C2[:, 0]] == before[ranges_C2[:, 1]]
+        return Chunks(self.student[is_left_C], self.teacher[is_left_C])
+
 
 def align_spans(student_spans: ArrayLike, teacher_spans: ArrayLike) -> Chunks:
     """The minimal chunks of two tokenizations of one text, up to their last common boundary.

@@ -35,7 +35,8 @@ def chunks_that_fit(chunks: Chunks, *, student_length: int, teacher_length: int)
 class SideCoverage:
     """Tokens, bytes and labels of one side, and those of them that are in chunks.
 
-    Bytes are those that tokens cover. Labels are the tokens that a loss is asked of.
+    Bytes are those that tokens cover. Labels are the tokens that a loss is asked of. Unknown tokens
+    stand for text that the vocabulary lacks.
     """
 
     tokens: int = 0
@@ -44,6 +45,7 @@ class SideCoverage:
     aligned_bytes: int = 0
     labels: int = 0
     aligned_labels: int = 0
+    unknown: int = 0
 
     def merge(self, other: SideCoverage) -> SideCoverage:
         """The sums of both."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import (
     BatchLayout,
     GlobalBatch,
@@ -25,7 +26,7 @@ from megatron_distill.data.collation import (
 )
 from megatron_distill.data.samples import WEIGHT_UNITS, Sample, SampleSource, State
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
-from megatron_distill.runtime.batch import LabelCounts, StepBatches
+from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StepLoader:
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
-    tokenizer of its own.
+    tokenizer of its own; `planner` then plans the rows of the loss on this rank.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StepLoader:
         prefetch: int = 2,
         sources: int = 1,
         teacher_length: int | None = None,
+        planner: ChunkPlanner | None = None,
     ) -> None:
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
@@ -78,6 +80,7 @@ class StepLoader:
         assert (source is not None) == self._wire.is_sender, "the source lives on rank 0 alone"
         self._positions = global_batch_size * sequence_length
         self._context = (context_parallel_rank, context_parallel_size)
+        self._planner = planner
         self._isolate_documents = isolate_documents
         self._source = source
         self._beginning = None if source is None else source.state_dict()
@@ -110,11 +113,11 @@ class StepLoader:
         self._last = data
         self._samples_taken += self._layout.global_batch_size
         shards = tuple(
-            micro_batch(
-                data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
+            self._shard(
+                micro_batch(
+                    data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
+                )
             )
-            .context_shard(*self._context)
-            .with_trained_rows()
             for index in range(self._layout.micro_batches)
         )
         counts = data.by_source
@@ -127,6 +130,12 @@ class StepLoader:
             pairs=sum(source.pairs for source in counts),
             by_source=counts if len(counts) > 1 else (),
         )
+
+    def _shard(self, whole: Batch) -> Batch:
+        """This rank's part of a micro-batch, with all that can be computed before the step."""
+        planner = self._planner
+        shard = whole.context_shard(*self._context) if planner is None else planner.planned(whole)
+        return shard.with_trained_rows()
 
     def taken_samples(self) -> list[list[Sample]]:
         """The samples of the last step's micro-batches of this rank, whole and on the host."""
@@ -219,6 +228,7 @@ def open_loader(
     prefetch: int,
     sources: int = 1,
     teacher_length: int | None = None,
+    planner: ChunkPlanner | None = None,
     exchange: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
@@ -240,6 +250,7 @@ def open_loader(
         prefetch=prefetch,
         sources=sources,
         teacher_length=teacher_length,
+        planner=planner,
     )
 
 

@@ -9,16 +9,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
@@ -156,7 +155,7 @@ class PrefetchedSteps:
         if self._stream is None:
             return _Taken(batches, state, None)
         with torch.cuda.stream(self._stream):  # also makes its device this thread's
-            on_device = tuple(_pinned(batch).to(self._device) for batch in batches.micro_batches)
+            on_device = tuple(batch.pinned().to(self._device) for batch in batches.micro_batches)
             copied = torch.cuda.Event()
             copied.record(self._stream)
         return _Taken(replace(batches, micro_batches=on_device), state, copied)
@@ -173,17 +172,6 @@ def _work(steps: SimpleQueue[tuple[Callable[[], _Taken], Future[_Taken]] | None]
         finally:
             if not taking.done():  # a defect: it ends this thread as well
                 taking.set_exception(sys.exception())
-
-
-def _pinned(batch: Batch) -> Batch:
-    """The same batch in pinned host memory, from which copies do not block."""
-    tensors: dict[str, Any] = {
-        field.name: value.pin_memory()
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    teacher = None if batch.teacher is None else _pinned(batch.teacher)
-    return replace(batch, **tensors, teacher=teacher)
 
 
 # While a step runs, the next step's records are decoded and those of the step after it are read.

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 from megatron_distill.data.aligned.documents import PairEncoder
 from megatron_distill.data.aligned.layout import AlignedLayout
 from megatron_distill.data.aligned.packing import Window
-from megatron_distill.data.aligned.stream import TwoTokenizers, Unaligned
+from megatron_distill.data.aligned.stream import TwoTokenizers, Unaligned, encoding_pool
 from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
 from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
 from megatron_distill.data.chat.source import (
@@ -44,6 +44,7 @@ _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read per sample used: a larger factor draws from more documents.
 _HELD_OUT_CHOICE: Final = 8
 
+_OfName = Callable[[str], Tokenization[Any]]
 _Finite = IndexedSource | PackedStream[Any] | ConversationSource
 
 
@@ -52,7 +53,7 @@ class TeacherReading:
     """A teacher with a tokenizer of its own, whose samples have `sequence_length` tokens.
 
     max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
-    processes that tokenise and align, 0: none.
+    processes that tokenise and align for all sources together, 0: none.
     """
 
     tokenizer: Tokenizer
@@ -92,6 +93,8 @@ def open_training(
     Without held-out documents. Call it on the one rank that reads. Raises DataError.
     """
 
+    tokenization = _tokenization(tokenizer, options)
+
     def opened(spec: SourceSpec) -> list[SampleSource]:
         if not spec.kind.is_text:
             return list(_indexed(spec, tokenizer, options, seed, is_held_out=False))
@@ -103,7 +106,7 @@ def open_training(
             held_out_fraction=options.validation_fraction,
             is_held_out=False,
         )
-        packed = _stream(spec, tokenizer, options, order, epochs=None)
+        packed = _stream(spec, tokenization, options, order, epochs=None)
         window = options.shuffle_samples
         return [ShuffledSamples(packed, window=window, seed=seed, name=spec.name)]
 
@@ -145,7 +148,7 @@ def samples_per_epoch(
         held_out_fraction=options.validation_fraction,
         is_held_out=False,
     )
-    stream = _stream(spec, tokenizer, options, order, epochs=1)
+    stream = _stream(spec, _tokenization(tokenizer, options), options, order, epochs=1)
     samples = sum(1 for _ in iter(stream.next_or_none, None))
     if samples == 0:
         raise DataError(
@@ -170,8 +173,9 @@ def read_held_out(
     owners: list[int] = []
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
+    tokenization = _tokenization(tokenizer, options)
     for number, spec in enumerate(named):
-        parts = _held_out_parts(spec, tokenizer, options)
+        parts = _held_out_parts(spec, tokenizer, tokenization, options)
         weight = spec.weight / len(parts)
         choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
         takers.extend(partial(next, _spread(part, choice), None) for part in parts)
@@ -195,13 +199,14 @@ def all_held_out(
 
     Raises DataError.
     """
+    tokenization = _tokenization(tokenizer, options)
     for spec in _named(specs, "data.validation_sources"):
-        for part in _held_out_parts(spec, tokenizer, options):
+        for part in _held_out_parts(spec, tokenizer, tokenization, options):
             yield from iter(part.next_or_none, None)
 
 
 def _held_out_parts(
-    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions
+    spec: SourceSpec, tokenizer: TextEncoder, tokenization: _OfName, options: DataOptions
 ) -> Sequence[_Finite]:
     """The finite streams of a source's held-out documents."""
     if not spec.kind.is_text:
@@ -214,7 +219,7 @@ def _held_out_parts(
         held_out_fraction=options.validation_fraction,
         is_held_out=True,
     )
-    return [_stream(spec, tokenizer, options, order, epochs=1)]
+    return [_stream(spec, tokenization, options, order, epochs=1)]
 
 
 def _spread(source: _Finite, choice: int) -> Iterator[Sample]:
@@ -270,29 +275,36 @@ def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> Do
     return DocumentReader(files, read=spec.kind.reader(spec), skip_bad=options.on_error == "skip")
 
 
+def _tokenization(tokenizer: TextEncoder, options: DataOptions) -> _OfName:
+    """The tokenization of each source by its name; all share the worker processes."""
+    length, teacher = options.sequence_length, options.teacher
+    begin = begin_token(tokenizer, options.add_bos)
+    if teacher is None:
+        one = OneTokenizer(tokenizer, length, begin)
+        return lambda _name: one
+    begins = (begin, begin_token(teacher.tokenizer, options.add_bos))
+    encoder = PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer, begins)
+    pool = encoding_pool(encoder, teacher.workers)
+
+    def of_name(name: str) -> Tokenization[Any]:
+        unaligned = Unaligned(name, teacher.max_unaligned)
+        return TwoTokenizers(encoder, length, teacher.sequence_length, pool, unaligned)
+
+    return of_name
+
+
 def _stream(
     spec: SourceSpec,
-    tokenizer: TextEncoder,
+    tokenization: _OfName,
     options: DataOptions,
     order: Order,
     *,
     epochs: int | None,
 ) -> PackedStream[Any]:
     files = source_files(spec)
-    begin, teacher = begin_token(tokenizer, options.add_bos), options.teacher
-    tokenization: Tokenization[Any] = OneTokenizer(tokenizer, options.sequence_length, begin)
-    if teacher is not None:
-        begins = (begin, begin_token(teacher.tokenizer, options.add_bos))
-        tokenization = TwoTokenizers(
-            PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer, begins),
-            options.sequence_length,
-            teacher.sequence_length,
-            workers=teacher.workers,
-            unaligned=Unaligned(spec.name, teacher.max_unaligned),
-        )
     return PackedStream(
         _reader(spec, files, options),
-        tokenization,
+        tokenization(spec.name),
         order=order,
         name=spec.name,
         fingerprint=fingerprint(files),

@@ -16,7 +16,7 @@ from megatron_distill.ops.aligned.gold import GoldColumns
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.ops.workspace import chunk_tokens_for
+from megatron_distill.ops.workspace import tile_tokens_for
 from megatron_distill.signals import DenseLogits, HiddenState
 
 __all__ = ["AlignedSide", "cross_tokenizer_divergence"]
@@ -99,7 +99,7 @@ def cross_tokenizer_divergence(
     check_per_token(source.tokens, student_chunks=student.chunks)
     check_per_token(teacher.tokens, teacher_chunks=teacher_side.chunks)
     if tile_tokens is None:
-        tile_tokens = chunk_tokens_for(max(shard.width, teacher_shard.width), student_logits.device)
+        tile_tokens = tile_tokens_for(max(shard.width, teacher_shard.width), student_logits.device)
     plan = TilePlan.of_chunks(student.chunks, teacher_side.chunks, chunks, tile_tokens=tile_tokens)
     labels = _labels("student", student, alignment, shard)
     teacher_labels = _labels("teacher", teacher_side, alignment, teacher_shard)

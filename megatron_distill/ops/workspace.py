@@ -20,6 +20,7 @@ __all__ = [
     "equal_chunks",
     "load_logits",
     "row_blocks",
+    "tile_tokens_for",
 ]
 
 # Elements per core so that five fp32 blocks fit in the cache of current CPUs: 8 rows at V = 32,768.
@@ -32,6 +33,10 @@ _GPU_ELEMENTS = 2**25
 # vocabularies: 256 or more on a CPU, 1024 or more on a GPU.
 _CPU_CHUNK = 2**25
 _GPU_CHUNK = 2**28
+# Rows whose losses between tokenizers are computed at once: these make several matrices as large as
+# their logits. A quarter of a chunk; on a GPU large enough to hide launches and collectives.
+_CPU_TILE = 2**23
+_GPU_TILE = 2**26
 # Bytes: torch's alignment of tensors.
 _ALIGNMENT = 64
 
@@ -54,6 +59,12 @@ def _rows_per_block(columns: int, device: torch.device) -> int:
 def chunk_tokens_for(columns: int, device: torch.device) -> int:
     """Tokens of a chunk whose logits over so many columns fill the device's usual chunk."""
     elements = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    return max(1, elements // max(columns, 1))
+
+
+def tile_tokens_for(columns: int, device: torch.device) -> int:
+    """Rows of a tile whose losses between tokenizers are computed at once."""
+    elements = _CPU_TILE if device.type == "cpu" else _GPU_TILE
     return max(1, elements // max(columns, 1))
 
 

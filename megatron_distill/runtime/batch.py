@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ def zigzag_index(
     """
     pieces = pieces_of(sequence_length, rank=rank, size=size)
     return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+
+
+class Planned(Protocol):
+    """Tensors that are made of a batch before its step, and go to the device with it."""
+
+    def to(self, device: torch.device | str) -> Planned:
+        """The same with every tensor on a device; the host does not wait for pinned memory."""
+        ...
+
+    def pinned(self) -> Planned:
+        """The same in pinned host memory."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,7 @@ class Batch:
     teacher: Batch | None = None
     chunks_bs: Tensor | None = None
     chunk_count: int = 0
-    # The batch before context sharding, if it has chunks, whose rows may be on several ranks.
-    unsharded: Batch | None = None
+    planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -101,7 +112,6 @@ class Batch:
             documents=self.segments.sharded(rank, size),
             teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
             chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
-            unsharded=None if self.chunks_bs is None else self,
         )
 
     @property
@@ -142,6 +152,20 @@ class Batch:
             copied_from=self.on_host,
             documents=self.segments.to(device),
             teacher=None if self.teacher is None else self.teacher.to(device),
+            planned=None if self.planned is None else self.planned.to(device),
+        )
+
+    def pinned(self) -> Batch:
+        """The same batch in pinned host memory, from which copies do not block."""
+        held = {name: getattr(self, name) for name in _TENSORS}
+        moved: dict[str, Any] = {
+            name: tensor.pin_memory() for name, tensor in held.items() if tensor is not None
+        }
+        return replace(
+            self,
+            **moved,
+            teacher=None if self.teacher is None else self.teacher.pinned(),
+            planned=None if self.planned is None else self.planned.pinned(),
         )
 
 

@@ -1,8 +1,4 @@
-"""The objective of a micro-batch whose teacher reads the same texts in tokens of its own.
-
-All rows of a chunk must be on one rank. Under context parallelism the hidden states of both models
-are gathered over the context group, and each rank takes chunks of which it has a part.
-"""
+"""The objective of a micro-batch whose teacher reads the same texts in tokens of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
 from megatron_distill.losses import ChunkTerm, SharedVocabularies, token_weights
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
@@ -20,89 +17,11 @@ from megatron_distill.ops.aligned.executor import (
     WeightedTerm,
     aligned_linear,
 )
-from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
+from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.signals import HiddenState, LogitSource
 
-__all__ = ["AlignedLoss", "HostRows"]
-
-
-@dataclass(frozen=True)
-class HostRows:
-    """The rows of both models that a rank's loss may use, on the host.
-
-    Under context parallelism they are those of all context ranks, one rank's after the other's.
-
-    Attributes:
-        student_labels: int64 ``[N]``, ids that the student's rows predict.
-        teacher_labels: int64 ``[M]``, ids of the teacher's tokenizer.
-        student_chunks: int64 ``[N]``, the chunk of each label; -1 for none, or one of another rank.
-        teacher_chunks: int64 ``[M]`` likewise.
-        ce_weights: fp32 ``[N]``, zero in the parts of other ranks.
-        row_sources: int64 ``[N]``, index of the blended source.
-        chunk_sources: int64 ``[C]`` likewise.
-    """
-
-    student_labels: Tensor
-    teacher_labels: Tensor
-    student_chunks: Tensor
-    teacher_chunks: Tensor
-    ce_weights: Tensor
-    row_sources: Tensor
-    chunk_sources: Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, *, rank: int, size: int) -> HostRows:
-        """The rows of a micro-batch for context-parallel rank `rank` of `size`."""
-        whole = batch.on_host if size == 1 else batch.on_host.unsharded
-        assert whole is not None, "a sharded batch remembers the whole one"
-        teacher, chunks_bS = whole.teacher, whole.chunks_bs
-        assert teacher is not None
-        assert teacher.chunks_bs is not None
-        assert chunks_bS is not None
-        student_chunks, teacher_chunks = (
-            _by_rank(chunks_bS, size),
-            _by_rank(teacher.chunks_bs, size),
-        )
-        ranks = torch.arange(size).repeat_interleave(chunks_bS.shape[1] // size)
-        ranks = ranks.expand_as(chunks_bS).reshape(-1)
-        sources = torch.zeros_like(ranks)
-        if whole.sources_b is not None:
-            sources = whole.sources_b.unsqueeze(1).expand_as(chunks_bS).reshape(-1)
-        count = whole.chunk_count
-        owner = _per_chunk(student_chunks, ranks, count)
-        ce_weights = _by_rank(whole.ce_weights_bs, size).float()
-        return cls(
-            student_labels=_by_rank(whole.labels_bs, size),
-            teacher_labels=_by_rank(teacher.labels_bs, size),
-            student_chunks=_owned(student_chunks, owner == rank),
-            teacher_chunks=_owned(teacher_chunks, owner == rank),
-            ce_weights=torch.where(ranks == rank, ce_weights, 0.0),
-            row_sources=sources,
-            chunk_sources=_per_chunk(student_chunks, sources, count),
-        )
-
-
-def _by_rank(values_bS: Tensor, size: int) -> Tensor:
-    """``[b * S]``: in each sequence the positions of one context rank after those of another."""
-    if size == 1:
-        return values_bS.reshape(-1)
-    length = values_bS.shape[1]
-    order = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
-    return values_bS[:, order].reshape(-1)
-
-
-def _per_chunk(chunks: Tensor, values: Tensor, count: int) -> Tensor:
-    """The largest value among the rows of each chunk."""
-    inside = chunks >= 0
-    return values.new_zeros(count).scatter_reduce_(0, chunks[inside], values[inside], "amax")
-
-
-def _owned(chunks: Tensor, is_owned: Tensor) -> Tensor:
-    if not len(is_owned):
-        return chunks
-    return chunks.where((chunks >= 0) & is_owned[chunks.clamp(min=0)], -1)
+__all__ = ["AlignedLoss"]
 
 
 @dataclass(frozen=True)
@@ -111,15 +30,11 @@ class AlignedLoss:
 
     Attributes:
         vocabularies: both vocabularies on this rank.
-        tile_tokens: rows of each model whose logits are in memory at once, the same on all ranks.
-        context_rank: this rank among the context-parallel ranks.
-        context_size: their number.
+        planner: plans the rows of each micro-batch, before the step.
     """
 
     vocabularies: SharedVocabularies
-    tile_tokens: int
-    context_rank: int
-    context_size: int
+    planner: ChunkPlanner
 
     def __call__(
         self,
@@ -135,19 +50,14 @@ class AlignedLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the objective, and of the report: scalars, or per source.
 
-        Chunks and labels are divided by their numbers in the global batch.
+        The batch is planned by the planner. Chunks and labels are divided by their numbers in the
+        global batch.
 
         Collective: those of `aligned_linear`.
         """
-        device, vocabularies = student.hidden.device, self.vocabularies
-        rows = HostRows.of(batch, rank=self.context_rank, size=self.context_size)
-        plan = TilePlan.of_chunks(
-            rows.student_chunks,
-            rows.teacher_chunks,
-            len(rows.chunk_sources),
-            tile_tokens=self.tile_tokens,
-            has_label=rows.ce_weights != 0,
-        ).to(device)
+        vocabularies, rows = self.vocabularies, batch.planned
+        assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
+        plan = rows.plan
         is_pair = plan.pair_chunks()
         of_chunks = token_weights(plan.used_chunks(), step.chunks)
         of_pairs = token_weights(is_pair, step.pairs)
@@ -155,8 +65,8 @@ class AlignedLoss:
         aligned = AlignedRows(
             plan=plan,
             teacher=teacher,
-            student_labels=_moved(rows.student_labels, device),
-            teacher_labels=vocabularies.teacher_numbers(_moved(rows.teacher_labels, device)),
+            student_labels=rows.student_labels,
+            teacher_labels=vocabularies.teacher_numbers(rows.teacher_labels),
             student_shard=vocabularies.student_shard,
             teacher_shard=vocabularies.teacher_shard,
             group=vocabularies.group,
@@ -171,11 +81,9 @@ class AlignedLoss:
                 )
                 for term in terms
             ),
-            label_loss=LabelLoss(
-                token_weights(_moved(rows.ce_weights, device), step.ce_tokens), ce_weight
-            ),
-            chunk_parts=_parts(rows.chunk_sources, sources, device) if has_parts else None,
-            row_parts=_parts(rows.row_sources, sources, device) if has_parts else None,
+            label_loss=LabelLoss(token_weights(rows.ce_weights, step.ce_tokens), ce_weight),
+            chunk_parts=Partition(rows.chunk_sources, sources) if has_parts else None,
+            row_parts=Partition(rows.row_sources, sources) if has_parts else None,
             weight_gradient_sum=weight_gradient_sum,
         )
         total, sums = aligned_linear(student, work)
@@ -185,12 +93,3 @@ class AlignedLoss:
             report[term.name] = report[term.name] * term.temperature_factor
             kd = kd + term.weight * report[term.name]
         return total, report | {"kd": kd}
-
-
-def _parts(sources: Tensor, count: int, device: torch.device) -> Partition:
-    return Partition(_moved(sources, device), count)
-
-
-def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """On the device; from pinned memory, so that the host does not wait."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

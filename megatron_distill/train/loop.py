@@ -314,6 +314,7 @@ def _record(
     if batches.chunks:
         record["chunks"] = batches.chunks
         record["aligned_labels"] = part_of(batches.kd_tokens, batches.ce_tokens)
+        record["data_wait"] = part_of(phases[DATA], seconds)
     if report.sources:
         record["sources"] = report.sources
     if not report.applied:

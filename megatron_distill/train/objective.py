@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.losses import (
     ChunkTerm,
     LossWeights,
@@ -111,6 +112,11 @@ class TokenObjective:
         if not self.metrics and not self.terms:
             return ("ce",)
         return ("ce", "kd", *(term.name for term in self.terms), *self.metrics)
+
+    @property
+    def planner(self) -> ChunkPlanner | None:
+        """Of the rows of terms between two tokenizers; None without such terms."""
+        return None if self.aligned is None else self.aligned.planner
 
     @property
     def on_chunks(self) -> OnChunks | None:

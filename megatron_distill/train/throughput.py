@@ -63,12 +63,18 @@ class Throughput:
         teacher: Architecture | None,
         *,
         sequence_length: int,
+        teacher_length: int | None = None,
         global_batch_size: int,
         precision: Literal["bf16", "fp32"],
         device: torch.device,
     ) -> Throughput:
-        """The figures of a run of these models on the devices of this world."""
-        flops = step_flops_per_token(student, teacher, sequence_length=sequence_length)
+        """The figures of a run of these models on the devices of this world.
+
+        teacher_length: of the teacher's sequences in tokens of its own; None with one tokenizer.
+        """
+        flops = step_flops_per_token(
+            student, teacher, sequence_length=sequence_length, teacher_length=teacher_length
+        )
         on_cuda = device.type == "cuda"
         return cls(
             tokens_per_step=global_batch_size * sequence_length,
@@ -97,7 +103,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Model FLOPs per trained token; `teacher_forward` is 0 without a teacher."""
+    """Model FLOPs per position of the student; `teacher_forward` is 0 without a teacher."""
 
     student_forward: float
     student_backward: float
@@ -162,6 +168,7 @@ def stage_layers(
     *,
     given: tuple[int, ...] | None,
     sequence_length: int,
+    teacher_length: int | None = None,
     is_recomputed: bool,
 ) -> tuple[int, ...]:
     """Return the layers of each stage of the student, in the order of the forward pass.
@@ -173,6 +180,7 @@ def stage_layers(
         student,
         teacher,
         sequence_length=sequence_length,
+        teacher_length=teacher_length,
         stages=layout.stages,
         is_recomputed=is_recomputed,
     )
@@ -188,16 +196,22 @@ def balanced_stages(
     teacher: Architecture | None,
     *,
     sequence_length: int,
+    teacher_length: int | None = None,
     stages: int,
     is_recomputed: bool,
 ) -> tuple[int, ...]:
     """Return the layers of each stage of the student that balance the work of the stages.
 
     The last stage has the student's output head and that of a live teacher, which runs in the
-    student's loss without a backward pass. `is_recomputed`: all layers are.
+    student's loss without a backward pass. `is_recomputed`: all layers are. `teacher_length`: see
+    `step_flops_per_token`.
     """
     heads = heads_in_layers(
-        student, teacher, sequence_length=sequence_length, is_recomputed=is_recomputed
+        student,
+        teacher,
+        sequence_length=sequence_length,
+        teacher_length=teacher_length,
+        is_recomputed=is_recomputed,
     )
     return balanced_layers(student.num_layers, stages, heads=heads)
 
@@ -207,33 +221,41 @@ def heads_in_layers(
     teacher: Architecture | None,
     *,
     sequence_length: int,
+    teacher_length: int | None = None,
     is_recomputed: bool = False,
 ) -> float:
     """Return the work of both output heads of a step over that of one layer of the student.
 
     Forward and backward take three times the products of a forward pass, and a recomputed layer a
-    fourth time.
+    fourth time. `teacher_length`: see `step_flops_per_token`.
     """
     head = head_flops_per_token(student)
     layers = forward_flops_per_token(student, sequence_length=sequence_length) - head
-    frozen = 0.0 if teacher is None else head_flops_per_token(teacher)
+    share = (teacher_length or sequence_length) / sequence_length
+    frozen = 0.0 if teacher is None else head_flops_per_token(teacher) * share
     passes = 4 if is_recomputed else 3
     return (3 * head + frozen) / (passes * layers / student.num_layers)
 
 
 def step_flops_per_token(
-    student: Architecture, teacher: Architecture | None, *, sequence_length: int
+    student: Architecture,
+    teacher: Architecture | None,
+    *,
+    sequence_length: int,
+    teacher_length: int | None = None,
 ) -> StepFlops:
-    """Return the FLOPs per token of a distillation step.
+    """Return the FLOPs of a distillation step per position of the student.
 
     The backward pass costs twice the forward pass: one product for the input, one for the weight.
+    A teacher with a tokenizer of its own has `teacher_length` positions for the student's
+    `sequence_length`.
     """
     forward = forward_flops_per_token(student, sequence_length=sequence_length)
-    teacher_forward = (
-        0.0
-        if teacher is None
-        else forward_flops_per_token(teacher, sequence_length=sequence_length)
-    )
+    teacher_forward = 0.0
+    if teacher is not None:
+        length = teacher_length or sequence_length
+        of_token = forward_flops_per_token(teacher, sequence_length=length)
+        teacher_forward = of_token * length / sequence_length
     return StepFlops(forward, 2 * forward, teacher_forward)
 
 

@@ -137,7 +137,9 @@ def objective_on_shard(
     teacher_weight = padded(problem.teacher_weight, sizes[1])
     teacher_weight = teacher_weight[teacher_shard.start : teacher_shard.stop]
     rows = AlignedRows(
-        TilePlan.of_chunks(at.student_chunks, at.teacher_chunks, at.count, tile_tokens=tile_tokens),
+        TilePlan.of_chunks(
+            at.student_chunks, at.teacher_chunks, at.count, tile_tokens=tile_tokens, band_tokens=9
+        ),
         HiddenState(problem.teacher_hidden, teacher_weight),
         at.student_labels,
         at.teacher_labels,

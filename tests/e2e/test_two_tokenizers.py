@@ -82,7 +82,11 @@ def packed_and_alone(
             return {name: float(value) for name, value in found.items()}
 
         step = parts.loader.take(1)
-        documents = tuple(one for batch in step.micro_batches for one in documents_of(batch))
+        planner = parts.objective.planner
+        assert planner is not None
+        documents = tuple(
+            planner.planned(one) for batch in step.micro_batches for one in documents_of(batch)
+        )
         alone = replace(step, micro_batches=documents, positions=len(documents) * 32)
         return 8, len(documents), losses(step), losses(alone)
 
@@ -268,6 +272,7 @@ def test_equal_models_of_permuted_ids_have_nothing_to_learn(
         f"parallel.tensor={tensor}", f"data.tokenizer.path={permuted / 'plain'}",
     )[0]  # fmt: skip
     assert first["aligned_labels"] > 0.9
+    assert 0 <= first["data_wait"] < 1
     for name in ("kd_loss", "likelihood_forward_kl", "common_forward_kl", "common_forward_kl_top8"):
         assert 0 <= first[name] <= 1e-9, name
     assert first["ce_loss"] > 3
@@ -335,6 +340,15 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("the teacher's tokenizer is unknown", "teacher.tokenizer.path"),
     ),
     "no common token": (("teacher.tokenizer.path={foreign}",), ("no token", "{own}", "{foreign}")),
+    "too many documents without a chunk": (
+        ("teacher.tokenizer.path={foreign}", "objective.terms=[{{alignment: likelihood}}]"),
+        (
+            "data.max_unaligned=0.01: 100 of 100 documents of data source ",
+            "{corpus}",
+            ": each of its chunks has an unknown token",
+            "raise data.max_unaligned",
+        ),
+    ),
     "a store": (
         ("teacher={{store: nowhere}}",),
         ("teacher.store holds signals for the student's tokens",),
@@ -347,7 +361,7 @@ def test_a_run_that_cannot_be_aligned_is_refused(
     pool: Pool, inputs: Inputs, foreign: Path, tmp_path: Path, case: str
 ) -> None:
     overrides, parts = REFUSED[case]
-    names = {"own": inputs.tokenizer, "foreign": foreign}
+    names = {"own": inputs.tokenizer, "foreign": foreign, "corpus": inputs.corpus}
     given = [override.format(**names) for override in overrides]
     endings = call(pool, inputs.folder / "aligned.yaml", tmp_path, *SHORT, *given)
     text = message(endings)

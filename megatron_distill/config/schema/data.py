@@ -264,7 +264,8 @@ class DataConfig(Section):
         ge=0,
         le=256,
         description="Processes that prepare conversations, and that tokenise and align the texts "
-        "of two tokenizers; 0: none; null: from the cores and the amount of data.",
+        "of two tokenizers, for all sources together; 0: none; null: from the cores and the amount "
+        "of data.",
     )
     max_unaligned: float = Field(
         default=0.01,

@@ -18,6 +18,7 @@ from megatron_distill.align import (
     token_spans,
 )
 from megatron_distill.align.special_roles import Role
+from megatron_distill.data.aligned.documents import is_unknown
 from megatron_distill.data.chat.conversations import (
     PLAIN_TEMPLATE,
     TOKENIZER_TEMPLATE,
@@ -72,7 +73,7 @@ class ConversationAligner:
 
     Tokens within the content of a message align by their bytes, and closing tokens by their place,
     see `align_messages`. A content that the two templates write differently is in no chunk; white
-    space at its ends is not compared.
+    space at its ends is not compared. Chunks with an unknown token are left out.
     """
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer, template: ChatTemplate) -> None:
@@ -135,7 +136,11 @@ class ConversationAligner:
                     closing_roles(ids_n, ends_turn=ends_turn, ends_text=ends_text),
                 )
             )
-        return align_messages(*sides)
+        own, other = (
+            is_unknown(tokenizer, ids_n)
+            for tokenizer, ids_n in zip(self._tokenizers, ids, strict=True)
+        )
+        return align_messages(*sides).without(own, other)
 
 
 def _closing_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

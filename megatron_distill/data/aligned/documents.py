@@ -13,7 +13,7 @@ from megatron_distill.data.samples import NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 from megatron_distill.errors import DataError
 
-__all__ = ["AlignedDocument", "PairEncoder", "Side"]
+__all__ = ["AlignedDocument", "PairEncoder", "Side", "UnknownTokens", "is_unknown"]
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,53 @@ class Side:
 
 
 @dataclass(frozen=True)
+class UnknownTokens:
+    """Numbers of tokens of both sides, and of those that stand for a text without a token.
+
+    One such token stands for many texts, so its probability is not that of the text: chunks with
+    one are not distilled.
+    """
+
+    tokens: int = 0
+    unknown: int = 0
+    teacher_tokens: int = 0
+    teacher_unknown: int = 0
+
+    @classmethod
+    def of(cls, is_unknown_n: NDArray[np.bool_], is_unknown_m: NDArray[np.bool_]) -> UnknownTokens:
+        """From whether each token is unknown."""
+        own, other = (int(np.count_nonzero(side)) for side in (is_unknown_n, is_unknown_m))
+        return cls(len(is_unknown_n), own, len(is_unknown_m), other)
+
+    def merge(self, other: UnknownTokens) -> UnknownTokens:
+        """The sums of both."""
+        return UnknownTokens(**{name: n + vars(other)[name] for name, n in vars(self).items()})
+
+    def __bool__(self) -> bool:
+        return self.unknown + self.teacher_unknown > 0
+
+    def __str__(self) -> str:
+        own = self.unknown / max(1, self.tokens)
+        other = self.teacher_unknown / max(1, self.teacher_tokens)
+        return (
+            f"{own:.2%} of the student's tokens and {other:.2%} of the teacher's are unknown "
+            "tokens, which stand for text that a vocabulary lacks; chunks with one are not "
+            "distilled"
+        )
+
+
+@dataclass(frozen=True)
 class AlignedDocument:
     """A document, or a piece of a long one, in the tokens of both models.
 
     flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
-    distillation trains those in chunks. None: cross-entropy trains all.
+    distillation trains those in chunks. None: cross-entropy trains all. unknown: of the tokens.
     """
 
     student: Side
     teacher: Side
     flags_n: NDArray[np.uint8] | None = None
+    unknown: UnknownTokens = UnknownTokens()
 
     @property
     def chunks(self) -> int:
@@ -109,7 +146,8 @@ class AlignedDocument:
 class PairEncoder:
     """Tokenises texts twice and aligns the tokens by their bytes; picklable, for worker processes.
 
-    The end-of-document tokens of both tokenizers are a chunk of their own where a text ends.
+    The end-of-document tokens of both tokenizers are a chunk of their own where a text ends. Chunks
+    with an unknown token are left out.
     begins: the id before each document on both sides, in no chunk; None for none.
     """
 
@@ -146,8 +184,12 @@ class PairEncoder:
             chunks = align_spans(spans, teacher_spans)
         except DataError as error:
             return error
-        if text and not len(chunks.student):
+        if text and not len(chunks):
             return DataError("the tokenizers share no boundary inside it")
+        unknown = is_unknown(self.student, student_n), is_unknown(self.teacher, teacher_n)
+        chunks = chunks.without(*unknown)
+        if text and not len(chunks):
+            return DataError("each of its chunks has an unknown token")
         student = Side.of_chunks(student_n, _numbers(chunks.student, spans))
         teacher = Side.of_chunks(teacher_n, _numbers(chunks.teacher, teacher_spans))
         if is_end:
@@ -158,7 +200,14 @@ class PairEncoder:
                 side if begin is None else side.with_begin(begin)
                 for side, begin in zip((student, teacher), self.begins, strict=True)
             )
-        return AlignedDocument(student, teacher)
+        return AlignedDocument(student, teacher, unknown=UnknownTokens.of(*unknown))
+
+
+def is_unknown(tokenizer: Tokenizer, ids_n: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Whether each token stands for a text that the vocabulary lacks."""
+    if tokenizer.unknown_id is None:
+        return np.zeros(len(ids_n), np.bool_)
+    return ids_n == tokenizer.unknown_id
 
 
 def _numbers(ranges_c2: NDArray[np.int64], spans_n2: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_distill.align import Coverage, SideCoverage
+from megatron_distill.data.aligned.documents import is_unknown
 from megatron_distill.data.preview import BOTH, CE_ONLY, KD_ONLY, MARKS, PROMPT, STYLES
 from megatron_distill.data.samples import NO_CHUNK, PADDING_DOCUMENT, Sample, TeacherTokens
 from megatron_distill.data.tokenizers.protocol import Tokenizer
@@ -210,6 +211,7 @@ def _side(
         aligned_bytes=int(bytes_n[inside_n].sum()),
         labels=int(np.count_nonzero(is_label_n)),
         aligned_labels=int(np.count_nonzero(is_label_n & inside_n)),
+        unknown=int(np.count_nonzero(is_unknown(pieces.tokenizer, tokens_n) & is_real_n)),
     )
 
 
@@ -222,6 +224,8 @@ def coverage_lines(found: Coverage) -> Iterable[str]:
         ]
         if name == "student":
             parts.append(f"{_share(side.aligned_labels, side.labels)} of {side.labels:,} labels")
+        if side.unknown:
+            parts.append(f"none of {side.unknown:,} unknown tokens")
         yield f"in chunks, {name}: {', '.join(parts)}"
     sizes = {
         "1:1": found.one_to_one,

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
+from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder, UnknownTokens
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
 from megatron_distill.data.text.stream import Block, StreamPosition, document_batches
-from megatron_distill.data.worker_processes import worker_map
+from megatron_distill.data.worker_processes import WorkerPool
 from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 
-__all__ = ["TwoTokenizers", "Unaligned", "check_unaligned"]
+__all__ = ["EncodingPool", "TwoTokenizers", "Unaligned", "check_unaligned", "encoding_pool"]
 
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
 _FEWEST_JUDGED: Final = 100  # the share is that of at least as many
-_Text = tuple[str, bool, bool]  # a document's text, whether it ends there, whether it begins there
+# Texts, each with whether it ends its document and whether it begins it.
+_Texts = list[tuple[str, bool, bool]]
+EncodingPool = WorkerPool[_Texts, list[AlignedDocument | DataError]]
 
 
 def check_unaligned(
@@ -41,7 +43,10 @@ def check_unaligned(
 
 
 class Unaligned:
-    """Counts documents whose tokens cannot be aligned; more than a share of them is an error."""
+    """Counts what tokenizers cannot express: unaligned documents, and unknown tokens.
+
+    More than a share of such documents is an error. Unknown tokens are warned of once.
+    """
 
     def __init__(self, name: str, share: float) -> None:
         self.documents = 0
@@ -49,16 +54,19 @@ class Unaligned:
         self._name = name
         self._share = share
         self._last = ""
+        self._unknown = UnknownTokens()
 
-    def add(self, place: str, error: DataError | None) -> None:
-        """Count a document, with the reason for which it is left out if there is one.
+    def add(self, place: str, found: AlignedDocument | DataError) -> None:
+        """Count a document, or the reason for which it is left out.
 
         Raises DataError: more documents were left out than the share allows.
         """
         self.documents += 1
-        if error is not None:
+        if isinstance(found, AlignedDocument):
+            self._unknown = self._unknown.merge(found.unknown)
+        else:
             self.count += 1
-            self._last = f"{place}: {error}"
+            self._last = f"{place}: {found}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
                 _LOG.warning("%s: left out: %s", self._name, self._last)
             check_unaligned(
@@ -67,19 +75,22 @@ class Unaligned:
                 unit="document",
                 last=self._last,
             )
+        if self.documents == _FEWEST_JUDGED and self._unknown:
+            _LOG.warning("%s: %s", self._name, self._unknown)
 
 
 @dataclass(frozen=True)
 class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
-    Texts are tokenised and aligned in `workers` processes; 0: in this one.
+    Texts are tokenised and aligned by the workers of a pool, which sources may share; see
+    `encoding_pool`.
     """
 
     encoder: PairEncoder
     student_length: int
     teacher_length: int
-    workers: int
+    pool: EncodingPool
     unaligned: Unaligned
 
     @property
@@ -106,22 +117,25 @@ class TwoTokenizers:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
         in_work: deque[list[tuple[Document, StreamPosition]]] = deque()
 
-        def texts() -> Iterator[list[_Text]]:
+        def texts() -> Iterator[_Texts]:
             for block in blocks:
                 for batch in document_batches(block):
                     in_work.append(batch)
                     yield [(one.text, one.is_end, one.is_start) for one, _ in batch]
 
-        with worker_map(partial(_encode, self.encoder), texts(), workers=self.workers) as results:
+        with self.pool.results(texts()) as results:
             for found in results:
                 for (document, place), item in zip(in_work.popleft(), found, strict=True):
+                    self.unaligned.add(document.place, item)
                     if isinstance(item, AlignedDocument):
-                        self.unaligned.add(document.place, None)
                         yield item, place
-                    else:
-                        self.unaligned.add(document.place, item)
 
 
-def _encode(encoder: PairEncoder, batch: list[_Text]) -> list[AlignedDocument | DataError]:
+def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:
+    """Processes that tokenise and align the texts of all streams that use them; 0: none."""
+    return WorkerPool(partial(_encode, encoder), workers)
+
+
+def _encode(encoder: PairEncoder, batch: _Texts) -> list[AlignedDocument | DataError]:
     texts, ends, starts = zip(*batch, strict=True)
     return encoder(texts, ends, starts=starts)

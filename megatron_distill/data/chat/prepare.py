@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.data.aligned.conversations import ConversationAligner, teacher_template
+from megatron_distill.data.aligned.documents import UnknownTokens, is_unknown
 from megatron_distill.data.aligned.stream import check_unaligned
 from megatron_distill.data.chat.cache import (
     PreparedConversations,
@@ -43,6 +44,7 @@ _LOG = get_logger(__name__)
 # A worker takes seconds to start, so each one needs work for much longer.
 _BYTES_PER_WORKER: Final = 16 << 20
 _MOST_WORKERS: Final = 16
+_LOOKED_AT: Final = 10_000_000  # first tokens of a cache in which unknown ones are counted
 
 
 def prepared_conversations(
@@ -74,7 +76,7 @@ def prepared_conversations(
     if teacher is not None:
         other = teacher_template(spec.conversation, teacher)
         aligner = ConversationAligner(tokenizer, teacher, other)
-        settings += [vars(other), teacher.identity]
+        settings += [vars(other), teacher.identity, "chunks without unknown tokens"]
     folder = options.cache / f"conversations-{cache_key(files, settings)}"
     found = open_cache(folder, files)
     if found is None:
@@ -87,6 +89,7 @@ def prepared_conversations(
     _report(spec, found)
     if teacher is not None:
         _check_aligned(spec, found, max_unaligned)
+        _warn_of_unknown(spec, found, tokenizer, teacher)
     if not options.keeps_weights and _has_weights(found):
         raise DataError(
             f"data source {spec.name}: its messages have weights other than 0 and 1, which a "
@@ -118,6 +121,19 @@ def _check_aligned(spec: SourceSpec, found: PreparedConversations, share: float)
             "with an alignment do not use; set conversation.weight_key to a name that no message "
             "has, or remove the alignment"
         )
+
+
+def _warn_of_unknown(
+    spec: SourceSpec, found: PreparedConversations, student: Tokenizer, teacher: Tokenizer
+) -> None:
+    """Warn of tokens that stand for text without a token, if there are any at the beginning."""
+    assert found.teacher is not None, "it was prepared for two tokenizers"
+    unknown = UnknownTokens.of(
+        is_unknown(student, found.tokens_n[:_LOOKED_AT]),
+        is_unknown(teacher, found.teacher.tokens_m[:_LOOKED_AT]),
+    )
+    if unknown:
+        _LOG.warning("%s: %s", spec.name, unknown)
 
 
 def conversation_texts(

@@ -57,13 +57,16 @@ class HuggingFaceTokenizer:
             hugging_face.backend_tokenizer if hugging_face.is_fast else None
         )
         self._with_offsets: tokenizers.Tokenizer | None = None
-        self.identity = self._digest(vocabulary)
-
-    def _digest(self, vocabulary: dict[str, int]) -> str:
         rules: dict[str, Any] = {}
         if self._fast is not None:
             written = json.loads(self._fast.to_str())
             rules = {key: written.get(key) for key in ("model", "normalizer", "pre_tokenizer")}
+        unknown = _unknown_id(rules, vocabulary, hugging_face.unk_token_id)
+        # A vocabulary of bytes, which lacks nothing, may name its end-of-document token.
+        self.unknown_id = None if unknown == self.eos_id else unknown
+        self.identity = self._digest(vocabulary, rules)
+
+    def _digest(self, vocabulary: dict[str, int], rules: dict[str, Any]) -> str:
         content = json.dumps([sorted(vocabulary.items()), self.eos_id, rules], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -159,6 +162,13 @@ def _adds_bos(hugging_face: Any) -> bool:
         return False
     ids: list[int] = hugging_face("", add_special_tokens=True)["input_ids"]
     return ids[:1] == [hugging_face.bos_token_id]
+
+
+def _unknown_id(rules: dict[str, Any], vocabulary: dict[str, int], named: int | None) -> int | None:
+    """The model's token for text that it lacks, or else the named one."""
+    model = rules.get("model", {})
+    number: int | None = model.get("unk_id")
+    return vocabulary.get(model.get("unk_token") or "", named) if number is None else number
 
 
 def _special_ids(hugging_face: Any, vocabulary: dict[str, int]) -> dict[str, int]:

@@ -38,10 +38,11 @@ class Tokenizer(Protocol):
     name: its origin, for messages. vocab_size: ids are in [0, vocab_size), with added tokens,
     without the model's padding. eos_id: the end-of-document token. bos_id, pad_id: None if
     absent. adds_bos: whether the model's inputs begin with `bos_id` by the tokenizer's own files;
-    `encode_batch` never adds it. special_ids: special tokens to their ids. identity: digest of the
-    vocabulary and its rules; equal for teacher and student if they agree on every id.
-    chat_template: Jinja source, None if absent. reads_special_tokens: whether a special token
-    spelled out in a text becomes that token.
+    `encode_batch` never adds it. unknown_id: the token of text without a token of its own; None if
+    all text has some. special_ids: special tokens to their ids. identity: digest of the vocabulary
+    and its rules; equal for teacher and student if they agree on every id. chat_template: Jinja
+    source, None if absent. reads_special_tokens: whether a special token spelled out in a text
+    becomes that token.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     pad_id: int | None
     adds_bos: bool
+    unknown_id: int | None
     special_ids: dict[str, int]
     identity: str
     chat_template: str | None

@@ -56,6 +56,8 @@ class SentencePieceTokenizer:
             for number in numbers
             if is_control[number] or self._processor.is_unknown(number)
         }
+        unknown = self._processor.unk_id()
+        self.unknown_id = None if unknown < 0 or self._is_byte_V.any() else unknown
         if self._processor.eos_id() < 0:
             raise DataError(
                 f"{name}: the SentencePiece model has no end-of-document token; train it with an "

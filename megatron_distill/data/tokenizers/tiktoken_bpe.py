@@ -66,6 +66,7 @@ class TiktokenTokenizer:
 
     reads_special_tokens = True
     adds_bos = False  # the rules do not tell
+    unknown_id: int | None = None
 
     def __init__(
         self, ranks: Ranks, rules: TiktokenRules, *, name: str, chat_template: str | None = None

@@ -1,6 +1,7 @@
 """The executor of losses between tokenizers: logits, losses and gradients, tile by tile.
 
-Logits of both models exist for one tile at a time. `aligned_linear` trains: the weights of chunks
+Logits of both models exist for one band of tiles at a time, and all that losses make of them for
+one tile. `aligned_linear` trains: the weights of chunks
 are known, and the gradient goes into the hidden states and the head's weight at once.
 `aligned_divergence` takes logits and returns a value per chunk, with any upstream gradient.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -67,22 +68,33 @@ class AlignedRows:
     teacher_shard: VocabShard
     group: dist.ProcessGroup | None
 
-    def tiles(self, student: LogitSource) -> Iterator[tuple[TileRange, Tile]]:
-        """The tiles in order; logits are valid until the next one, and may be overwritten."""
-        plan = self.plan
-        of_student = _Side(student, self.student_shard, self.group, plan.most_student_rows)
-        of_teacher = None
+    def bands(self, student: LogitSource) -> Iterator[Band]:
+        """The bands in order; logits are valid until the next one, and may be overwritten."""
+        plan, group, labels = self.plan, self.group, self.student_labels
+        own = _Side(student, self.student_shard, group, plan.student, labels, plan.student_bands)
+        other = None
         if self.teacher is not None:
-            most = plan.most_teacher_rows
-            of_teacher = _Side(self.teacher, self.teacher_shard, self.group, most)
-        for part in plan.tiles:
-            lengths = plan.student_lengths[part.chunks]
-            side = of_student.take(plan.student, part.student, self.student_labels, lengths)
+            shard, labels = self.teacher_shard, self.teacher_labels
+            other = _Side(self.teacher, shard, group, plan.teacher, labels, plan.teacher_bands)
+        parts = zip(plan.bands, plan.student_bands, plan.teacher_bands, strict=True)
+        for band, rows, teacher_rows in parts:
+            raw = own.form(rows)
+            if other is not None and teacher_rows.stop > teacher_rows.start:
+                other.form(teacher_rows)
+            yield Band(rows, raw, self._tiles(own, other, plan.tiles[band]))
+
+    def _tiles(
+        self, own: _Side, other: _Side | None, parts: Sequence[TileRange]
+    ) -> Iterator[tuple[TileRange, Tile]]:
+        """The tiles of the band whose logits are formed."""
+        plan = self.plan
+        assert plan.teacher.indices is not None
+        for part in parts:
+            side = own.take(part.student, plan.student_lengths[part.chunks])
             lengths = plan.teacher_lengths[part.chunks]
-            other = None
-            if of_teacher is not None and part.chunks.stop > part.chunks.start:
-                other = of_teacher.take(plan.teacher, part.teacher, self.teacher_labels, lengths)
-            assert plan.teacher.indices is not None
+            teacher = None
+            if other is not None and part.chunks.stop > part.chunks.start:
+                teacher = other.take(part.teacher, lengths)
             rows = plan.teacher.indices[part.teacher]
             chunk, row, teacher_row = plan.pairs[:, part.pairs].unbind()
             pairs = Pairs(
@@ -90,38 +102,66 @@ class AlignedRows:
                 row - part.student.start,
                 teacher_row - part.teacher.start,
             )
-            yield part, Tile(side, other, rows, lengths, pairs)
+            yield part, Tile(side, teacher, rows, lengths, pairs)
+
+
+class Band(NamedTuple):
+    """Consecutive tiles, and the student's logits of all of them.
+
+    Attributes:
+        student: the ordered student rows.
+        raw: ``[n, V]`` their raw outputs, of which those of the tiles are parts.
+        tiles: the tiles in order, with their parts of the plan.
+    """
+
+    student: slice
+    raw: Tensor
+    tiles: Iterator[tuple[TileRange, Tile]]
 
 
 class _Side:
-    """One model's rows, with the buffers that its tiles share."""
+    """One model's rows, with the buffers that its bands and tiles share."""
 
     def __init__(
-        self, source: LogitSource, shard: VocabShard, group: dist.ProcessGroup | None, most: int
+        self,
+        source: LogitSource,
+        shard: VocabShard,
+        group: dist.ProcessGroup | None,
+        rows: Rows,
+        labels: Tensor,
+        bands: Sequence[slice],
     ) -> None:
-        self._source, self._shard, self._group = source, shard, group
-        self._most = most
-        self._buffer: Tensor | None = None
-        self._scratch: Scratch | None = None
-
-    def take(self, rows: Rows, part: slice, labels: Tensor, lengths: Tensor) -> TileSide:
-        """Logits of the ordered rows of one tile."""
         assert rows.indices is not None
-        indices = rows.indices[part]
-        source, columns = self._source, self._shard.real_width
-        if source.formed is None and self._buffer is None:
-            self._buffer = allocate(self._most, columns, source.dtype, indices.device)
-        if self._scratch is None:
-            dtype = accumulation_dtype(source.dtype)
-            self._scratch = Scratch(self._most, columns, dtype, indices.device)
-        memory = None if self._buffer is None else self._buffer[: len(indices)]
+        self._source, self._shard, self._group = source, shard, group
+        self._rows, self._indices, self._labels = rows, rows.indices, labels
+        largest = max((band.stop - band.start for band in bands), default=1)
+        columns, device = shard.real_width, rows.indices.device
+        self._buffer = None
+        if source.formed is None:
+            self._buffer = allocate(largest, columns, source.dtype, device)
+        self._scratch = Scratch(largest, columns, accumulation_dtype(source.dtype), device)
+        self._formed: tuple[int, Tensor] | None = None  # the band's first row, and its logits
+
+    def form(self, part: slice) -> Tensor:
+        """Raw outputs of a band's ordered rows."""
+        memory = None if self._buffer is None else self._buffer[: part.stop - part.start]
+        take = partial(self._rows.take, chunk=part)
+        raw = self._source.outputs(take, self._shard.real_width, memory)
+        self._formed = part.start, raw
+        return raw
+
+    def take(self, part: slice, lengths: Tensor) -> TileSide:
+        """The ordered rows of a tile of the band."""
+        assert self._formed is not None, "a band is formed before its tiles"
+        first, raw = self._formed
+        indices = self._indices[part]
         chunks = torch.arange(len(lengths), device=indices.device)
         return TileSide(
-            raw=source.outputs(partial(rows.take, chunk=part), columns, memory),
-            rule=source.rule,
+            raw=raw[part.start - first : part.stop - first],
+            rule=self._source.rule,
             shard=self._shard,
             group=self._group,
-            labels=labels.index_select(0, indices),
+            labels=self._labels.index_select(0, indices),
             rows=indices,
             chunks=chunks.repeat_interleave(lengths, output_size=_output(len(indices), lengths)),
             lengths=lengths,
@@ -199,8 +239,9 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     gradient is this shard's PARTIAL sum, and ``weight_gradient_sum`` is added to in the forward
     pass, as in `fused_linear`. Rows in no tile of the plan have no gradient.
 
-    Memory above the inputs, in elements: for the rows of one tile ``V`` logits of each model with a
-    head, ``V`` fp32 of the student for losses other than on labels, and the row blocks of
+    Memory above the inputs, in elements: for the rows of one band ``V`` logits of each model with a
+    head; for the rows of one tile ``V`` fp32 of the student for losses other than on labels, and
+    for those on chunk means at most three times ``V`` fp32 of each model; and the row blocks of
     `TileSide`. Gradients as in `fused_linear`.
 
     Collective: over ``group`` those of the terms and of `TileSide` for each tile; the label loss
@@ -214,7 +255,7 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
         lambda gradients: _Executor(student, work, gradients).run(),
         rows=work.rows.plan.student,
         columns=work.rows.student_shard.real_width,
-        chunks=len(work.rows.plan.tiles),
+        chunks=len(work.rows.plan.bands),
         weight_sum=work.weight_gradient_sum,
     )
 
@@ -238,12 +279,14 @@ class _Executor:
         work = self._work
         wanted = self._gradients.are_wanted
         memory = _gradient_memory(self._student, work.rows)
-        for part, tile in work.rows.tiles(self._student):
-            gradient = TileGradient(tile.student, partial(memory, tile)) if wanted else None
-            self._sums += self._run_tile(part, tile, gradient)
-            if gradient is not None:
-                gradient.write(tile.student.raw)
-                self._gradients.add(part.student, tile.student.raw)
+        for band in work.rows.bands(self._student):
+            for part, tile in band.tiles:
+                gradient = TileGradient(tile.student, partial(memory, tile)) if wanted else None
+                self._sums += self._run_tile(part, tile, gradient)
+                if gradient is not None:
+                    gradient.write(tile.student.raw)
+            if wanted:
+                self._gradients.add(band.student, band.raw)
         coefficients = [one.coefficient for one in work.terms]
         if work.label_loss is not None:
             coefficients.insert(0, work.label_loss.coefficient)
@@ -324,7 +367,8 @@ class _AlignedDivergenceFunction(torch.autograd.Function):
         gradients = torch.zeros_like(logits) if wanted else None
         memory = _gradient_memory(student, rows)
         owners = []
-        for part, tile in rows.tiles(DenseLogits(logits.detach())):
+        tiles = (tile for band in rows.bands(DenseLogits(logits.detach())) for tile in band.tiles)
+        for part, tile in tiles:
             if not tile.count:
                 continue
             solved = term.solve(tile, with_gradient=wanted)

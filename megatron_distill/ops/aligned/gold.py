@@ -104,26 +104,25 @@ class GoldTerm:
         """
         side, columns = tile.student, self.columns.common
         k = min(self.uncommon_top_k, self.columns.uncommon)
-        means = side.mean_probabilities(self.temperature)
+        # The teacher's means are dropped before the student's are formed.
         of_teacher = tile.with_teacher.mean_probabilities(self.temperature)
-        common = means.index_select(1, columns.student)
-        other_common = of_teacher.index_select(1, columns.teacher)
-        rest = means.index_select(1, columns.student_rest)
-        other_rest = of_teacher.index_select(1, self.columns.teacher_rest)
-        ours, theirs = Candidates.of(rest, k), Candidates.of(other_rest, k)
-        sums = [row_sums(part) for part in (common, other_common, rest, other_rest)]
-        local = [ours.values, theirs.values, torch.stack(sums, 1).to(means.dtype)]
+        theirs = _Parts.of(of_teacher, columns.teacher, self.columns.teacher_rest, k)
+        del of_teacher
+        means = side.mean_probabilities(self.temperature)
+        ours = _Parts.of(means, columns.student, columns.student_rest, k)
+        sums = torch.stack([ours.sums, theirs.sums], 2).flatten(1).to(means.dtype)
+        local = [ours.rest.values, theirs.rest.values, sums]
         gathered = gather_ranks(torch.cat(local, 1), side.group)
         distance = sorted_distance(gathered[:, :, :k], gathered[:, :, k : 2 * k], side.group)
         masses = gathered[:, :, 2 * k :].double().sum(0).to(means.dtype)
-        found = self._over_classes(common, other_common, masses, side.group)
+        found = self._over_classes(ours.common, theirs.common, masses, side.group)
         values = found.values.clamp(min=0.0) + distance.values
         if not with_gradient:
             return SolvedMeans.of(values, side, self.temperature, None)
         slopes = torch.empty_like(means).copy_(found.of_rest)
         slopes.index_copy_(1, columns.student, found.slopes)
         if len(columns.student_rest):
-            slopes.scatter_add_(1, columns.student_rest[ours.columns], distance.slopes)
+            slopes.scatter_add_(1, columns.student_rest[ours.rest.columns], distance.slopes)
         relative_to_top_(slopes, means, side.group)
         return SolvedMeans.of(values, side, self.temperature, slopes)
 
@@ -139,16 +138,35 @@ class GoldTerm:
         if not has_rest:
             student.div_(masses[:, :1])
             teacher.div_(masses[:, 1:2])
-        student = agreeing(student, teacher)
-        values, slopes = _summed(self.divergence, student, teacher)
-        local = torch.stack([values, row_sums(student * slopes)])
-        values, averages = gather_ranks(local, group).sum(0).unbind()
+        values, averages, slopes = _summed(self.divergence, student, teacher)
+        values, averages = gather_ranks(torch.stack([values, averages]), group).sum(0).unbind()
         if has_rest:
             q, p = masses[:, 2:3], masses[:, 3:]
             of_rest = _summed(self.divergence, agreeing(q, p).double(), p.double())
-            return _Found(values + of_rest[0], slopes, of_rest[1])
+            return _Found(values + of_rest[0], slopes, of_rest[2])
         slopes.sub_(averages.unsqueeze(1)).div_(masses[:, :1])
         return _Found(values, slopes, torch.zeros_like(masses[:, :1]))
+
+
+class _Parts(NamedTuple):
+    """Of chunk means ``[c, V]`` those of common tokens, and the largest of uncommon ones.
+
+    Attributes:
+        common: ``[c, P]``.
+        rest: the k largest.
+        sums: ``[c, 2]`` fp64, over this rank's common and uncommon tokens.
+    """
+
+    common: Tensor
+    rest: Candidates
+    sums: Tensor
+
+    @classmethod
+    def of(cls, means: Tensor, columns: Tensor, rest: Tensor, k: int) -> _Parts:
+        """From local columns of common and of uncommon tokens."""
+        common, further = means.index_select(1, columns), means.index_select(1, rest)
+        sums = torch.stack([row_sums(common), row_sums(further)], 1)
+        return cls(common, Candidates.of(further, k), sums)
 
 
 class _Found(NamedTuple):
@@ -159,18 +177,23 @@ class _Found(NamedTuple):
     of_rest: Tensor
 
 
-def _summed(divergence: Divergence, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``[c]`` fp64 of the divergence's summands over classes ``[c, P]``, and their slopes."""
-    values = torch.zeros(len(student), dtype=torch.float64, device=student.device)
-    slopes = torch.empty_like(student)
+def _summed(
+    divergence: Divergence, student: Tensor, teacher: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums ``[c]`` fp64 of the divergence's summands over classes ``[c, P]``, of probabilities
+    times slopes, and the slopes, which are written over the student's probabilities."""
+    values, averages = torch.zeros(2, len(student), dtype=torch.float64, device=student.device)
     tiny = torch.finfo(student.dtype).tiny
     for block in row_blocks(len(student), student.shape[1], student.device):
-        q, p = student[block].clamp(min=tiny), teacher[block].clamp(min=tiny)
+        own = agreeing(student[block], teacher[block])
+        q, p = own.clamp(min=tiny), teacher[block].clamp(min=tiny)
         classes = Classes(p, q, partial(_log_ratio, p, q), partial(_buffer, q))
         summands, q_times_slope, _ = values_and_slopes(divergence, classes, sums_to_one=True)
         values[block] = row_sums(summands)
-        slopes[block] = (q_times_slope / q).clamp_(-STEEPEST, STEEPEST)
-    return values, slopes
+        slopes = (q_times_slope / q).clamp_(-STEEPEST, STEEPEST)
+        averages[block] = row_sums(own.mul_(slopes))
+        student[block] = slopes
+    return values, averages, student
 
 
 def _log_ratio(teacher: Tensor, student: Tensor) -> Tensor:

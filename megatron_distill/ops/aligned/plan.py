@@ -1,13 +1,15 @@
 """The rows of two models in order of their chunks, cut into tiles between chunks.
 
 A chunk is a range of text that ends at a token boundary of both tokenizers. A row predicts one
-label, and belongs to the chunk of that label. The plan is made on the CPU, before the step.
+label, and belongs to the chunk of that label. Losses are computed tile by tile; the logits of a
+band of consecutive tiles are formed by one product with the head. The plan is made on the CPU,
+before the step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,6 +48,7 @@ class TilePlan:
         pairs: ``[3, P]`` int64 of the chunks with one row on each side: places in ``chunks`` and in
             the ordered student and teacher rows.
         tiles: the tiles, in order.
+        bands: slices over the tiles; the logits of each are formed at once.
     """
 
     count: int
@@ -56,6 +59,7 @@ class TilePlan:
     teacher_lengths: Tensor
     pairs: Tensor
     tiles: tuple[TileRange, ...]
+    bands: tuple[slice, ...]
 
     @classmethod
     def of_chunks(
@@ -65,12 +69,14 @@ class TilePlan:
         count: int,
         *,
         tile_tokens: int,
+        band_tokens: int = 0,
         has_label: Tensor | None = None,
     ) -> TilePlan:
         """The plan of rows with chunk numbers ``[N]`` and ``[M]`` int64, -1 for none.
 
-        A tile has at most ``tile_tokens`` rows of each model, unless one chunk has more.
-        ``has_label`` is bool ``[N]``: student rows that are needed without a chunk too.
+        A tile has at most ``tile_tokens`` rows of each model, unless one chunk has more; a band
+        has at most ``band_tokens``, unless one tile has more. ``has_label`` is bool ``[N]``:
+        student rows that are needed without a chunk too.
 
         Raises:
             ValueError: a number is not one of ``count`` chunks, or no tile fits a row.
@@ -109,36 +115,47 @@ class TilePlan:
             teacher_lengths,
             pairs,
             tuple(tiles),
+            tuple(_bands(tiles, band_tokens)),
         )
 
     @property
     def most_student_rows(self) -> int:
         """Student rows of the largest tile, at least one."""
-        return max((tile.student.stop - tile.student.start for tile in self.tiles), default=1)
+        rows = (tile.student for tile in self.tiles)
+        return max((part.stop - part.start for part in rows), default=1)
 
     @property
-    def most_teacher_rows(self) -> int:
-        """Teacher rows of the largest tile, at least one."""
-        return max((tile.teacher.stop - tile.teacher.start for tile in self.tiles), default=1)
+    def student_bands(self) -> list[slice]:
+        """The ordered student rows of each band."""
+        ends = [self.tiles[band.stop - 1].student.stop for band in self.bands]
+        return [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
 
-    def to(self, device: torch.device) -> TilePlan:
-        """The plan with its tensors on a device."""
+    @property
+    def teacher_bands(self) -> list[slice]:
+        """The ordered teacher rows of each band."""
+        ends = [self.tiles[band.stop - 1].teacher.stop for band in self.bands]
+        return [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
 
-        def moved(rows: Rows) -> Rows:
-            assert rows.indices is not None
-            return Rows(rows.total, rows.indices.to(device, non_blocking=True))
+    def to(self, device: torch.device | str) -> TilePlan:
+        """The plan with its tensors on a device; from pinned memory, the host does not wait."""
+        return self._with_each(lambda values: values.to(device, non_blocking=True))
 
-        def sent(values: Tensor) -> Tensor:
-            return values.to(device, non_blocking=True)
+    def pinned(self) -> TilePlan:
+        """The plan with its tensors in pinned host memory."""
+        return self._with_each(Tensor.pin_memory)
 
+    def _with_each(self, changed: Callable[[Tensor], Tensor]) -> TilePlan:
+        """The plan with the result for each of its tensors."""
+        assert self.student.indices is not None
+        assert self.teacher.indices is not None
         return replace(
             self,
-            chunks=sent(self.chunks),
-            student=moved(self.student),
-            teacher=moved(self.teacher),
-            student_lengths=sent(self.student_lengths),
-            teacher_lengths=sent(self.teacher_lengths),
-            pairs=sent(self.pairs),
+            chunks=changed(self.chunks),
+            student=Rows(self.student.total, changed(self.student.indices)),
+            teacher=Rows(self.teacher.total, changed(self.teacher.indices)),
+            student_lengths=changed(self.student_lengths),
+            teacher_lengths=changed(self.teacher_lengths),
+            pairs=changed(self.pairs),
         )
 
     def per_chunk(self, values: Tensor) -> Tensor:
@@ -205,3 +222,16 @@ def _tiles(
             slice(pair, pair_stop),
         )
         first, student, teacher, pair = stop, student_stop, teacher_stop, pair_stop
+
+
+def _bands(tiles: Sequence[TileRange], most: int) -> Iterator[slice]:
+    """The fewest runs of tiles in order, each as long as both models' rows allow."""
+    first = 0
+    for place, tile in enumerate(tiles):
+        start = tiles[first]
+        rows = tile.student.stop - start.student.start, tile.teacher.stop - start.teacher.start
+        if place > first and max(rows) > most:
+            yield slice(first, place)
+            first = place
+    if tiles:
+        yield slice(first, len(tiles))

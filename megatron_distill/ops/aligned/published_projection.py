@@ -27,7 +27,7 @@ from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.aligned.projection import largest_ids
 from megatron_distill.ops.aligned.tile import Tile, TileSide
 from megatron_distill.ops.topk import gather_ranks
-from megatron_distill.ops.workspace import accumulation_dtype, allocate
+from megatron_distill.ops.workspace import accumulation_dtype, allocate, row_blocks
 
 __all__ = ["PUBLISHED_TOP_K", "PublishedDivergence", "PublishedProjectionTerm", "published_ids"]
 
@@ -56,15 +56,17 @@ def published_ids(rows: AlignedRows, top_k: int = PUBLISHED_TOP_K) -> Tensor:
     largest = torch.full((1, columns), torch.finfo(dtype).min, dtype=dtype, device=device)
     memory = None
     if teacher.formed is None:
-        memory = allocate(plan.most_teacher_rows, columns, teacher.dtype, device)
-    for tile in plan.tiles:
-        count = tile.teacher.stop - tile.teacher.start
+        most = max((band.stop - band.start for band in plan.teacher_bands), default=1)
+        memory = allocate(most, columns, teacher.dtype, device)
+    for band in plan.teacher_bands:
+        count = band.stop - band.start
         if not count:
             continue
         out = None if memory is None else memory[:count]
-        raw = teacher.outputs(partial(plan.teacher.take, chunk=tile.teacher), columns, out)
-        logits = teacher.rule.apply_(raw.to(dtype, copy=True))
-        torch.maximum(largest, logits.amax(0, keepdim=True), out=largest)
+        raw = teacher.outputs(partial(plan.teacher.take, chunk=band), columns, out)
+        for block in row_blocks(count, columns, device):
+            logits = teacher.rule.apply_(raw[block].to(dtype, copy=True))
+            torch.maximum(largest, logits.amax(0, keepdim=True), out=largest)
     every = torch.arange(columns, device=device)
     ids = largest_ids(largest, min(top_k, shard.size), columns=every, shard=shard, group=rows.group)
     return ids.squeeze(0).sort().values

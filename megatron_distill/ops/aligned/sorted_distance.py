@@ -96,10 +96,10 @@ class UldTerm:
         bytes per chunk, and for the gradient 8 bytes per chunk and per student row.
         """
         side, teacher, temperature = tile.student, tile.with_teacher, self.temperature
-        means = side.mean_probabilities(temperature)
         k = min(self.uncommon_top_k, max(side.shard.size, teacher.shard.size))
-        ours = Candidates.of(means, k)
         theirs = Candidates.of(teacher.mean_probabilities(temperature), k)
+        means = side.mean_probabilities(temperature)
+        ours = Candidates.of(means, k)
         gathered = gather_ranks(torch.stack([ours.values, theirs.values]), side.group)
         found = sorted_distance(gathered[:, 0], gathered[:, 1], side.group)
         slopes = None

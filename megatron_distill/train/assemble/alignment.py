@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
 from megatron_distill.config import DataConfig, ModelConfig, RunConfig
+from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
@@ -29,7 +30,7 @@ from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.gold import GoldColumns
 from megatron_distill.ops.aligned.projected_rows import ProjectedRows
-from megatron_distill.ops.workspace import chunk_tokens_for
+from megatron_distill.ops.workspace import chunk_tokens_for, tile_tokens_for
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.aligned_loss import AlignedLoss
@@ -87,9 +88,11 @@ class TeacherTokens:
         # All ranks of the group must cut the same tiles, and their shards may differ.
         shards = shards_of(shared.teacher_shard, group)
         widest = max(shared.student_shard.width, *(one.width for one in shards))
-        tile_tokens = chunk_tokens or chunk_tokens_for(widest, device)
+        band_tokens = chunk_tokens or chunk_tokens_for(widest, device)
+        tile_tokens = min(band_tokens, tile_tokens_for(widest, device))
         context = groups.context
-        return online, AlignedLoss(shared, tile_tokens, context.rank(), context.size())
+        planner = ChunkPlanner(tile_tokens, band_tokens, context.rank(), context.size())
+        return online, AlignedLoss(shared, planner)
 
 
 def _with_map(

@@ -42,6 +42,7 @@ from megatron_distill.models.pipeline_stages import (
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
+from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
@@ -70,7 +71,7 @@ from megatron_distill.train.teachers.live import (
     routes,
 )
 from megatron_distill.train.teachers.stored import stored_metrics
-from megatron_distill.train.throughput import stage_layers
+from megatron_distill.train.throughput import Throughput, stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
 
 
@@ -90,6 +91,18 @@ class OpenRun:
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
+
+    def throughput(self, train: TrainConfig) -> Throughput:
+        """Return what turns the seconds of a training step into figures."""
+        return Throughput.of_run(
+            self.student.architecture,
+            self.online.architecture if self.online else None,
+            sequence_length=self.samples.data.sequence_length,
+            teacher_length=self.samples.teacher_length,
+            global_batch_size=train.global_batch_size,
+            precision=train.precision,
+            device=self.execution.device,
+        )
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
@@ -122,6 +135,7 @@ def open_run(
         online.architecture if online else None,
         given=config.parallel.layers_per_stage.student,
         sequence_length=config.data.sequence_length,
+        teacher_length=own.sequence_length if own else None,
         is_recomputed=execution.recompute.layers is None,
     )
     aligned = None
@@ -130,16 +144,7 @@ def open_run(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
     metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
-    objective = TokenObjective(
-        ce_weight=section.ce_weight,
-        terms=terms,
-        metrics=metrics,
-        chunk_tokens=section.chunk_tokens,
-        shard=vocab_shard(student, groups, tokens=vocabulary.size),
-        logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
-        groups=groups,
-        aligned=aligned,
-    )
+    objective = _token_objective(section, terms, metrics, student, vocabulary, groups, aligned)
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
         objective, teacher = _with_features(
@@ -159,8 +164,31 @@ def open_run(
             stored=stored,
             seed=config.seed,
             held_out=config.validation.samples,
-            teacher_length=None if own is None else own.sequence_length,
+            teacher_length=own.sequence_length if own else None,
+            planner=objective.planner,
         ),
+    )
+
+
+def _token_objective(
+    section: ObjectiveConfig,
+    terms: Sequence[Term | ChunkTerm],
+    metrics: tuple[str, ...],
+    student: Architecture,
+    vocabulary: Vocabulary,
+    groups: Groups,
+    aligned: AlignedLoss | None,
+) -> TokenObjective:
+    """Return the objective without features, with the weights of the first step."""
+    return TokenObjective(
+        ce_weight=section.ce_weight,
+        terms=terms,
+        metrics=metrics,
+        chunk_tokens=section.chunk_tokens,
+        shard=vocab_shard(student, groups, tokens=vocabulary.size),
+        logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
+        groups=groups,
+        aligned=aligned,
     )
 
 

@@ -62,7 +62,7 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.throughput import MemoryOfRank, Throughput
+from megatron_distill.train.throughput import MemoryOfRank
 
 _LOGGER = get_logger(__name__)
 
@@ -96,7 +96,7 @@ def _assemble(
     """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
     opened = open_run(config, _execution(config.train, device), groups, resources)
-    samples, online = opened.samples, opened.online
+    samples = opened.samples
     with together():
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
@@ -134,13 +134,7 @@ def _assemble(
         loader=loader,
         held_out=held_out,
         metrics=metrics,
-        throughput=Throughput.of_run(
-            state.architecture,
-            online.architecture if online else None,
-            sequence_length=config.data.sequence_length,
-            **config.train.model_dump(include={"global_batch_size", "precision"}),
-            device=device.torch_device,
-        ),
+        throughput=opened.throughput(config.train),
         reports=PhaseReports(
             timers_interval=config.logging.timers_interval,
             straggler_interval=config.logging.straggler_interval,

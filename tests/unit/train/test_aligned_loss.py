@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
 from megatron_distill.losses import ChunkTerm, SharedVocabularies
 from megatron_distill.ops.aligned.columns import CommonColumns
@@ -67,11 +68,12 @@ def loss_of(
     def rows(hidden_bSH: Tensor) -> Tensor:
         return hidden_bSH[:, order].reshape(-1, HIDDEN)
 
-    aligned = AlignedLoss(vocabularies(), 7, rank, size)
+    # Two bands of two tiles and more.
+    aligned = AlignedLoss(vocabularies(), ChunkPlanner(4, 9, rank, size))
     return aligned(
         HiddenState(rows(student_bSH), weight),
         HiddenState(rows(teacher_bSH), teacher_weight),
-        batch.context_shard(rank, size).with_trained_rows(),
+        aligned.planner.planned(batch),
         step,
         ce_weight=0.5,
         terms=TERMS,

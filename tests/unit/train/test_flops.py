@@ -7,6 +7,7 @@ import pytest
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.train.throughput import (
     forward_flops_per_token,
+    heads_in_layers,
     mfu,
     peak_flops_per_second,
     step_flops_per_token,
@@ -85,6 +86,14 @@ def test_the_student_goes_forward_and_back_and_the_teacher_only_forward() -> Non
     both = step_flops_per_token(STUDENT, MIXTURE, sequence_length=4)
     assert both.total == 3 * student + teacher
     assert both.teacher_share == teacher / (3 * student + teacher)
+    # A teacher with tokens of its own has 6 of them for 4 of the student's.
+    longer = step_flops_per_token(STUDENT, MIXTURE, sequence_length=4, teacher_length=6)
+    teacher_step = 6 * forward_flops_per_token(MIXTURE, sequence_length=6)
+    assert longer.total == pytest.approx((4 * 3 * student + teacher_step) / 4)
+    heads = heads_in_layers(STUDENT, MIXTURE, sequence_length=4, teacher_length=6)
+    of_student = heads_in_layers(STUDENT, None, sequence_length=4)
+    same = heads_in_layers(STUDENT, MIXTURE, sequence_length=4)
+    assert heads - of_student == pytest.approx(1.5 * (same - of_student))
     alone = step_flops_per_token(STUDENT, None, sequence_length=4)
     assert (alone.total, alone.teacher_share) == (3 * student, 0.0)
 

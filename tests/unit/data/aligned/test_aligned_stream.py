@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
+from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import NO_CHUNK, Sample
@@ -89,17 +94,21 @@ def test_a_stream_resumes_bit_for_bit_also_with_worker_processes(
     tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec, samples: int
 ) -> None:
     student, teacher = tokenizers
-    whole = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
+    specs = [spec, replace(spec, weight=2.0)]
+    before = set(active_children())
+    whole = open_training(specs, tokenizer=student, options=options(teacher), seed=3)
     for _ in range(samples):
         whole.next_sample()
     state = json.loads(json.dumps(whole.state_dict()))
     workers = 2 if samples == 1 else 0
     resumed = open_training(
-        [spec], tokenizer=student, options=options(teacher, workers=workers), seed=3
+        specs, tokenizer=student, options=options(teacher, workers=workers), seed=3
     )
     resumed.load_state_dict(state)
     for _ in range(12):
         assert same(whole.next_sample(), resumed.next_sample())
+    # The number of worker processes is that of all sources together.
+    assert len(set(active_children()) - before) == workers
 
 
 def test_a_state_of_another_teacher_s_tokenizer_is_refused(
@@ -127,6 +136,7 @@ def test_held_out_samples_and_batches_have_both_sides(
         global_batch_size=2,
         micro_batch_size=2,
         prefetch=0,
+        planner=ChunkPlanner(tile_tokens=8, band_tokens=20),
     )
     first, last = loader.take(1), loader.take(2)
     assert first.chunks > first.pairs > 0
@@ -137,6 +147,11 @@ def test_held_out_samples_and_batches_have_both_sides(
         assert batch.teacher.tokens_bs.shape == (2, 40)
         assert batch.chunk_count == step.chunks
         assert step.kd_tokens == int(batch.kd_mask_bs.sum())
+        assert isinstance(batch.planned, ChunkRows)
+        plan = batch.planned.plan
+        assert len(plan.chunks) == step.chunks
+        assert plan.pairs.shape[1] == step.pairs
+        assert len(plan.bands) < len(plan.tiles)
 
 
 def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
@@ -163,3 +178,36 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     assert text.startswith("data.max_unaligned=0.01: 2 of 4 documents of data source jsonl ")
     assert f"{rows}:" in text
     assert "raise data.max_unaligned" in text
+
+
+def test_chunks_with_unknown_tokens_are_in_no_loss_and_their_share_is_warned_of(
+    tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student, teacher = tokenizer_of("sp_nfkc"), tokenizers[0]
+    text = "plain \N{GRINNING FACE} words"
+    (found, nothing) = PairEncoder(student, teacher)(
+        [text, "\N{GRINNING FACE}" * 2], [False, False]
+    )
+    assert isinstance(found, AlignedDocument)
+    is_unknown = found.student.tokens_n == student.unknown_id
+    assert (found.student.chunks_n[is_unknown] == NO_CHUNK).all()
+    assert (found.student.chunks_n[~is_unknown] != NO_CHUNK).any()
+    assert (found.unknown.unknown, found.unknown.teacher_unknown) == (int(is_unknown.sum()), 0)
+    covered = b"".join(
+        teacher.token_bytes()[token] or b""
+        for token in found.teacher.tokens_n[found.teacher.chunks_n != NO_CHUNK]
+    )
+    assert "\N{GRINNING FACE}".encode() not in covered
+    assert b"words" in covered
+    assert isinstance(nothing, DataError)
+    assert "each of its chunks has an unknown token" in str(nothing)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": text}) + "\n")
+    spec = SourceSpec("jsonl", (str(rows),))
+    source = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(60):
+            source.next_sample()
+    (warned,) = [one.message for one in caplog.records if "unknown tokens" in one.message]
+    share = found.unknown.unknown / found.unknown.tokens
+    assert f": {share:.2%} of the student's tokens and 0.00% of the teacher's" in warned

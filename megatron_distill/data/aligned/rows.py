@@ -1,0 +1,134 @@
+"""The rows of both models of a micro-batch, planned while the step before runs.
+
+All rows of a chunk must be on one rank. Under context parallelism the hidden states of both models
+are gathered over the context group, and each rank takes chunks of which it has a part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.aligned.plan import TilePlan
+from megatron_distill.runtime.batch import Batch, zigzag_index
+
+__all__ = ["ChunkPlanner", "ChunkRows"]
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of both models that a rank's loss may use, and their tiles; a `Planned`.
+
+    Under context parallelism they are those of all context ranks, one rank's after the other's. The
+    chunks of the plan are those of which this rank has a part.
+
+    Attributes:
+        student_labels: int64 ``[N]``, ids that the student's rows predict.
+        teacher_labels: int64 ``[M]``, ids of the teacher's tokenizer.
+        ce_weights: fp32 ``[N]``, zero in the parts of other ranks.
+        row_sources: int64 ``[N]``, index of the blended source.
+        chunk_sources: int64 ``[C]`` likewise.
+        plan: order and tiles of the rows.
+    """
+
+    student_labels: Tensor
+    teacher_labels: Tensor
+    ce_weights: Tensor
+    row_sources: Tensor
+    chunk_sources: Tensor
+    plan: TilePlan
+
+    def to(self, device: torch.device | str) -> ChunkRows:
+        """The same rows with every tensor on a device."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in self._tensors()}
+        return replace(self, **moved, plan=self.plan.to(device))
+
+    def pinned(self) -> ChunkRows:
+        """The same rows in pinned host memory."""
+        moved = {name: value.pin_memory() for name, value in self._tensors()}
+        return replace(self, **moved, plan=self.plan.pinned())
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True)
+class ChunkPlanner:
+    """Plans the rows of a micro-batch for one rank.
+
+    Attributes:
+        tile_tokens: rows of each model whose losses are computed at once.
+        band_tokens: rows of each model whose logits are formed at once. Both are the same on all
+            ranks of a tensor-parallel group, which cut the same tiles.
+        context_rank: this rank among the context-parallel ranks.
+        context_size: their number.
+    """
+
+    tile_tokens: int
+    band_tokens: int
+    context_rank: int = 0
+    context_size: int = 1
+
+    def planned(self, whole: Batch) -> Batch:
+        """This rank's shard of a whole micro-batch in host memory, with its rows."""
+        return replace(
+            whole.context_shard(self.context_rank, self.context_size), planned=self.rows(whole)
+        )
+
+    def rows(self, whole: Batch) -> ChunkRows:
+        """The rows of a micro-batch before context sharding."""
+        rank, size = self.context_rank, self.context_size
+        teacher, chunks_bS = whole.teacher, whole.chunks_bs
+        assert teacher is not None
+        assert teacher.chunks_bs is not None
+        assert chunks_bS is not None
+        student_chunks, teacher_chunks = (
+            _by_rank(one, size) for one in (chunks_bS, teacher.chunks_bs)
+        )
+        ranks = torch.arange(size).repeat_interleave(chunks_bS.shape[1] // size)
+        ranks = ranks.expand_as(chunks_bS).reshape(-1)
+        sources = torch.zeros_like(ranks)
+        if whole.sources_b is not None:
+            sources = whole.sources_b.unsqueeze(1).expand_as(chunks_bS).reshape(-1)
+        count = whole.chunk_count
+        is_owned = _per_chunk(student_chunks, ranks, count) == rank
+        ce_weights = _by_rank(whole.ce_weights_bs, size).float()
+        ce_weights = torch.where(ranks == rank, ce_weights, 0.0)
+        return ChunkRows(
+            student_labels=_by_rank(whole.labels_bs, size),
+            teacher_labels=_by_rank(teacher.labels_bs, size),
+            ce_weights=ce_weights,
+            row_sources=sources,
+            chunk_sources=_per_chunk(student_chunks, sources, count),
+            plan=TilePlan.of_chunks(
+                _owned(student_chunks, is_owned),
+                _owned(teacher_chunks, is_owned),
+                count,
+                tile_tokens=self.tile_tokens,
+                band_tokens=self.band_tokens,
+                has_label=ce_weights != 0,
+            ),
+        )
+
+
+def _by_rank(values_bS: Tensor, size: int) -> Tensor:
+    """``[b * S]``: in each sequence the positions of one context rank after those of another."""
+    if size == 1:
+        return values_bS.reshape(-1)
+    length = values_bS.shape[1]
+    order = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
+    return values_bS[:, order].reshape(-1)
+
+
+def _per_chunk(chunks: Tensor, values: Tensor, count: int) -> Tensor:
+    """The largest value among the rows of each chunk."""
+    inside = chunks >= 0
+    return values.new_zeros(count).scatter_reduce_(0, chunks[inside], values[inside], "amax")
+
+
+def _owned(chunks: Tensor, is_owned: Tensor) -> Tensor:
+    if not len(is_owned):
+        return chunks
+    return chunks.where((chunks >= 0) & is_owned[chunks.clamp(min=0)], -1)
