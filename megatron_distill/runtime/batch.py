@@ -115,9 +115,13 @@ class Batch:
         return _weighted(self.kd_mask_bs, self.label_weights_bs)
 
     def with_trained_rows(self) -> Batch:
-        """The same batch with `trained_rows_n`; call it on a CPU batch, after sharding."""
+        """The same batch with `trained_rows_n` of both sides; on a CPU batch, after sharding."""
         is_trained_bs = self.ce_mask_bs | self.kd_mask_bs
-        return replace(self, trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1))
+        return replace(
+            self,
+            trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1),
+            teacher=None if self.teacher is None else self.teacher.with_trained_rows(),
+        )
 
     @property
     def on_host(self) -> Batch:

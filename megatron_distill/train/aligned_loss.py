@@ -23,7 +23,7 @@ from megatron_distill.ops.aligned.executor import (
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
-from megatron_distill.signals import HiddenState, LogitSource
+from megatron_distill.signals import HiddenState, IdTarget, LogitSource
 
 __all__ = ["AlignedLoss", "HostRows"]
 
@@ -132,10 +132,12 @@ class AlignedLoss:
         terms: Sequence[ChunkTerm],
         sources: int,
         weight_gradient_sum: Tensor | None,
+        targets: Sequence[IdTarget] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the objective, and of the report: scalars, or per source.
 
-        Chunks and labels are divided by their numbers in the global batch.
+        Chunks and labels are divided by their numbers in the global batch. `targets`: of each term,
+        in the order of `HostRows`, for a teacher without logits.
 
         Collective: those of `aligned_linear`.
         """
@@ -161,15 +163,16 @@ class AlignedLoss:
             teacher_shard=vocabularies.teacher_shard,
             group=vocabularies.group,
         )
+        given: Sequence[IdTarget | None] = targets or [None] * len(terms)
         work = AlignedLinear(
             rows=aligned,
             terms=tuple(
                 WeightedTerm(
-                    term.on(vocabularies, aligned),
+                    term.on(vocabularies, aligned, target),
                     term.weight * term.temperature_factor,
                     of_pairs if term.is_of_pairs else of_chunks,
                 )
-                for term in terms
+                for term, target in zip(terms, given, strict=True)
             ),
             label_loss=LabelLoss(
                 token_weights(_moved(rows.ce_weights, device), step.ce_tokens), ce_weight

@@ -335,10 +335,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("the teacher's tokenizer is unknown", "teacher.tokenizer.path"),
     ),
     "no common token": (("teacher.tokenizer.path={foreign}",), ("no token", "{own}", "{foreign}")),
-    "a store": (
-        ("teacher={{store: nowhere}}",),
-        ("teacher.store holds signals for the student's tokens",),
-    ),
 }
 
 
