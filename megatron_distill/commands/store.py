@@ -81,6 +81,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         "lacks": ", ".join(settings.lacks) or "nothing",
         "teacher": identity.teacher,
         "tokenizer": identity.tokenizer,
+        **_student_rows(plan),
         "dataset": identity.dataset,
         **{f"settings.{name}": str(value) for name, value in identity.settings.items()},
         "capture": plan.uid.hex(),
@@ -89,6 +90,14 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         table.add_row(name, value)
     console.print(table)
     return 0
+
+
+def _student_rows(plan: Plan) -> dict[str, str]:
+    """Rows of the table on a student with a tokenizer of its own."""
+    length, tokenizer = plan.settings.student_length, plan.identity.student_tokenizer
+    if length is None or tokenizer is None:
+        return {}
+    return {"student's tokenizer": tokenizer, "student's positions": f"{length:,} of a sample"}
 
 
 def _stats(arguments: argparse.Namespace, console: Console) -> int:

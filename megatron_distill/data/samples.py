@@ -97,7 +97,7 @@ def untrained_sample(sequence_length: int, *, token: int, sample_id: int) -> Sam
     )
 
 
-def _untrained_like(sample: Sample, sample_id: int) -> Sample:
+def untrained_like(sample: Sample, sample_id: int) -> Sample:
     """A sample of padding only, with as many tokens on each side as another."""
     length, teacher = len(sample.tokens_S1) - 1, sample.teacher
     filler = untrained_sample(length, token=int(sample.tokens_S1[0]), sample_id=sample_id)
@@ -133,7 +133,7 @@ class SampleList:
         self._next += 1
         if index < len(self.samples):
             return self.samples[index]
-        return _untrained_like(self.samples[0], index)
+        return untrained_like(self.samples[0], index)
 
     def state_dict(self) -> State:
         """{"next": index of the next sample}."""

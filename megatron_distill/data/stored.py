@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_distill.data.blending import next_source
-from megatron_distill.data.samples import Sample, SampleList, State, shuffled
+from megatron_distill.data.samples import Sample, SampleList, State, TeacherTokens, shuffled
 from megatron_distill.errors import DataError, counted
 from megatron_distill.store import StoreSet
 
@@ -128,4 +128,16 @@ def read_held_out_numbers(
 def _read(stores: StoreSet, number: int, share: int) -> Sample:
     """A sample whose `source` is its share."""
     _, found = stores.packed_with_tokens(number)
-    return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number, share)
+    student = found.student
+    if student is None:
+        return Sample(found.tokens_S1, found.document_ids_S1, found.flags_S1, number, share)
+    return Sample(
+        student.tokens_W1,
+        student.document_ids_W1,
+        student.flags_W1,
+        number,
+        share,
+        TeacherTokens(
+            found.tokens_S1, found.document_ids_S1, student.teacher_chunks_S1, student.chunks_W1
+        ),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +14,7 @@ from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import AlignedRows
 from megatron_distill.ops.aligned.gold import GoldColumns, GoldTerm
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
-from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
+from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm, common_top_k
 from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.aligned.projection import PROJECTION_TOP_K, ProjectionTerm
 from megatron_distill.ops.aligned.published_projection import (
@@ -27,6 +27,7 @@ from megatron_distill.ops.aligned.sorted_distance import UldTerm
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.signals import IdTarget, Support, TopK
 
 __all__ = ["Alignment", "ChunkTerm", "Partition", "SharedVocabularies"]
 
@@ -53,6 +54,8 @@ class SharedVocabularies:
         projected: the vocabulary map's rows of this rank, with ids in the numbering of the head;
             None if no term uses them.
         gold: columns of common and uncommon tokens by partition; those that terms use.
+        places: ``[V]``, for each of the teacher's ids the number of the student's class of the same
+            token, -1 for none; None unless the teacher's tokens come from records.
     """
 
     student_shard: VocabShard
@@ -62,6 +65,7 @@ class SharedVocabularies:
     group: dist.ProcessGroup | None
     projected: ProjectedRows | None = None
     gold: Mapping[Partition, GoldColumns] = field(default_factory=dict)
+    places: Tensor | None = None
 
     def teacher_numbers(self, ids: Tensor) -> Tensor:
         """The teacher's ids in the numbering of its head."""
@@ -94,6 +98,8 @@ class ChunkTerm:
     uncommon_top_k: int = _UNCOMMON_TOP_K
     published: bool = False
     partition: Partition = "strict"
+
+    support: ClassVar[Support] = "tail"
 
     def __post_init__(self) -> None:
         if self.alignment not in get_args(Alignment):
@@ -146,25 +152,36 @@ class ChunkTerm:
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @property
+    def is_forward_kl(self) -> bool:
+        """Whether the divergence is linear in the teacher's probabilities."""
+        return self.divergence == "forward_kl"
+
+    @property
     def is_of_pairs(self) -> bool:
         """Whether the term is defined on chunks of one token on each side alone."""
         return self.alignment in _OF_PAIRS
 
-    def on(self, vocabularies: SharedVocabularies, rows: AlignedRows) -> AlignedTerm:
+    def on(
+        self,
+        vocabularies: SharedVocabularies,
+        rows: AlignedRows,
+        target: IdTarget | None = None,
+    ) -> AlignedTerm:
         """The loss of one tile of the rows, without its weight.
+
+        ``target``: the teacher's side from a record, where there are no logits. For likelihood it
+        holds the label of each of the M rows, for common the teacher's most probable ids.
 
         Collective: that of `published_ids` for the published projection.
         """
         divergence, temperature = self._divergence, self.temperature
+        if target is not None:
+            return self._of_record(vocabularies, target)
         match self.alignment:
             case "likelihood":
                 return LikelihoodTerm(self.name, divergence, temperature)
             case "common":
-                assert vocabularies.common is not None, (
-                    "a term on common tokens needs their columns"
-                )
-                weighted = WeightedDivergence(divergence, temperature, 1.0)
-                return CommonTerm(self.name, vocabularies.common, weighted, self.top_k)
+                return self._common(vocabularies, None)
             case "projection":
                 return self._projection(vocabularies, rows)
             case "gold":
@@ -172,6 +189,27 @@ class ChunkTerm:
                 return GoldTerm(self.name, columns, divergence, temperature, k)
             case "uld":
                 return UldTerm(self.name, temperature, self.uncommon_top_k)
+
+    def _of_record(self, vocabularies: SharedVocabularies, target: IdTarget) -> AlignedTerm:
+        """The loss of a teacher without logits.
+
+        Raises:
+            ValueError: it needs more than a top-k.
+        """
+        assert isinstance(target, TopK), "records of aligned terms are of probabilities"
+        if self.alignment == "likelihood":
+            log_probs = target.log_probs.squeeze(1)
+            return LikelihoodTerm(self.name, self._divergence, self.temperature, log_probs)
+        if self.alignment != "common" or self.top_k is None:
+            raise ValueError(f"{self.name} needs the teacher's logits; a record has none")
+        assert vocabularies.places is not None, "a record needs the numbers of common tokens"
+        return self._common(vocabularies, common_top_k(target, vocabularies.places, self.top_k))
+
+    def _common(self, vocabularies: SharedVocabularies, recorded: TopK | None) -> CommonTerm:
+        columns = vocabularies.common
+        assert columns is not None, "a term on common tokens needs their columns"
+        weighted = WeightedDivergence(self._divergence, self.temperature, 1.0)
+        return CommonTerm(self.name, columns, weighted, self.top_k, recorded)
 
     def _projection(self, vocabularies: SharedVocabularies, rows: AlignedRows) -> AlignedTerm:
         projected = vocabularies.projected

@@ -69,6 +69,8 @@ class Batch:
     chunks_bs: Tensor | None = None
     chunk_count: int = 0
     planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
+    # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
+    whole_teacher: Batch | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -112,6 +114,7 @@ class Batch:
             documents=self.segments.sharded(rank, size),
             teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
             chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
+            whole_teacher=self.teacher,
         )
 
     @property
@@ -125,9 +128,13 @@ class Batch:
         return _weighted(self.kd_mask_bs, self.label_weights_bs)
 
     def with_trained_rows(self) -> Batch:
-        """The same batch with `trained_rows_n`; call it on a CPU batch, after sharding."""
+        """The same batch with `trained_rows_n` of both sides; on a CPU batch, after sharding."""
         is_trained_bs = self.ce_mask_bs | self.kd_mask_bs
-        return replace(self, trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1))
+        return replace(
+            self,
+            trained_rows_n=is_trained_bs.reshape(-1).nonzero().squeeze(1),
+            teacher=None if self.teacher is None else self.teacher.with_trained_rows(),
+        )
 
     @property
     def on_host(self) -> Batch:

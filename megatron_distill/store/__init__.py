@@ -20,6 +20,7 @@ from megatron_distill.store.records import (
     SampleRecord,
     SampleTokens,
     SelectionPlace,
+    StudentTokens,
     cut_to_k,
 )
 from megatron_distill.store.topk_entries import TopKEntries, cut_to_mass, top_k_signal
@@ -53,6 +54,7 @@ __all__ = [
     "StoreReader",
     "StoreSet",
     "StoreWriter",
+    "StudentTokens",
     "Support",
     "TopKEntries",
     "Totals",

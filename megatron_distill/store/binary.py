@@ -21,6 +21,7 @@ from megatron_distill.errors import StoreError, counted
 from megatron_distill.store.codecs import CODEC_NAMES, CODECS, id_planes
 from megatron_distill.store.plan import KINDS, CaptureSettings
 from megatron_distill.store.records import (
+    ALIGNED_VERSION,
     HAS_SCALARS,
     HEADER_BYTES,
     MAGIC,
@@ -32,6 +33,7 @@ from megatron_distill.store.records import (
     SampleRecord,
     SampleTokens,
     Sections,
+    StudentTokens,
     clamped,
     cut_to_k,
     header_is_intact,
@@ -62,13 +64,15 @@ def pack(record: SampleRecord, settings: CaptureSettings, capture_uid: bytes) ->
         StoreError: the record does not fit the settings, or cannot be stored.
     """
     codec = CODECS[settings.codec]
-    starts = np.flatnonzero(np.diff(record.document_ids_S1, prepend=-2))
-    sections: list[Array] = [
-        starts.astype("<u4"),
-        record.document_ids_S1[starts].astype("<i4"),
-        record.tokens_S1.astype("<i4"),
-        *_flag_planes(record.flags_S1),
-    ]
+    student = record.student
+    sections = _token_sections(record.tokens_S1, record.document_ids_S1, record.flags_S1)
+    runs, student_runs = len(sections[0]), 0
+    if student is not None:
+        own = _token_sections(student.tokens_W1, student.document_ids_W1, student.flags_W1)
+        student_runs = len(own[0])
+        sections += own
+        for chunks in (student.chunks_W1, student.teacher_chunks_S1):
+            sections += _planes(_chunk_bits(chunks))
     flags, count, body = record.entries.encode(settings)
     scalars: list[Array] = []
     if record.scalars is not None:
@@ -81,7 +85,7 @@ def pack(record: SampleRecord, settings: CaptureSettings, capture_uid: bytes) ->
     payload = b"".join(_aligned(section) for section in (*sections, *scalars, *body))
     header = Header(
         magic=MAGIC,
-        version=RECORD_VERSION,
+        version=RECORD_VERSION if student is None else ALIGNED_VERSION,
         mode=_MODES.index(settings.mode),
         codec=codec.number,
         planes=id_planes(settings.vocab_size),
@@ -90,19 +94,55 @@ def pack(record: SampleRecord, settings: CaptureSettings, capture_uid: bytes) ->
         positions=len(record.tokens_S1) - 1,
         vocab_size=settings.vocab_size,
         k=settings.k,
-        runs=len(starts),
+        runs=runs,
         sample_id=record.sample_id,
         entries=count,
         digest=token_digest(record.tokens_S1),
         uid=capture_uid,
         payload_bytes=len(payload),
         payload_crc=zlib.crc32(payload),
+        student_positions=0 if student is None else len(student.tokens_W1) - 1,
+        student_runs=student_runs,
     )
     return header.content + payload
 
 
-def _flag_planes(flags_S1: NDArray[np.uint8]) -> list[Array]:
-    return [np.packbits(flags_S1 >> bit & 1, bitorder="little") for bit in range(FLAG_BITS)]
+def _token_sections(
+    tokens_S1: Integers, document_ids_S1: Integers, flags_S1: NDArray[np.uint8]
+) -> list[Array]:
+    """Sections of one side's tokens; the first has an entry per run of equal documents."""
+    starts = np.flatnonzero(np.diff(document_ids_S1, prepend=-2))
+    return [
+        starts.astype("<u4"),
+        document_ids_S1[starts].astype("<i4"),
+        tokens_S1.astype("<i4"),
+        *_planes(flags_S1),
+    ]
+
+
+def _planes(bits_S1: NDArray[np.uint8]) -> list[Array]:
+    return [np.packbits(bits_S1 >> bit & 1, bitorder="little") for bit in range(FLAG_BITS)]
+
+
+def _chunk_bits(chunks_S1: Integers) -> NDArray[np.uint8]:
+    """Two bits per token: it is in a chunk; it is the first of its chunk.
+
+    Raises:
+        StoreError: the chunks are not numbered from 0 in the order of the tokens.
+    """
+    inside = chunks_S1 >= 0
+    numbers = chunks_S1[inside]
+    is_first = np.diff(numbers, prepend=-1)
+    if not np.isin(is_first, (0, 1)).all():
+        raise StoreError("its chunks are not numbered from 0 in the order of its tokens")
+    bits = inside.astype(np.uint8)
+    bits[inside] |= (is_first << 1).astype(np.uint8)
+    return bits
+
+
+def _chunk_numbers(bits_S1: NDArray[np.uint8]) -> Integers:
+    numbers = np.cumsum(bits_S1 >> 1, dtype=np.int32) - 1
+    return np.where(bits_S1 & 1, numbers, -1).astype(np.int32)
 
 
 def _aligned(section: Array) -> bytes:
@@ -144,6 +184,7 @@ def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
         flags_S1=tokens.flags_S1,
         entries=KINDS[_MODES[header.mode]].decode(sections, header, scalars),
         scalars=scalars,
+        student=tokens.student,
     )
     return record if k is None else cut_to_k(record, k)
 
@@ -154,17 +195,34 @@ def decode_tokens(packed: bytes, header: Header) -> SampleTokens:
 
 
 def _tokens(sections: Sections, header: Header) -> SampleTokens:
-    positions = header.positions
-    starts = sections.take("<u4", header.runs).astype(np.int64)
-    documents = sections.take("<i4", header.runs).astype(np.int32)
+    own = _take_tokens(sections, header.positions, header.runs)
+    if not header.is_aligned:
+        return SampleTokens(*own)
+    positions = header.student_positions
+    student = _take_tokens(sections, positions, header.student_runs)
+    chunks = [
+        _chunk_numbers(_take_planes(sections, count + 1)) for count in (positions, header.positions)
+    ]
+    return SampleTokens(*own, StudentTokens(*student, *chunks))
+
+
+def _take_tokens(
+    sections: Sections, positions: int, runs: int
+) -> tuple[Integers, Integers, NDArray[np.uint8]]:
+    """The inverse of `_token_sections`."""
+    starts = sections.take("<u4", runs).astype(np.int64)
+    documents = sections.take("<i4", runs).astype(np.int32)
     lengths = np.diff(starts, append=positions + 1)
     tokens = sections.take("<i4", positions + 1).astype(np.int32)
+    return tokens, np.repeat(documents, lengths), _take_planes(sections, positions + 1)
+
+
+def _take_planes(sections: Sections, count: int) -> NDArray[np.uint8]:
     planes = [
-        np.unpackbits(sections.take("u1", -(-(positions + 1) // 8)), bitorder="little")
+        np.unpackbits(sections.take("u1", -(-count // 8)), bitorder="little")
         for _ in range(FLAG_BITS)
     ]
-    flags = sum(plane[: positions + 1] << bit for bit, plane in enumerate(planes))
-    return SampleTokens(tokens, np.repeat(documents, lengths), np.asarray(flags, np.uint8))
+    return np.asarray(sum(plane[:count] << bit for bit, plane in enumerate(planes)), np.uint8)
 
 
 def token_digest(tokens_S1: Integers) -> bytes:
@@ -192,10 +250,10 @@ def require_record(
     # The checksum comes first: no further field is valid without it.
     if not header_is_intact(packed):
         raise StoreError("damaged: the header does not match its checksum")
-    if header.version != RECORD_VERSION:
+    if header.version not in (RECORD_VERSION, ALIGNED_VERSION):
         raise StoreError(
-            f"version {header.version} of the record format; this release reads {RECORD_VERSION}: "
-            "use the release that wrote it"
+            f"version {header.version} of the record format; this release reads {RECORD_VERSION} "
+            f"and {ALIGNED_VERSION}: use the release that wrote it"
         )
     payload = memoryview(packed)[HEADER_BYTES:]
     if len(payload) != header.payload_bytes or zlib.crc32(payload) != header.payload_crc:
@@ -219,9 +277,16 @@ def require_record(
 
 
 def _require_settings(header: Header, settings: CaptureSettings) -> None:
-    found = (header.positions, header.vocab_size, header.k, header.temperatures)
+    found = (
+        header.positions,
+        header.student_positions if header.is_aligned else None,
+        header.vocab_size,
+        header.k,
+        header.temperatures,
+    )
     expected = (
         settings.sequence_length,
+        settings.student_length,
         settings.vocab_size,
         settings.k,
         len(settings.temperatures),
@@ -243,7 +308,11 @@ def largest_record_bytes(settings: CaptureSettings) -> int:
     if settings.is_complete:
         per_position += 4 + 2 * scalar
     per_position += settings.kind.bytes_per_position(settings)
-    return HEADER_BYTES + round(settings.sequence_length * per_position)
+    size = HEADER_BYTES + round(settings.sequence_length * per_position)
+    if settings.student_length is not None:
+        # Tokens and flags of the student, and two bits for the chunk of each token of both.
+        size += round(settings.student_length * (4 + 4 / 8) + settings.sequence_length * 2 / 8)
+    return size
 
 
 def usual_samples_per_shard(settings: CaptureSettings, samples: int) -> int:

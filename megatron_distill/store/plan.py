@@ -118,6 +118,8 @@ class CaptureSettings:
         sampling_seed: of the draws.
         normalised_over: "kept" if the source has only k logits per position: the records then have
             no tail and no scalars.
+        student_length: positions of a sample in the tokens of a student with another tokenizer;
+            None where both have one tokenizer.
 
     Raises:
         StoreError: a value is out of range, or two are incompatible.
@@ -132,6 +134,7 @@ class CaptureSettings:
     temperatures: tuple[float, ...] = ()
     sampling_seed: int | None = None
     normalised_over: Normalisation = "vocabulary"
+    student_length: int | None = None
 
     def __post_init__(self) -> None:
         for wrong in self._problems():
@@ -149,6 +152,8 @@ class CaptureSettings:
             )
         if not 1 <= self.sequence_length < 1 << 31:
             yield f"sequence_length is {self.sequence_length}; it must be at least 1"
+        if self.student_length is not None and not 1 <= self.student_length < 1 << 31:
+            yield f"student_length is {self.student_length}; it must be at least 1"
         if self.codec not in CODECS:
             yield f"codec is {self.codec!r}; it must be one of {', '.join(CODECS)}"
         if self.top_p is not None and not 0 < self.top_p < 1:
@@ -202,12 +207,15 @@ class Identity:
         tokenizer: digest of its files.
         dataset: digest of corpus, packing and order.
         settings: further plain JSON values, such as names.
+        student_tokenizer: digest of the files of the student's tokenizer, where it is another one;
+            None where both have one tokenizer.
     """
 
     teacher: str
     tokenizer: str
     dataset: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    student_tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +253,9 @@ class Plan:
         """Plain values: the content of plan.json."""
         identity = asdict(self.identity) | {"settings": dict(self.identity.settings)}
         capture = asdict(self.settings) | {"temperatures": list(self.settings.temperatures)}
+        for section, name in ((identity, "student_tokenizer"), (capture, "student_length")):
+            if section[name] is None:
+                del section[name]  # absent from stores of one tokenizer, as in older releases
         return {
             "format": FORMAT,
             "version": VERSION,

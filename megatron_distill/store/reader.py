@@ -275,6 +275,11 @@ class StoreSet:
             for name, one, other in (
                 ("teacher", first.identity.teacher, store.identity.teacher),
                 ("tokenizer", first.identity.tokenizer, store.identity.tokenizer),
+                (
+                    "student_tokenizer",
+                    first.identity.student_tokenizer,
+                    store.identity.student_tokenizer,
+                ),
                 ("capture", first.settings, store.settings),
             ):
                 if one != other:

@@ -22,6 +22,7 @@ from megatron_distill.ops.frozen_head import OutputChunk
 from megatron_distill.signals import IdSignal, LogitRule, Support
 
 __all__ = [
+    "ALIGNED_VERSION",
     "Array",
     "ArraySpec",
     "EncodedEntries",
@@ -42,6 +43,7 @@ __all__ = [
     "Sections",
     "Selection",
     "SelectionPlace",
+    "StudentTokens",
     "clamped",
     "count_dtype",
     "cut_to_k",
@@ -55,8 +57,9 @@ Array: TypeAlias = NDArray[Any]
 
 MAGIC: Final = b"TLSTORE1"
 RECORD_VERSION: Final = 1
+ALIGNED_VERSION: Final = 2  # with the same text in a student's tokens
 HEADER_BYTES: Final = 128
-_FIELDS: Final = struct.Struct("<8sHBBBBHIIIIQQ16s8sQI")
+_FIELDS: Final = struct.Struct("<8sHBBBBHIIIIQQ16s8sQIII")
 _CRC: Final = struct.Struct("<I")
 _CRC_OFFSET: Final = HEADER_BYTES - _CRC.size
 IS_RAGGED: Final = 1
@@ -84,6 +87,8 @@ class Header(NamedTuple):
     uid: bytes
     payload_bytes: int
     payload_crc: int
+    student_positions: int = 0
+    student_runs: int = 0
 
     @classmethod
     def of(cls, packed: bytes) -> Header:
@@ -94,6 +99,11 @@ class Header(NamedTuple):
     def is_ragged(self) -> bool:
         """Whether rows are of unequal length."""
         return bool(self.flags & IS_RAGGED)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the record has the text in a student's tokens."""
+        return self.version == ALIGNED_VERSION
 
     @property
     def content(self) -> bytes:
@@ -348,12 +358,33 @@ class Entries(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class StudentTokens:
+    """A sample's text in W + 1 tokens of a student with a tokenizer of its own.
+
+    Attributes:
+        tokens_W1: int32.
+        document_ids_W1: int32, as in `SampleRecord`.
+        flags_W1: uint8, as in `SampleRecord`.
+        chunks_W1: int32, the number of the chunk that each token is a label of, -1 for none. The
+            chunks of a sample are numbered from 0 in the order of its tokens.
+        teacher_chunks_S1: int32, likewise of the teacher's tokens.
+    """
+
+    tokens_W1: Integers
+    document_ids_W1: Integers
+    flags_W1: NDArray[np.uint8]
+    chunks_W1: Integers
+    teacher_chunks_S1: Integers
+
+
+@dataclass(frozen=True, eq=False)
 class SampleTokens:
     """The tokens of a record, without the teacher's values; see `SampleRecord`."""
 
     tokens_S1: Integers
     document_ids_S1: Integers
     flags_S1: NDArray[np.uint8]
+    student: StudentTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,6 +401,7 @@ class SampleRecord:
             distillation.
         entries: ids and their probabilities or counts.
         scalars: None if the source of the store lacks them.
+        student: the same text in a student's tokens; None where these are the student's.
     """
 
     sample_id: int
@@ -378,6 +410,7 @@ class SampleRecord:
     flags_S1: NDArray[np.uint8]
     entries: Entries
     scalars: PositionScalars | None
+    student: StudentTokens | None = None
 
 
 def trained_positions(record: SampleRecord) -> NDArray[np.bool_]:

@@ -48,6 +48,16 @@ def shape_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
         "document_ids_S1": ArraySpec(record.document_ids_S1, (positions + 1,), "int32"),
         "flags_S1": ArraySpec(record.flags_S1, (positions + 1,), "uint8"),
     }
+    if (record.student is None) != (settings.student_length is None):
+        has = "has no" if record.student is None else "has"
+        yield f"{has} tokens of a student; the plan's student_length is {settings.student_length}"
+        return
+    if record.student is not None:
+        width = (settings.student_length or 0) + 1
+        for name, values in vars(record.student).items():
+            size = positions + 1 if name == "teacher_chunks_S1" else width
+            dtype = "uint8" if name == "flags_W1" else "int32"
+            expected[f"student.{name}"] = ArraySpec(values, (size,), dtype)
     entries = record.entries
     if type(entries) is not settings.kind:
         yield f"contains {type(entries).__name__}; the mode of the plan is {settings.mode}"
@@ -72,9 +82,14 @@ def value_problems(record: SampleRecord, settings: CaptureSettings) -> Iterator[
     tokens, entries = record.tokens_S1, record.entries
     if tokens.min() < 0 or tokens.max() >= settings.vocab_size:
         yield f"a token is outside of the vocabulary of {settings.vocab_size}"
-    if record.document_ids_S1.min() < -1:
+    sides = [(record.document_ids_S1, record.flags_S1)]
+    if record.student is not None:
+        if record.student.tokens_W1.min() < 0:
+            yield "a token of the student is negative"
+        sides.append((record.student.document_ids_W1, record.student.flags_W1))
+    if min(documents.min() for documents, _ in sides) < -1:
         yield "a document id is below -1"
-    if record.flags_S1.max() > _FLAGS:
+    if max(flags.max() for _, flags in sides) > _FLAGS:
         yield f"a flag is above {_FLAGS}"
     ids, _ = entries.ids()
     if ids.min() < 0 or ids.max() >= settings.vocab_size:

@@ -19,7 +19,7 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
-from megatron_distill.signals import HiddenState, LogitSource
+from megatron_distill.signals import HiddenState, IdTarget, LogitSource
 
 __all__ = ["AlignedLoss"]
 
@@ -47,11 +47,13 @@ class AlignedLoss:
         terms: Sequence[ChunkTerm],
         sources: int,
         weight_gradient_sum: Tensor | None,
+        targets: Sequence[IdTarget] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the objective, and of the report: scalars, or per source.
 
         The batch is planned by the planner. Chunks and labels are divided by their numbers in the
-        global batch.
+        global batch. `targets`: of each term, in the order of `ChunkRows`, for a teacher without
+        logits.
 
         Collective: those of `aligned_linear`.
         """
@@ -71,15 +73,16 @@ class AlignedLoss:
             teacher_shard=vocabularies.teacher_shard,
             group=vocabularies.group,
         )
+        given: Sequence[IdTarget | None] = targets or [None] * len(terms)
         work = AlignedLinear(
             rows=aligned,
             terms=tuple(
                 WeightedTerm(
-                    term.on(vocabularies, aligned),
+                    term.on(vocabularies, aligned, target),
                     term.weight * term.temperature_factor,
                     of_pairs if term.is_of_pairs else of_chunks,
                 )
-                for term in terms
+                for term, target in zip(terms, given, strict=True)
             ),
             label_loss=LabelLoss(token_weights(rows.ce_weights, step.ce_tokens), ce_weight),
             chunk_parts=Partition(rows.chunk_sources, sources) if has_parts else None,

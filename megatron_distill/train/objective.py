@@ -178,15 +178,18 @@ class TokenObjective:
         assert signal is not None, "a teacher was asked"
         hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups, whole_context=True)
         rule = self.logit_rule
+        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
+        source = signal.logit_source()
         return aligned(
             HiddenState(hidden_NH, head.head_weight(), rule.softcap, rule.scale),
-            signal.logit_source(),
+            source,
             batch,
             step,
             ce_weight=self.ce_weight,
-            terms=[term for term in self.terms if isinstance(term, ChunkTerm)],
+            terms=terms,
             sources=len(self.source_names),
             weight_gradient_sum=head.weight_gradient_sum(),
+            targets=signal.targets(terms) if source is None else None,
         )
 
     def _on_tokens(

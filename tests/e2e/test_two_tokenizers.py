@@ -349,10 +349,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "raise data.max_unaligned",
         ),
     ),
-    "a store": (
-        ("teacher={{store: nowhere}}",),
-        ("teacher.store holds signals for the student's tokens",),
-    ),
 }
 
 

@@ -13,6 +13,7 @@ from megatron_distill.store import (
     PositionScalars,
     SampleRecord,
     StoreWriter,
+    StudentTokens,
     TopKEntries,
 )
 
@@ -96,6 +97,21 @@ def made_up(sample_id: int, wanted: CaptureSettings) -> SampleRecord:
     values = power_law(rng, positions, k)
     entries = TopKEntries(ids.astype(np.int32), values[:, :k], values[:, k].copy())
     return SampleRecord(sample_id, **plain, entries=entries, scalars=scalars)
+
+
+def student_tokens(sample_id: int, wanted: CaptureSettings) -> StudentTokens:
+    """The text of a sample in a student's tokens, with chunks of one to three tokens."""
+    assert wanted.student_length is not None
+    rng = np.random.default_rng([5, sample_id])
+    width = wanted.student_length + 1
+    plain = tokens_of(sample_id, settings(vocab_size=300, sequence_length=width - 1))
+    chunks = []
+    for tokens in (width, wanted.sequence_length + 1):
+        numbers = np.repeat(np.arange(tokens), rng.integers(1, 4, tokens))[:tokens]
+        inside = rng.random(tokens) < 0.8
+        _, numbers[inside] = np.unique(numbers[inside], return_inverse=True)
+        chunks.append(np.where(inside, numbers, -1).astype(np.int32))
+    return StudentTokens(*plain.values(), *chunks)
 
 
 def power_law(rng: np.random.Generator, positions: int, k: int) -> np.ndarray:

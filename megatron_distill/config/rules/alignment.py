@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from typing import Final, get_args
 
 from megatron_distill.config.messages import Problem, without_effect
-from megatron_distill.config.schema import ModelConfig, RunConfig, TermConfig
+from megatron_distill.config.schema import (
+    CaptureConfig,
+    JobConfig,
+    ModelConfig,
+    RunConfig,
+    TermConfig,
+)
 from megatron_distill.config.schema.data import TokenizedFormat
 
-__all__ = ["alignment_problems", "is_aligned"]
+__all__ = ["alignment_problems", "is_aligned", "two_tokenizers_problems"]
 
 # Divergences between two classes whose gradient does not depend on an order of tokens.
 _UNORDERED: Final = "adaptive_kl"
@@ -25,12 +31,17 @@ _NOT_USED: Final[dict[str, tuple[tuple[str, ...], object]]] = {
     "top_k": (("likelihood", "gold", "uld"), None),
     "support": (("likelihood", "projection", "gold", "uld"), "tail"),
 }
+# Alignments that a store serves: from labels' log-probabilities, and from a top-k.
+_STORED: Final = ("likelihood", "common")
 # Policies that would begin a sample inside a conversation.
 _UNALIGNED_TRUNCATIONS: Final = ("left", "split")
 
 
-def is_aligned(config: RunConfig) -> bool:
-    """Whether a term is between two tokenizers."""
+def is_aligned(config: JobConfig) -> bool:
+    """Whether the job has a teacher with a tokenizer of its own: a term, or `capture.aligned`."""
+    if isinstance(config, CaptureConfig):
+        return config.capture.aligned
+    assert isinstance(config, RunConfig)
     return any(term.alignment is not None for term in config.objective.terms)
 
 
@@ -57,19 +68,47 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             "have a teacher with other positions; remove one of the two",
         )
     if teacher is not None and teacher.store is not None:
-        yield Problem(
-            ("teacher.store", "objective.terms"),
-            "teacher.store holds signals for the student's tokens, and a term has an alignment; "
-            "set teacher.hf or teacher.checkpoint in its place, or remove the alignment",
-        )
+        yield from _stored(config)
     if config.objective.balance.per_microbatch:
         yield Problem(
             ("objective.balance.per_microbatch", "objective.terms"),
             "objective.balance.per_microbatch = true: terms with an alignment are means over the "
             "chunks of a whole batch, not of one micro-batch; set it to false",
         )
-    yield from _sources(config)
-    yield from _lengths(config, teacher)
+    yield from two_tokenizers_problems(config, "objective.terms")
+
+
+def two_tokenizers_problems(config: JobConfig, cause: str) -> Iterator[Problem]:
+    """Find settings that do not fit a teacher with a tokenizer of its own, asked for by `cause`."""
+    yield from _sources(config, cause)
+    yield from _lengths(config, config.teacher)
+
+
+def _stored(config: RunConfig) -> Iterator[Problem]:
+    """Terms that the records of a store cannot serve."""
+    for index, term in enumerate(config.objective.terms):
+        path = f"objective.terms.{index}"
+        if term.alignment is not None and term.alignment not in _STORED:
+            yield Problem(
+                (f"{path}.alignment", "teacher.store"),
+                f"{path}.alignment = {term.alignment!r}: needs the teacher's whole distributions, "
+                "and teacher.store has a part of them; use 'likelihood' or 'common' with top_k, or "
+                "set teacher.hf or teacher.checkpoint in place of the store",
+            )
+        if term.alignment == "common" and term.top_k is None:
+            yield Problem(
+                (f"{path}.top_k", "teacher.store"),
+                f"{path}.top_k = null: compares all common tokens, and teacher.store has the most "
+                "probable ones; set top_k to store.k of the capture or less, or set teacher.hf or "
+                "teacher.checkpoint in place of the store",
+            )
+    size = config.data.tokenizer.train_vocab_size
+    if not config.data.sources and size is not None:
+        yield Problem(
+            ("data.tokenizer.train_vocab_size", "data.sources"),
+            f"data.tokenizer.train_vocab_size = {size}: there are no data.sources to train it on; "
+            "set data.tokenizer.path to the student's tokenizer of the capture",
+        )
 
 
 def _term(path: str, term: TermConfig) -> Iterator[Problem]:
@@ -122,33 +161,33 @@ def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
         yield without_effect("data.max_unaligned", share, reason, instead=default)
 
 
-def _sources(config: RunConfig) -> Iterator[Problem]:
+def _sources(config: JobConfig, cause: str) -> Iterator[Problem]:
     data = config.data
     for name in ("sources", "validation_sources"):
         for index, source in enumerate(getattr(data, name)):
             key = f"data.{name}.{index}"
             if source.format in get_args(TokenizedFormat):
                 yield Problem(
-                    (f"{key}.format", "objective.terms"),
+                    (f"{key}.format", cause),
                     f"{key}.format = {source.format!r}: its tokens are of one tokenizer, and terms "
                     "with an alignment need texts; use a source of text",
                 )
             if source.conversation is not None and data.truncation in _UNALIGNED_TRUNCATIONS:
                 yield Problem(
-                    ("data.truncation", "objective.terms"),
+                    ("data.truncation", cause),
                     f"data.truncation = {data.truncation!r}: with terms that have an alignment a "
                     "long conversation can end at a chunk, and not begin there; use 'right', "
                     "'drop' or 'error'",
                 )
     if not data.isolate_documents:
         yield Problem(
-            ("data.isolate_documents", "objective.terms"),
+            ("data.isolate_documents", cause),
             "data.isolate_documents = false: a chunk's tokens must not be predicted from another "
             "document; set it to true for terms with an alignment",
         )
 
 
-def _lengths(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
+def _lengths(config: JobConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
     length = None if teacher is None else teacher.sequence_length
     parallel = config.parallel
     if length is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.alignment import is_aligned, two_tokenizers_problems
 from megatron_distill.config.rules.fp8 import fp8_problems
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig, SourceConfig
@@ -199,12 +200,18 @@ def _tokenizer(job: JobConfig) -> Iterator[Problem]:
         size: tokenizer.train_vocab_size,
     }
     given = {key: value for key, value in values.items() if value is not None}
-    from_model = any(model.hf or model.store for model in job.models.values())
+    readers = dict(job.models)
+    if is_aligned(job):
+        readers.pop("teacher", None)  # it has a tokenizer of its own
+    from_model = any(model.hf or model.store for model in readers.values())
     if not given and not from_model:
         yield Problem(
             tuple(values),
             f"data.tokenizer: set one of {', '.join(values)}, student.hf, teacher.hf or "
-            "teacher.store",
+            "teacher.store"
+            if not is_aligned(job)
+            else f"data.tokenizer: set one of {', '.join(values)} or student.hf to the student's "
+            "tokenizer",
         )
     if len(given) > 1:
         settings = " and ".join(f"{key} = {value!r}" for key, value in given.items())
@@ -279,11 +286,15 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
             "teacher.store: a capture runs a model and cannot read a store; set teacher.hf or "
             "teacher.checkpoint, and store.path to the folder of the new store",
         )
+    if config.capture.aligned:
+        yield from _aligned_capture(config)
     for name in ("tokenizer", "sequence_length"):
-        if teacher is not None and getattr(teacher, name) is not None:
+        is_given = teacher is not None and getattr(teacher, name) is not None
+        if is_given and not config.capture.aligned:
             yield Problem(
-                (f"teacher.{name}", f"data.{name}"),
-                f"teacher.{name}: a capture has one model; set data.{name} instead",
+                (f"teacher.{name}", f"data.{name}", "capture.aligned"),
+                f"teacher.{name}: the teacher of this capture has the student's tokens; set "
+                f"data.{name} instead, or capture.aligned=true for terms with an alignment",
             )
     if store.job >= store.jobs:
         yield Problem(
@@ -305,6 +316,18 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
     if store.mode == "sampled" and store.temperatures:
         reason = "with store.mode = 'sampled', which draws at temperature 1"
         yield without_effect("store.temperatures", store.temperatures, reason, instead=[])
+
+
+def _aligned_capture(config: CaptureConfig) -> Iterator[Problem]:
+    """Find settings that contradict a capture for terms with an alignment."""
+    yield from two_tokenizers_problems(config, "capture.aligned")
+    size = config.data.tokenizer.train_vocab_size
+    if size is not None:
+        yield Problem(
+            ("data.tokenizer.train_vocab_size", "capture.aligned"),
+            f"data.tokenizer.train_vocab_size = {size}: with capture.aligned = true it must exist, "
+            "since the run that the store is for reads the same; set data.tokenizer.path",
+        )
 
 
 def store_problems(config: RunConfig) -> Iterator[Problem]:

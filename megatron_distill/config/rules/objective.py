@@ -160,7 +160,9 @@ def _temperatures(config: RunConfig) -> Iterator[Problem]:
                 (f"{path}.temperature_schedule.to",),
                 f"{path}.temperature_schedule.to = 0.0: a temperature must be above 0; raise it",
             )
-        if is_stored and term.support != "renormalized":
+        # The temperature of likelihood is of chunks, and needs nothing of a store.
+        is_of_labels = term.alignment == "likelihood"
+        if is_stored and term.support != "renormalized" and not is_of_labels:
             yield Problem(
                 (f"{path}.temperature_schedule", f"{path}.support", "teacher.store"),
                 f"{path}.temperature_schedule: a store has the temperatures of its capture only, "

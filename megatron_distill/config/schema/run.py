@@ -185,6 +185,12 @@ class CapturePassConfig(Section):
         description="Tokens whose logits are in memory at once; null: as many as give 2^25 logits"
         " on a CPU, 2^28 on a GPU.",
     )
+    aligned: bool = Field(
+        default=False,
+        description="The store is for a run whose terms have an `alignment`: `data.tokenizer` is "
+        "the student's, the teacher has a tokenizer of its own (`teacher.tokenizer`, or that of its"
+        " folder) and reads `teacher.sequence_length` tokens.",
+    )
 
 
 class CaptureConfig(JobConfig):

@@ -153,6 +153,16 @@ class CommonColumns:
             is_aligned=is_aligned,
         )
 
+    def places_of(self, teacher_ids: Tensor, size: int) -> Tensor:
+        """``[size]``: for each id of the teacher the student's class of its token, -1 for none.
+
+        ``teacher_ids [P]`` are the ids of the pairs in the order of the student's ids, for columns
+        that are aligned.
+        """
+        places = torch.full((size,), -1)
+        places[teacher_ids] = self.student_places
+        return places
+
     def to(self, device: torch.device) -> CommonColumns:
         """The columns with their tensors on a device."""
         moved = {

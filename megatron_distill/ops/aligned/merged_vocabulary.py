@@ -29,7 +29,7 @@ from megatron_distill.ops.topk_divergence import IdTerm, SolvedIdTerm, solve_id_
 from megatron_distill.ops.workspace import Scratch, allocate, row_blocks
 from megatron_distill.signals import LogitRule, TopK
 
-__all__ = ["CommonTerm"]
+__all__ = ["CommonTerm", "common_top_k"]
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,20 @@ class CommonTerm:
             lie on the rank of the student's, see `TeacherLayout`.
         weighted: an f-divergence with its temperature; the coefficient must be one.
         top_k: number of common tokens, the teacher's most probable ones; None for all of them.
+        recorded: those of the M teacher rows, if they are known without its logits: ids are numbers
+            of the student's classes; see `common_top_k`.
     """
 
     key: str
     columns: CommonColumns
     weighted: WeightedDivergence
     top_k: int | None = None
+    recorded: TopK | None = None
 
     def __post_init__(self) -> None:
         if self.weighted.divergence.head_mass is not None:
             raise ValueError(f"{self.weighted.divergence.name} is no f-divergence")
-        if self.top_k is None and not self.columns.is_aligned:
+        if self.top_k is None and self.recorded is None and not self.columns.is_aligned:
             raise ValueError(
                 "the teacher's common columns are not on the ranks of the student's: arrange them "
                 "with TeacherLayout, or set top_k"
@@ -62,13 +65,14 @@ class CommonTerm:
         """See `AlignedTerm`.
 
         Collective: that of `_Rests.measure` if both vocabularies have further tokens; then those of
-        `Chunk.solve`, or with ``top_k`` those of `select` and `solve_id_term`; per pair.
+        `Chunk.solve`, or with ``top_k`` those of `select`, unless it is recorded, and
+        `solve_id_term`; per pair.
         """
         whole = torch.zeros(tile.count, dtype=torch.float64, device=tile.student.raw.device)
         if not len(tile.pairs.chunks):
             return _NoPairs(whole)
         group, columns, temperature = tile.student.group, self.columns, self.weighted.temperature
-        is_dense, has_rest = self.top_k is None, self.columns.has_rest
+        is_dense, has_rest = self.top_k is None and self.recorded is None, self.columns.has_rest
         student = _Compact.of(
             tile.student,
             tile.pairs.student,
@@ -78,24 +82,28 @@ class CommonTerm:
             has_class=has_rest,
             returns_shares=has_rest and with_gradient,
         )
-        teacher = _Compact.of(
-            tile.with_teacher,
-            tile.pairs.teacher,
-            columns.teacher,
-            columns.teacher_rest,
-            temperature,
-            has_class=has_rest and is_dense,
-        )
+        teacher = None
+        if self.recorded is None:
+            teacher = _Compact.of(
+                tile.with_teacher,
+                tile.pairs.teacher,
+                columns.teacher,
+                columns.teacher_rest,
+                temperature,
+                has_class=has_rest and is_dense,
+            )
         rests = None
         if has_rest:
             rests = _Rests.measure(student, teacher, temperature, group, not is_dense)
             rests.fill_class_(student.logits, rests.student)
-        if is_dense:
+        if teacher is not None and is_dense:
             if rests is not None:
+                assert rests.teacher is not None, "it was measured with the student's"
                 rests.fill_class_(teacher.logits, rests.teacher)
             values, write = self._between(student, teacher, group)
         else:
-            values, write = self._on_top_k(student, teacher, rests, group)
+            target = self._target(tile, teacher, rests, group)
+            values, write = self._on_top_k(student, target, group)
         whole[tile.pairs.chunks] = values.clamp(min=0.0)
         return SolvedCommon(whole, self, tile, student, rests, write if with_gradient else None)
 
@@ -121,10 +129,14 @@ class CommonTerm:
 
         return normalizers.values[self.weighted.key], write
 
-    def _on_top_k(
-        self, student: _Compact, teacher: _Compact, rests: _Rests | None, group: _Group
-    ) -> tuple[Tensor, _Write]:
-        """Values ``[P]`` and the gradient on the teacher's most probable common tokens."""
+    def _target(
+        self, tile: Tile, teacher: _Compact | None, rests: _Rests | None, group: _Group
+    ) -> TopK:
+        """The teacher's most probable common tokens of the pairs, as the student's classes."""
+        if teacher is None:
+            assert self.recorded is not None, "without logits there is a record"
+            rows = tile.teacher_rows.index_select(0, tile.pairs.teacher)
+            return self.recorded.map(lambda values: values.index_select(0, rows))
         assert self.top_k is not None
         temperature, columns = self.weighted.temperature, self.columns
         (chosen,) = select(
@@ -135,10 +147,13 @@ class CommonTerm:
             k=min(self.top_k, columns.count),
             temperatures=[temperature],
         )
-        of_student = student.logits
         if rests is not None:
             chosen = rests.within(chosen)
-        target = TopK(columns.student_places[chosen.ids], chosen.log_probs, chosen.log_tail)
+        return TopK(columns.student_places[chosen.ids], chosen.log_probs, chosen.log_tail)
+
+    def _on_top_k(self, student: _Compact, target: TopK, group: _Group) -> tuple[Tensor, _Write]:
+        """Values ``[P]`` and the gradient on the teacher's most probable common tokens."""
+        temperature, columns, of_student = self.weighted.temperature, self.columns, student.logits
         term = IdTerm(self.weighted, self.key, "tail", target)
         shard, rule = columns.student_shard, LogitRule()
         found = solve_id_term(term, of_student, rule, shard, group)
@@ -222,7 +237,7 @@ class _Rests:
 
     Attributes:
         student: ``[P]`` fp64, log of the sum of ``e^(z/T)`` over the student's further tokens.
-        teacher: likewise.
+        teacher: likewise; None for a teacher without logits.
         teacher_common: likewise over the teacher's common tokens; None if not measured.
         shares: ``[P, U]`` of this rank's columns in the student's further tokens; sum to one over
             the ranks; None if there will be no gradient.
@@ -231,7 +246,7 @@ class _Rests:
     """
 
     student: Tensor
-    teacher: Tensor
+    teacher: Tensor | None
     teacher_common: Tensor | None
     shares: Tensor | None
     temperature: float
@@ -241,7 +256,7 @@ class _Rests:
     def measure(
         cls,
         student: _Compact,
-        teacher: _Compact,
+        teacher: _Compact | None,
         temperature: float,
         group: _Group,
         all_of_teacher: bool,
@@ -249,10 +264,12 @@ class _Rests:
         """From the logits of all ranks.
 
         Collective: one all-gather over ``group`` of 32 bytes per pair, 48 with the teacher's common
-        tokens.
+        tokens, 16 without a teacher.
         """
-        sums = [(student.peak, student.mass), (teacher.peak, teacher.mass)]
-        if all_of_teacher:
+        sums = [(student.peak, student.mass)]
+        if teacher is not None:
+            sums.append((teacher.peak, teacher.mass))
+        if teacher is not None and all_of_teacher:
             sums.append(_exponentials(teacher.logits, temperature)[:2])
         local = torch.stack([torch.stack([peak, mass]) for peak, mass in sums])
         gathered = gather_ranks(local, group)
@@ -263,8 +280,8 @@ class _Rests:
             shares.mul_(factor.unsqueeze(1))
         return cls(
             student=log_sums[0],
-            teacher=log_sums[1],
-            teacher_common=log_sums[2] if all_of_teacher else None,
+            teacher=None if teacher is None else log_sums[1],
+            teacher_common=log_sums[2] if len(log_sums) > 2 else None,
             shares=shares,
             temperature=temperature,
             ranks=gathered.shape[0],
@@ -276,6 +293,7 @@ class _Rests:
 
     def within(self, chosen: TopK) -> TopK:
         """The top-k of common tokens, normalised over the whole vocabulary instead."""
+        assert self.teacher is not None
         assert self.teacher_common is not None
         total = torch.logaddexp(self.teacher_common, self.teacher)
         log_common, log_rest = self.teacher_common - total, self.teacher - total
@@ -283,6 +301,29 @@ class _Rests:
         log_tail = torch.logaddexp(chosen.log_tail.double() + log_common, log_rest)
         dtype = chosen.log_probs.dtype
         return TopK(chosen.ids, log_probs.to(dtype), log_tail.to(dtype))
+
+
+def common_top_k(recorded: TopK, places: Tensor, k: int) -> TopK:
+    """The k most probable common tokens of a top-k over the teacher's vocabulary.
+
+    Shapes: a top-k ``[M, K]`` with ids of the teacher, and for each id of its vocabulary ``[V]``
+    the number of its class among the student's, -1 for none -> a top-k ``[M, min(k, K)]`` with
+    these numbers as ids. The mass of all further tokens is the tail. Where fewer than k of the K
+    ids are common, the remaining entries are -inf and so are not in the top-k.
+    """
+    own = places[recorded.ids]
+    is_common = (own >= 0) & recorded.valid()
+    is_chosen = is_common & (is_common.cumsum(1) <= k)
+    rest = recorded.log_probs.masked_fill(is_chosen, -torch.inf)
+    log_tail = torch.cat([rest, recorded.log_tail.unsqueeze(1)], 1).double().logsumexp(1)
+    # The chosen ones first, in their order.
+    columns = (~is_chosen).to(torch.int8).argsort(dim=1, stable=True)[:, :k]
+    log_probs = recorded.log_probs.masked_fill(~is_chosen, -torch.inf)
+    return TopK(
+        own.clamp(min=0).gather(1, columns),
+        log_probs.gather(1, columns),
+        log_tail.to(log_probs.dtype),
+    )
 
 
 def _exponentials(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,9 +30,11 @@ from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.gold import GoldColumns
 from megatron_distill.ops.aligned.projected_rows import ProjectedRows
+from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import chunk_tokens_for, tile_tokens_for
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.store import find_stores, tokenizer_folder
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
@@ -42,6 +44,10 @@ __all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher
 
 # Alignments that compare tokens, and so need the map between both vocabularies.
 _OF_TOKENS: Final = ("common", "projection", "gold")
+_PLAIN_TERMS: Final = (
+    "remove `alignment` from objective.terms, whose plain divergences compare both models token by "
+    "token"
+)
 _MANY_CORES: Final = 8  # with fewer, the tokenizers' own threads keep all of them busy
 
 
@@ -77,7 +83,7 @@ class TeacherTokens:
         """
         assert online is not None, "the rules ask for a live teacher"
         device = next(online.model.parameters()).device
-        group = groups.tensor if groups.tensor.size() > 1 else None
+        group = _sharing(groups)
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
         teacher_shard = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
         shared = SharedVocabularies(shard, teacher_shard, None, None, group)
@@ -85,14 +91,67 @@ class TeacherTokens:
             online, shared = _with_map(
                 self.tokens_map, online, shared, groups.tensor.rank(), device
             )
-        # All ranks of the group must cut the same tiles, and their shards may differ.
-        shards = shards_of(shared.teacher_shard, group)
-        widest = max(shared.student_shard.width, *(one.width for one in shards))
-        band_tokens = chunk_tokens or chunk_tokens_for(widest, device)
-        tile_tokens = min(band_tokens, tile_tokens_for(widest, device))
-        context = groups.context
-        planner = ChunkPlanner(tile_tokens, band_tokens, context.rank(), context.size())
-        return online, AlignedLoss(shared, planner)
+        return online, _loss(shared, groups, chunk_tokens, device)
+
+    def connect_stored(
+        self,
+        student: Architecture,
+        vocabulary: Vocabulary,
+        groups: Groups,
+        device: torch.device,
+        *,
+        chunk_tokens: int | None,
+    ) -> AlignedLoss:
+        """Return the loss of a teacher whose records are whole on each rank.
+
+        Raises ConfigError, on all ranks: the teacher's probabilities of common tokens are no part
+        of a record.
+
+        Collective: tensor group, two all-gathers of 16 bytes.
+        """
+        group = _sharing(groups)
+        shard = vocab_shard(student, groups, tokens=vocabulary.size)
+        whole = VocabShard(self.vocabulary.size, 0, self.vocabulary.size)
+        shared = SharedVocabularies(shard, whole, None, None, group)
+        if self.tokens_map is not None:
+            shards = shards_of(shard, group)
+            ids, teacher_ids = _tensors(*self.tokens_map.common("strict"))
+            columns = CommonColumns.of(
+                *(ids, teacher_ids, shards, [whole] * len(shards), groups.tensor.rank())
+            )
+            if not columns.has_rest and columns.count < whole.size:
+                raise ConfigError(
+                    "teacher.store: all tokens of the student are common, so that 'common' is "
+                    "between models normalised over these, and a record has the teacher's "
+                    "probabilities over all its tokens; use alignment 'likelihood', or set "
+                    "teacher.hf or teacher.checkpoint in place of the store"
+                )
+            by_student = teacher_ids[ids.argsort()]
+            places = columns.places_of(by_student, whole.size).to(device)
+            shared = replace(shared, common=columns.to(device), places=places)
+        return _loss(shared, groups, chunk_tokens, device)
+
+
+def _sharing(groups: Groups) -> dist.ProcessGroup | None:
+    """Return the ranks that share a vocabulary; None for one rank."""
+    return groups.tensor if groups.tensor.size() > 1 else None
+
+
+def _loss(
+    shared: SharedVocabularies, groups: Groups, chunk_tokens: int | None, device: torch.device
+) -> AlignedLoss:
+    """Return the loss of both vocabularies.
+
+    Collective: tensor group, one all-gather of 16 bytes.
+    """
+    # All ranks of the group must cut the same tiles, and their shards may differ.
+    shards = shards_of(shared.teacher_shard, shared.group)
+    widest = max(shared.student_shard.width, *(one.width for one in shards))
+    band_tokens = chunk_tokens or chunk_tokens_for(widest, device)
+    tile_tokens = min(band_tokens, tile_tokens_for(widest, device))
+    context = groups.context
+    planner = ChunkPlanner(tile_tokens, band_tokens, context.rank(), context.size())
+    return AlignedLoss(shared, planner)
 
 
 def _with_map(
@@ -169,18 +228,18 @@ def open_teacher_tokens(
     return TeacherTokens(facts, length, reading, found)
 
 
-def read_teacher(data: DataConfig, section: ModelConfig, vocabulary: Vocabulary) -> TeacherReading:
+def read_teacher(
+    data: DataConfig, section: ModelConfig, vocabulary: Vocabulary, *, remedy: str = _PLAIN_TERMS
+) -> TeacherReading:
     """Return how samples are read in the teacher's tokens, in a process without a world.
 
-    vocabulary: of the student. Raises ConfigError or DataError as `open_teacher_tokens`, the map
-    apart.
+    vocabulary: of the student. remedy: advice where both have one tokenizer. Raises ConfigError or
+    DataError as `open_teacher_tokens`, the map apart.
     """
     teacher = read_teacher_tokenizer(section)
     if teacher.identity == vocabulary.identity:
         raise ConfigError(
-            f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; "
-            "remove `alignment` from objective.terms, whose plain divergences compare both "
-            "models token by token"
+            f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; {remedy}"
         )
     length = section.sequence_length or data.sequence_length
     workers = data.workers
@@ -203,10 +262,12 @@ def read_teacher_tokenizer(section: ModelConfig) -> Tokenizer:
     if section.checkpoint is not None:
         assets = assets_of(resolve_checkpoint(section.checkpoint))
         folders += [] if assets is None else [assets]
+    for source in section.store or ():
+        folders += [tokenizer_folder(store) for store in find_stores([source.path])]
     for folder in folders:
         if holds_tokenizer(folder):
             return load_tokenizer(folder)
     raise ConfigError(
-        "objective.terms have an alignment, and the teacher's tokenizer is unknown; set "
+        "the teacher's tokenizer is unknown, and an alignment needs it; set "
         "teacher.tokenizer.path to its folder, or teacher.tokenizer.encoding"
     )

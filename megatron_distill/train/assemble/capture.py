@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from megatron_distill.config import (
     source_in_words,
 )
 from megatron_distill.data.loader import open_loader
+from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
@@ -39,6 +40,7 @@ from megatron_distill.store import (
 )
 from megatron_distill.store.binary import usual_samples_per_shard
 from megatron_distill.store.plan import MANIFEST
+from megatron_distill.train.assemble.alignment import read_teacher
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     job_groups,
@@ -88,7 +90,7 @@ _PREFETCH = 2
 
 @dataclass(frozen=True)
 class _Job:
-    """The parts of a capture once its store is open; the tokenizer is on rank 0 only."""
+    """The parts of a capture once its store is open; the samples' tokenizers are on rank 0 only."""
 
     section: StoreConfig
     samples: RunSamples
@@ -126,8 +128,10 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
                 check_start(config)
         options = data_options(config.data, working_folder(folder), keeps_weights=False)
         tokenizer, vocabulary = open_tokenizer(config, options)
-        teacher = resolve_model(config, "teacher", vocabulary)
-        plan = _plan(config, teacher, vocabulary, groups)
+        reading, of_teacher = _open_reading(config, vocabulary)
+        options = replace(options, teacher=reading)
+        teacher = resolve_model(config, "teacher", of_teacher or vocabulary)
+        plan = _plan(config, teacher, vocabulary, of_teacher, groups)
         if _begin(folder, plan):
             return True
         resources.enter_context(held_for_job(folder, config.store.job))
@@ -136,7 +140,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         store = _open_where_written(folder, plan, groups)
         with together():
             if tokenizer is not None:
-                keep_tokenizer(folder, tokenizer)
+                keep_tokenizer(folder, reading.tokenizer if reading else tokenizer)
         samples = RunSamples(
             data=config.data, options=options, tokenizer=tokenizer, seed=config.seed
         )
@@ -155,18 +159,50 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         return True
 
 
+def _open_reading(
+    config: CaptureConfig, vocabulary: Vocabulary
+) -> tuple[TeacherReading | None, Vocabulary | None]:
+    """Open the teacher's own tokenizer, on the first rank, and its facts; None with one tokenizer.
+
+    vocabulary: of the student. Raises DataError or ConfigError on all ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+    if not config.capture.aligned:
+        return None, None
+    reading: TeacherReading | None = None
+    with together():
+        if dist.get_rank() == 0:
+            reading = read_teacher(
+                config.data,
+                config.models["teacher"],
+                vocabulary,
+                remedy="set capture.aligned=false, and capture for a run without `alignment`",
+            )
+    return reading, from_first_rank(lambda: Vocabulary.of(reading.tokenizer) if reading else None)
+
+
 def _plan(
-    config: CaptureConfig, teacher: ModelSource, vocabulary: Vocabulary, groups: Groups
+    config: CaptureConfig,
+    teacher: ModelSource,
+    vocabulary: Vocabulary,
+    of_teacher: Vocabulary | None,
+    groups: Groups,
 ) -> Plan:
     """Return the plan of the store, the same on all ranks.
 
-    Raises a MegatronDistillError on all ranks.
+    of_teacher: the vocabulary of the teacher's own tokenizer; None with one tokenizer. Raises a
+    MegatronDistillError on all ranks.
 
     Collective: world, those of `teacher_digest` and one broadcast of a short object.
     """
     section, data = config.store, config.data
+    stored = of_teacher or vocabulary
+    length = config.models["teacher"].sequence_length or data.sequence_length
     with together():  # before the teacher's weights are read
-        settings = _settings(section, vocabulary.size, data.sequence_length, config.seed)
+        settings = _settings(section, stored.size, length, config.seed)
+        if of_teacher is not None:
+            settings = replace(settings, student_length=data.sequence_length)
         dataset = dataset_settings(data, config.seed) if dist.get_rank() == 0 else {}
     digest = teacher_digest(teacher, seed=teacher_seed(config.seed), group=groups.world)
 
@@ -177,11 +213,13 @@ def _plan(
             "version": __version__,
             "dataset": dataset,
         }
+        both = dict.fromkeys((vocabulary.identity, stored.identity))
         identity = Identity(
             teacher=digest,
-            tokenizer=vocabulary.identity,
-            dataset=dataset_digest(dataset, vocabulary.identity),
+            tokenizer=stored.identity,
+            dataset=dataset_digest(dataset, *both),
             settings=facts,
+            student_tokenizer=None if of_teacher is None else vocabulary.identity,
         )
         per_shard = section.samples_per_shard
         per_shard = per_shard or usual_samples_per_shard(settings, section.samples)
@@ -277,6 +315,7 @@ def _assemble(
     resources: ExitStack,
 ) -> CaptureParts:
     groups, data = job.groups, config.data
+    plan = job.plan.settings
     execution = Execution(
         PRECISIONS[config.capture.precision],
         device.torch_device,
@@ -294,14 +333,15 @@ def _assemble(
         groups=groups,
         device=execution.device,
         prefetch=_PREFETCH,
+        teacher_length=None if plan.student_length is None else plan.sequence_length,
     )
     resources.callback(loader.close)
-    shard = vocab_shard(job.teacher.architecture, groups, tokens=job.plan.settings.vocab_size)
+    shard = vocab_shard(job.teacher.architecture, groups, tokens=plan.vocab_size)
     teacher = OnlineTeacher.of_source(
         job.teacher,
         execution,
         seed=teacher_seed(config.seed),
-        sequence_length=data.sequence_length,
+        sequence_length=plan.sequence_length,
         shard=shard,
         groups=groups,
         offload_hidden=config.models["teacher"].offload_hidden,
@@ -316,7 +356,7 @@ def _assemble(
         teacher=teacher,
         loader=loader,
         positions=PositionCapture(
-            job.plan.settings,
+            plan,
             shard,
             groups.tensor,
             config.capture.chunk_tokens,
@@ -332,7 +372,7 @@ def _assemble(
 
 def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module) -> str:
     shape, first = job.teacher.architecture, next(model.parameters())
-    tokens = config.capture.micro_batch_size * config.data.sequence_length
+    tokens = config.capture.micro_batch_size * job.plan.settings.sequence_length
     logits = chunk_logits(
         config.capture.chunk_tokens,
         tokens // config.parallel.context,
@@ -372,14 +412,7 @@ def _open_source(
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
 
     def opened() -> HoleSource:
-        assert samples.tokenizer is not None, "the first rank has the tokenizer"
-        return HoleSource(
-            samples.open_training(),
-            order,
-            known=places.load(),
-            sequence_length=samples.data.sequence_length,
-            padding_token=samples.tokenizer.eos_id,
-        )
+        return HoleSource(samples.open_training(), order, known=places.load())
 
     return on_first_rank(opened, device=device)
 

@@ -127,8 +127,9 @@ def open_run(
     own: TeacherTokens | None = None
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
-    of_teacher = vocabulary if own is None else own.vocabulary
-    stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
+    stored, online = _open_teacher(
+        config, terms, student, (vocabulary, own), groups, execution, resources
+    )
     layers = stage_layers(
         groups.layout,
         student,
@@ -139,11 +140,17 @@ def open_run(
         is_recomputed=execution.recompute.layers is None,
     )
     aligned = None
-    if own is not None:
+    if own is not None and online is not None:
         online, aligned = own.connect(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
-    metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
+    elif own is not None:
+        aligned = own.connect_stored(
+            student, vocabulary, groups, execution.device, chunk_tokens=section.chunk_tokens
+        )
+    metrics: tuple[str, ...] = live_metrics(terms) if online else ()
+    if stored is not None and own is None:
+        metrics = stored_metrics(stored.settings)
     objective = _token_objective(section, terms, metrics, student, vocabulary, groups, aligned)
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
@@ -196,18 +203,26 @@ def _open_teacher(
     config: RunConfig,
     terms: Sequence[Term | ChunkTerm],
     student: Architecture,
-    vocabulary: Vocabulary,
+    tokens: tuple[Vocabulary, TeacherTokens | None],
     groups: Groups,
     execution: Execution,
     resources: ExitStack,
 ) -> tuple[Stored | None, OnlineTeacher | None]:
-    """Open the stores, or build the live teacher; at most one of them exists."""
+    """Open the stores, or build the live teacher; at most one of them exists.
+
+    tokens: the student's vocabulary, and the teacher's own tokens if it has some.
+    """
     section = config.teacher
     if section is None:
         return None, None
+    of_student, own = tokens
+    vocabulary = of_student if own is None else own.vocabulary
     if section.store is not None:
-        plain = [term for term in terms if isinstance(term, Term)]
-        stored = open_stored(config, plain, student, vocabulary, groups, execution.device)
+        student_tokenizer = None if own is None else of_student.identity
+        stored = open_stored(
+            *(config, terms, student, vocabulary, groups, execution.device),
+            student_tokenizer=student_tokenizer,
+        )
         resources.callback(stored.close)
         return stored, None
     layers = config.parallel.layers_per_stage.teacher

@@ -16,7 +16,6 @@ from megatron_distill.config import (
     DataConfig,
     JobConfig,
     ModelConfig,
-    RunConfig,
     SourceConfig,
     is_aligned,
 )
@@ -138,7 +137,7 @@ def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
 
 def _readers(config: JobConfig) -> Mapping[str, ModelConfig]:
     """Return the models that read the tokens of `data.tokenizer`, by role."""
-    if isinstance(config, RunConfig) and is_aligned(config):
+    if is_aligned(config):
         return {role: model for role, model in config.models.items() if role != "teacher"}
     return config.models
 
@@ -193,9 +192,9 @@ def require_files(data: DataConfig) -> None:
             _conversation(spec.conversation)
 
 
-def dataset_digest(settings: dict[str, Any], tokenizer_identity: str) -> str:
-    """Return the digest of a stream's settings and of its tokenizer."""
-    text = json.dumps([settings, tokenizer_identity], sort_keys=True, allow_nan=False)
+def dataset_digest(settings: dict[str, Any], *tokenizer_identities: str) -> str:
+    """Return the digest of a stream's settings and of its tokenizers."""
+    text = json.dumps([settings, *tokenizer_identities], sort_keys=True, allow_nan=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 

@@ -19,7 +19,7 @@ from megatron_distill.data.stored import Share
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.losses import Term
+from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
@@ -77,35 +77,46 @@ class Stored:
 
 def open_stored(
     config: RunConfig,
-    terms: Sequence[Term],
+    terms: Sequence[Term | ChunkTerm],
     student: Architecture,
     vocabulary: Vocabulary,
     groups: Groups,
     device: torch.device,
+    *,
+    student_tokenizer: str | None = None,
 ) -> Stored:
     """Open the stores of `teacher.store` and check that they fit this run.
 
-    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or has
-    another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
+    vocabulary: of the records. student_tokenizer: identity of the student's tokenizer, if it is
+    another one than the records'. Raises StoreError or ConfigError on all ranks: a store is
+    missing, damaged, unfinished, or has another tokenizer, vocabulary, length, corpus or teacher,
+    or cannot serve a term.
 
     Collective: world, short objects.
     """
-    section, length = config.teacher, config.data.sequence_length
+    section = config.teacher
     assert section is not None, "the caller has looked"
+    fits = _Fit(
+        vocabulary,
+        student,
+        section.sequence_length or config.data.sequence_length,
+        student_tokenizer,
+        None if student_tokenizer is None else config.data.sequence_length,
+    )
     assert section.store is not None, "a stored teacher has stores"
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
     facts: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
     corpus = reading = None
     with together():
         if dist.get_rank() == 0:
-            corpus = _open(section.store, vocabulary, student, length)
+            corpus = _open(section.store, fits)
             _check(corpus, terms, config.data, config.seed)
             first = corpus.stores[0]
             identities = tuple(store.plan.uid.hex() for store in corpus.stores)
             facts = [(first.settings, corpus.samples, identities, first.identity.teacher)]
             _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
-            reading = _open(section.store, vocabulary, student, length)
+            reading = _open(section.store, fits)
     dist.broadcast_object_list(facts, src=0)
     assert facts[0] is not None
     settings, samples, identities, digest = facts[0]
@@ -119,37 +130,91 @@ def open_stored(
     return Stored(settings, samples, names, identities, teacher, corpus, shares)
 
 
-def _open(
-    entries: Sequence[StoreSourceConfig],
-    vocabulary: Vocabulary,
-    student: Architecture,
-    sequence_length: int,
-) -> StoreSet:
+@dataclass(frozen=True)
+class _Fit:
+    """The tokens that records must have.
+
+    Attributes:
+        vocabulary: of the teacher's tokens.
+        student: the student's shape.
+        length: positions of a record.
+        student_tokenizer: see `open_stored`.
+        student_length: positions of the student's samples; None with one tokenizer.
+    """
+
+    vocabulary: Vocabulary
+    student: Architecture
+    length: int
+    student_tokenizer: str | None
+    student_length: int | None
+
+    def check(self, store: StoreReader) -> None:
+        """Raise StoreError unless a store's records have these tokens."""
+        self._check_sides(store)
+        self._check_tokenizer(store)
+        _check_vocabulary(store, self.vocabulary, self.student)
+        found = (store.settings.student_length, store.settings.sequence_length)
+        if found == (self.student_length, self.length):
+            return
+        if self.student_length is None:
+            raise StoreError(
+                f"{store.folder}: its sequence_length is {found[1]}, this run's {self.length}; set "
+                "data.sequence_length to the store's, or capture a store for this run"
+            )
+        raise StoreError(
+            f"{store.folder}: its samples have {found[0]} positions of the student and {found[1]} "
+            f"of the teacher, this run's {self.student_length} and {self.length}; set "
+            f"data.sequence_length={found[0]} and teacher.sequence_length={found[1]}, or capture a "
+            "store for this run"
+        )
+
+    def _check_sides(self, store: StoreReader) -> None:
+        there, here = store.identity.student_tokenizer, self.student_tokenizer
+        if there is None and here is not None:
+            raise StoreError(
+                f"{store.folder}: captured for a student with the teacher's tokenizer, and "
+                "objective.terms have an alignment; capture a store with capture.aligned=true, or "
+                "remove `alignment` from objective.terms"
+            )
+        if there is not None and here is None:
+            raise StoreError(
+                f"{store.folder}: captured for a student with a tokenizer of its own "
+                "(capture.aligned), and no term of the objective has an alignment; set alignment "
+                "of objective.terms.0, or capture a store with capture.aligned=false"
+            )
+        if there is not None and here is not None and there != here:
+            raise StoreError(
+                f"{store.folder}: captured for a student with the tokenizer {there[:12]}, not "
+                f"{here[:12]} as in this run; set data.tokenizer to that of the capture, or capture"
+                " a store with this one"
+            )
+
+    def _check_tokenizer(self, store: StoreReader) -> None:
+        there, here = store.identity.tokenizer, self.vocabulary.identity
+        if there == UNKNOWN:
+            _LOGGER.warning(
+                "%s does not name its tokenizer, so it cannot be compared with that of this run",
+                store.folder,
+            )
+        elif there != here:
+            key = "data.tokenizer" if self.student_tokenizer is None else "teacher.tokenizer"
+            raise StoreError(
+                f"{store.folder}: its tokenizer is {there[:12]}, not {here[:12]} as in this run; "
+                f"remove {key} to use that of the store, or capture a store with this one"
+            )
+
+
+def _open(entries: Sequence[StoreSourceConfig], fits: _Fit) -> StoreSet:
     """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
     for entry in entries:
         for folder in find_stores([entry.path]):
             if any(store.folder.samefile(folder) for store in stores):
                 raise ConfigError(f"teacher.store: {folder} is named twice; name each store once")
-            store = StoreReader.open(folder, sequence_length=sequence_length)
-            _check_tokenizer(store, vocabulary)
-            _check_vocabulary(store, vocabulary, student)
+            store = StoreReader.open(folder)
+            fits.check(store)
             stores.append(store)
     return StoreSet(stores)
-
-
-def _check_tokenizer(store: StoreReader, vocabulary: Vocabulary) -> None:
-    if store.identity.tokenizer == UNKNOWN:
-        _LOGGER.warning(
-            "%s does not name its tokenizer, so it cannot be compared with that of this run",
-            store.folder,
-        )
-    elif store.identity.tokenizer != vocabulary.identity:
-        raise StoreError(
-            f"{store.folder}: its tokenizer is {store.identity.tokenizer[:12]}, not "
-            f"{vocabulary.identity[:12]} as in this run; remove data.tokenizer to use that of the "
-            "store, or capture a store with this one"
-        )
 
 
 def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Architecture) -> None:
@@ -168,11 +233,15 @@ def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Archi
     )
 
 
-def _check(stores: StoreSet, terms: Sequence[Term], data: DataConfig, seed: int) -> None:
+def _check(
+    stores: StoreSet, terms: Sequence[Term | ChunkTerm], data: DataConfig, seed: int
+) -> None:
     """Raise StoreError unless the stores fit the objective and the length of the run."""
     for store in stores.stores:
         for index, term in enumerate(terms):
-            if not store.settings.kind.is_ranked:
+            if isinstance(term, ChunkTerm):
+                _check_aligned(store, term, index)
+            elif not store.settings.kind.is_ranked:
                 _check_unranked(store, term, index)
             else:
                 store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
@@ -250,6 +319,25 @@ def _check_unranked(store: StoreReader, term: Term, index: int) -> None:
             f"forward_kl at temperature 1 without top_k; change objective.terms.{index}, or "
             "capture a store with mode: top_k"
         )
+
+
+def _check_aligned(store: StoreReader, term: ChunkTerm, index: int) -> None:
+    """Raise StoreError unless the records serve a term between tokenizers."""
+    settings = store.settings
+    if not settings.is_complete:
+        raise StoreError(
+            f"{store.folder}: lacks {', '.join(settings.lacks)}, which objective.terms.{index} "
+            "needs; capture a store with the teacher"
+        )
+    if term.alignment == "likelihood":
+        return
+    if not settings.kind.is_ranked:
+        raise StoreError(
+            f"{store.folder}: contains {settings.kind.adjective} ids, which serve no term on common"
+            f" tokens; set alignment of objective.terms.{index} to likelihood, or capture a store "
+            "with mode: top_k"
+        )
+    store.require(support="tail", k=term.top_k, temperatures=[term.temperature])
 
 
 def _described(stores: StoreSet) -> str:

@@ -35,7 +35,7 @@ KEYS: Final = {
     "capture.k": "store.k",
     "capture.mode": "store.mode",
     "capture.sampling_seed": "seed",
-    "capture.sequence_length": "data.sequence_length",
+    "capture.student_length": "data.sequence_length",
     "capture.temperatures": "store.temperatures",
     "capture.top_p": "store.top_p",
     "identity.settings.precision": "capture.precision",
@@ -50,9 +50,11 @@ _SOURCE_KEYS: Final = {
 }
 # Descriptions of digests and names that no single key decides.
 WORDS: Final = {
+    "capture.sequence_length": "the teacher's sequence length",
     "capture.vocab_size": "the number of the tokenizer's tokens",
     "identity.teacher": "the digest of the teacher's weights",
     "identity.tokenizer": "the digest of the tokenizer",
+    "identity.student_tokenizer": "the digest of the student's tokenizer",
     "identity.dataset": "the digest of data and tokenizer",
     "identity.settings.teacher": "the name of the teacher's folder",
     "identity.settings.version": "the release of megatron-distill",

@@ -79,9 +79,11 @@ def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
 
 def _capture_step(parts: CaptureParts, batches: StepBatches) -> None:
     """Run the teacher on a step's micro-batches and submit its records."""
-    signals = parts.teacher.signals(batches.micro_batches)
+    # A teacher with a tokenizer of its own reads its side of each micro-batch, and nothing else.
+    own = [batch.teacher or batch for batch in batches.micro_batches]
+    signals = parts.teacher.signals(own)
     samples = [] if parts.filler is None else parts.loader.taken_samples()
-    for index, (batch, signal) in enumerate(zip(batches.micro_batches, signals, strict=True)):
+    for index, (batch, signal) in enumerate(zip(own, signals, strict=True)):
         if signal is None:
             continue
         found = parts.positions(signal.logit_source(), batch).whole(batch, parts.groups.context)

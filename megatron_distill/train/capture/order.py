@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatron_distill.data.samples import Sample, SampleSource, State, untrained_sample
+from megatron_distill.data.samples import Sample, SampleSource, State, untrained_like
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import publish_first, remove_stale
 from megatron_distill.store.plan import sealed, unsealed
@@ -99,14 +99,11 @@ class HoleSource:
         order: CaptureOrder,
         *,
         known: Mapping[int, State],
-        sequence_length: int,
-        padding_token: int,
     ) -> None:
         self._stream = stream
         self._order = order
         self._known = dict(known)
-        self._sequence_length = sequence_length
-        self._padding_token = padding_token
+        self._last: Sample | None = None
         self._left = deque(order.holes)
         self._position = 0  # the stream's next sample
         self._given = 0
@@ -118,10 +115,11 @@ class HoleSource:
         wanted = self._order.sample(self._given)
         self._given += 1
         if wanted is None:
-            return untrained_sample(self._sequence_length, token=self._padding_token, sample_id=-1)
+            assert self._last is not None, "the first row of a capture has a sample"
+            return untrained_like(self._last, -1)
         while wanted not in self._held:
             self._read()
-        sample = self._held.pop(wanted)
+        self._last = sample = self._held.pop(wanted)
         # One more per sample given; else every turn of all replicas would begin with a wait.
         ahead = (self._order.replicas - 1) * self._order.samples_per_shard
         if self._left and len(self._held) < ahead:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_distill.data.samples import Sample
+from megatron_distill.data.samples import KD_TRAINED, NO_CHUNK, Sample
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import OutputChunk, output_chunks, row_statistics
 from megatron_distill.ops.topk import gather_ranks
@@ -22,7 +22,9 @@ from megatron_distill.store import (
     CaptureSettings,
     PositionScalars,
     SampleRecord,
+    SampleTokens,
     SelectionPlace,
+    StudentTokens,
     cut_to_mass,
 )
 from megatron_distill.store.records import Selection
@@ -168,11 +170,29 @@ def _record(
         settings,
         log_sum_exp_TS=sums[1:] if further else None,
     )
+    tokens = _tokens(sample)
     return SampleRecord(
         sample_id=sample.sample_id,
-        tokens_S1=sample.tokens_S1,
-        document_ids_S1=sample.document_ids_S1,
-        flags_S1=sample.flags_S1,
+        tokens_S1=tokens.tokens_S1,
+        document_ids_S1=tokens.document_ids_S1,
+        flags_S1=tokens.flags_S1,
         entries=entries,
         scalars=PositionScalars(sums[0], entropy, label),
+        student=tokens.student,
     )
+
+
+def _tokens(sample: Sample) -> SampleTokens:
+    """The tokens that the teacher reads, and the student's where they are another tokenizer's."""
+    teacher = sample.teacher
+    if teacher is None:
+        return SampleTokens(sample.tokens_S1, sample.document_ids_S1, sample.flags_S1)
+    flags_U1 = np.where(teacher.chunks_U1 != NO_CHUNK, KD_TRAINED, 0).astype(np.uint8)
+    student = StudentTokens(
+        sample.tokens_S1,
+        sample.document_ids_S1,
+        sample.flags_S1,
+        teacher.student_chunks_S1,
+        teacher.chunks_U1,
+    )
+    return SampleTokens(teacher.tokens_U1, teacher.document_ids_U1, flags_U1, student)

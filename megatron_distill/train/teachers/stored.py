@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.errors import StoreError
-from megatron_distill.losses import Term
-from megatron_distill.runtime.batch import Batch
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import IdSignal, Recorded
+from megatron_distill.signals import IdSignal, Recorded, TopK
 from megatron_distill.store import (
     CaptureSettings,
     PositionScalars,
@@ -66,7 +66,7 @@ class StoredTeacher:
         stores: StoreSet | None,
         settings: CaptureSettings,
         *,
-        terms: Sequence[Term],
+        terms: Sequence[Term | ChunkTerm],
         vocab_size: int,
         groups: Groups,
         device: torch.device,
@@ -214,8 +214,14 @@ class HostBatch:
 
     @classmethod
     def of(cls, batch: Batch) -> HostBatch:
-        """Return these parts of a micro-batch, from the loader's host copy."""
+        """Return these parts of a micro-batch, from the loader's host copy.
+
+        For a teacher with a tokenizer of its own, those of its side for all context-parallel ranks,
+        one rank's positions after another's, as in `ChunkRows`.
+        """
         host = batch.on_host
+        if host.teacher is not None:
+            return cls._of_teacher(host)
         is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1)
         return cls(
             tokens_bs=host.tokens_bs.numpy(),
@@ -224,6 +230,23 @@ class HostBatch:
             sequence_index_s=host.sequence_index_s.numpy(),
             sample_ids=tuple(host.sample_ids_b.tolist()),
             is_trained_b=tuple(is_trained.tolist()),
+        )
+
+    @classmethod
+    def _of_teacher(cls, host: Batch) -> HostBatch:
+        own, teacher = host.teacher, host.whole_teacher or host.teacher
+        assert own is not None
+        assert teacher is not None
+        length = teacher.tokens_bs.shape[1]
+        size = length // len(own.sequence_index_s)
+        index_s = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
+        return cls(
+            tokens_bs=teacher.tokens_bs[:, index_s].numpy(),
+            labels_bs=teacher.labels_bs[:, index_s].numpy(),
+            document_ids_bS=teacher.document_ids_bS.numpy(),
+            sequence_index_s=index_s.numpy(),
+            sample_ids=tuple(teacher.sample_ids_b.tolist()),
+            is_trained_b=tuple(teacher.kd_mask_bs.any(1).tolist()),
         )
 
 
@@ -251,7 +274,7 @@ def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: 
 def recorded_signal(
     packed: Sequence[bytes],
     batch: HostBatch,
-    terms: Sequence[Term],
+    terms: Sequence[Term | ChunkTerm],
     settings: CaptureSettings,
     *,
     vocab_size: int,
@@ -266,13 +289,7 @@ def recorded_signal(
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
     known: dict[tuple[object, ...], IdSignal] = {}
-    by_term = []
-    for term in terms:
-        key = (term.top_k, *_reading(term, settings))
-        if key not in known:
-            read = _read_signal(records, term, settings, batch.sequence_index_s)
-            known[key] = read if settings.vocab_size <= vocab_size else read.within(vocab_size)
-        by_term.append(known[key])
+    by_term: list[IdSignal] = []
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
     if settings.is_complete:
@@ -281,10 +298,34 @@ def recorded_signal(
         label_log_prob = _joined(
             [one.label_log_prob_S[index_s] for one in scalars if one is not None]
         )
+    for term in terms:
+        if _is_of_labels(term):
+            assert label_log_prob is not None, "the store was asked for it"
+            by_term.append(_of_labels(batch, label_log_prob))
+            continue
+        # Common tokens are chosen from all stored ids.
+        k = term.top_k if isinstance(term, Term) else None
+        key = (k, *_reading(term, settings))
+        if key not in known:
+            read = _read_signal(records, term, k, settings, batch.sequence_index_s)
+            known[key] = read if settings.vocab_size <= vocab_size else read.within(vocab_size)
+        by_term.append(known[key])
     return Recorded(tuple(by_term), entropy, label_log_prob)
 
 
-def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
+def _is_of_labels(term: Term | ChunkTerm) -> bool:
+    """Whether a term needs the probabilities of the labels alone."""
+    return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
+
+
+def _of_labels(batch: HostBatch, label_log_prob: torch.Tensor) -> TopK:
+    """The label of each token, and all further ids as the tail."""
+    labels = torch.from_numpy(batch.labels_bs.reshape(-1, 1))
+    log_tail = torch.expm1(label_log_prob.double().clamp(max=0.0)).neg().log()
+    return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
+
+
+def _reading(term: Term | ChunkTerm, settings: CaptureSettings) -> tuple[float, Support]:
     """Return the temperature and the support with which records are read for a term.
 
     Ratios of probabilities are known at every temperature. Renormalised ones are therefore read as
@@ -297,15 +338,16 @@ def _reading(term: Term, settings: CaptureSettings) -> tuple[float, Support]:
 
 def _read_signal(
     records: Sequence[SampleRecord],
-    term: Term,
+    term: Term | ChunkTerm,
+    k: int | None,
     settings: CaptureSettings,
     index_s: NDArray[np.int64],
 ) -> IdSignal:
-    """The signal of the records for a term, at this rank's positions."""
+    """The signal of the records for a term, on k ids, at this rank's positions."""
     temperature, support = _reading(term, settings)
-    whole = settings.kind.signal(records, k=term.top_k, temperature=temperature, support=support)
+    whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
     length = settings.sequence_length
-    if len(index_s) == length:
+    if np.array_equal(index_s, np.arange(length)):
         return whole
     rows = np.concatenate([index_s + row * length for row in range(len(records))])
     rows_n = torch.from_numpy(rows)

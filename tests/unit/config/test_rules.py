@@ -339,6 +339,16 @@ data.sources=[{format: megatron, paths: a}]
 data.tokenizer={path: a, train_vocab_size: null}
     -> data.sources.0.format = 'megatron': its tokens are of one tokenizer, and terms with an
        alignment need texts; use a source of text
+objective.terms=[{alignment: gold}]
+teacher={architecture: null, store: a}
+    -> objective.terms.0.alignment = 'gold': needs the teacher's whole distributions, and
+       teacher.store has a part of them; use 'likelihood' or 'common' with top_k, or set teacher.hf
+       or teacher.checkpoint in place of the store
+objective.terms=[{alignment: common}]
+teacher={architecture: null, store: a}
+    -> objective.terms.0.top_k = null: compares all common tokens, and teacher.store has the most
+       probable ones; set top_k to store.k of the capture or less, or set teacher.hf or
+       teacher.checkpoint in place of the store
 objective.terms=[{alignment: likelihood}]
 parallel.context=2
 teacher.sequence_length=62
@@ -407,6 +417,11 @@ KEPT = [
     ["objective={ce_weight: 0, terms: [], features: [{student: 1, teacher: 2}]}"],
     ["objective.features=[{match: last}]", "teacher={architecture: null, checkpoint: runs/t}"],
     ["objective.terms=[{alignment: likelihood}, {alignment: uld}]", "teacher.sequence_length=48"],
+    [
+        "objective.terms=[{alignment: likelihood, temperature_schedule: {to: 2, steps: 3}}, "
+        "{alignment: common, top_k: 4}]",
+        "teacher={architecture: null, store: a}",
+    ],
     ["objective.balance.mode=schedule"],
     ["objective.balance.alpha=0.5"],
     ["objective.balance.mode=schedule", "objective.ce_weight=0"],

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_distill.errors import StoreError
 from megatron_distill.store import (
     SampleRecord,
     TopKEntries,
@@ -16,8 +17,9 @@ from megatron_distill.store import (
     pack,
     unpack,
 )
+from megatron_distill.store.binary import largest_record_bytes, require_record
 from megatron_distill.store.codecs import decode_ids, encode_ids, id_planes
-from tests.support.store_samples import made_up, power_law, settings
+from tests.support.store_samples import made_up, power_law, settings, student_tokens
 
 UID = b"12345678"
 VOCABULARIES = (32_000, 65_536, 65_537, 131_072, 131_073, 151_936, 262_144)
@@ -196,3 +198,34 @@ def test_decoded_records_can_be_stored_again(codec: str) -> None:
     twice = unpack(pack(once, wanted, UID))
     difference = np.exp(once.entries.log_probs_SK) - np.exp(twice.entries.log_probs_SK)
     assert np.abs(difference).max() < {"f32": 1e-9, "f16": 1e-3, "u8": 4e-3}[codec]
+
+
+@pytest.mark.parametrize("sample_id", [2, 5])
+def test_a_record_with_a_student_s_tokens_comes_back(sample_id: int) -> None:
+    wanted = settings(codec="f32", student_length=23)
+    student = student_tokens(sample_id, wanted)
+    record = replace(made_up(sample_id, wanted), student=student)
+    packed = pack(record, wanted, UID)
+    assert len(packed) <= largest_record_bytes(wanted) + 200  # documents and padding of sections
+    require_record(packed, capture_uid=UID, sample_id=sample_id, settings=wanted)
+    found = unpack(packed)
+    equal(found, replace(record, student=None))
+    assert found.student is not None
+    for name, values in vars(student).items():
+        kept = getattr(found.student, name)
+        assert (kept.dtype, kept.tolist()) == (values.dtype, values.tolist()), name
+    # Neither of the two kinds of records is taken for the other.
+    for settings_, content in (
+        (settings(codec="f32"), packed),
+        (wanted, pack(replace(record, student=None), wanted, UID)),
+    ):
+        with pytest.raises(StoreError, match="does not match the plan"):
+            require_record(content, settings=settings_)
+
+
+def test_chunks_out_of_order_are_refused() -> None:
+    wanted = settings(student_length=23)
+    student = student_tokens(1, wanted)
+    turned = replace(student, chunks_W1=student.chunks_W1[::-1].copy())
+    with pytest.raises(StoreError, match="not numbered from 0 in the order"):
+        pack(replace(made_up(1, wanted), student=turned), wanted, UID)

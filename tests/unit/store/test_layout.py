@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_distill.store import SampleRecord, cut_to_mass, pack, unpack
-from tests.support.store_samples import made_up, settings
+from tests.support.store_samples import made_up, settings, student_tokens
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "store_format.md"
 UID = b"12345678"
@@ -48,7 +48,7 @@ def header_of_the_document() -> list[tuple[int, int, str]]:
 
 def test_the_header_of_the_document_is_without_gaps() -> None:
     rows = header_of_the_document()
-    assert len(rows) == 19
+    assert len(rows) == 21
     ends = [offset + size for offset, size, _ in rows]
     assert [offset for offset, _, _ in rows] == [0, *ends[:-1]]
     assert ends[-1] == 128
@@ -126,6 +126,28 @@ def require_header(packed: bytes, record: SampleRecord, codec: str, *, ragged: b
     assert plain.at(80, "u32") == zlib.crc32(packed[128:])
     assert packed[84:124] == bytes(40)
     assert plain.at(124, "u32") == zlib.crc32(packed[:124])
+
+
+def test_a_student_s_tokens_read_as_documented() -> None:
+    wanted = settings(k=9, sequence_length=21, student_length=30)
+    student = student_tokens(77, wanted)
+    packed = pack(replace(made_up(77, wanted), student=student), wanted, UID)
+    plain = Plain(packed)
+    assert [plain.at(8, "u16"), plain.at(84, "u32")] == [2, 30]
+    runs, student_runs = plain.at(28, "u32"), plain.at(88, "u32")
+    for count, size in ((runs, 22), (student_runs, 31)):
+        starts, numbers = plain.take("u32", count), plain.take("i32", count)
+        tokens, planes = plain.take("i32", size), [plain.bits(size), plain.bits(size)]
+    assert tokens == student.tokens_W1.tolist()
+    documents = np.repeat(numbers, np.diff([*starts, 31])).tolist()
+    assert documents == student.document_ids_W1.tolist()
+    assert [ce + 2 * kd for ce, kd in zip(*planes, strict=True)] == student.flags_W1.tolist()
+    for chunks in (student.chunks_W1, student.teacher_chunks_S1):
+        inside, first = plain.bits(len(chunks)), plain.bits(len(chunks))
+        numbers = (np.cumsum(first) - 1).tolist()
+        found = [n if is_in else -1 for n, is_in in zip(numbers, inside, strict=True)]
+        assert found == chunks.tolist()
+    assert packed[92:124] == bytes(32)
 
 
 def test_draws_read_as_documented() -> None:
