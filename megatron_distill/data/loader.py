@@ -18,6 +18,7 @@ from megatron_distill.data.collation import (
     BatchLayout,
     GlobalBatch,
     TeacherRows,
+    UnitRows,
     count_labels,
     micro_batch,
     pack_samples,
@@ -25,7 +26,7 @@ from megatron_distill.data.collation import (
 )
 from megatron_distill.data.samples import WEIGHT_UNITS, Sample, SampleSource, State
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
-from megatron_distill.runtime.batch import LabelCounts, StepBatches
+from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StepLoader:
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
-    tokenizer of its own.
+    tokenizer of its own, `units` the micro-batches of a teacher with its own layout.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class StepLoader:
         prefetch: int = 2,
         sources: int = 1,
         teacher_length: int | None = None,
+        units: UnitRows | None = None,
     ) -> None:
+        self._units = units
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
         )
@@ -109,14 +112,7 @@ class StepLoader:
         data = self._wire.exchange(step, outcome)
         self._last = data
         self._samples_taken += self._layout.global_batch_size
-        shards = tuple(
-            micro_batch(
-                data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
-            )
-            .context_shard(*self._context)
-            .with_trained_rows()
-            for index in range(self._layout.micro_batches)
-        )
+        shards = tuple(self._shard(data, index) for index in range(self._layout.micro_batches))
         counts = data.by_source
         return StepBatches(
             shards,
@@ -127,6 +123,21 @@ class StepLoader:
             pairs=sum(source.pairs for source in counts),
             by_source=counts if len(counts) > 1 else (),
         )
+
+    def _shard(self, data: StepData, index: int) -> Batch:
+        isolate = self._isolate_documents
+        shard = (
+            micro_batch(data.batch, self._layout.rows(index), isolate_documents=isolate)
+            .context_shard(*self._context)
+            .with_trained_rows()
+        )
+        if self._units is None:
+            return shard
+        size = self._layout.micro_batch_size
+        units = self._units.batches(
+            data.batch, index, micro_batch_size=size, isolate_documents=isolate
+        )
+        return replace(shard, units=units)
 
     def taken_samples(self) -> list[list[Sample]]:
         """The samples of the last step's micro-batches of this rank, whole and on the host."""
@@ -220,6 +231,7 @@ def open_loader(
     sources: int = 1,
     teacher_length: int | None = None,
     exchange: dist.ProcessGroup | None = None,
+    units: UnitRows | None = None,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
 
@@ -240,6 +252,7 @@ def open_loader(
         prefetch=prefetch,
         sources=sources,
         teacher_length=teacher_length,
+        units=units,
     )
 
 

@@ -183,7 +183,7 @@ def _pinned(batch: Batch) -> Batch:
         if isinstance(value := getattr(batch, field.name), Tensor)
     }
     teacher = None if batch.teacher is None else _pinned(batch.teacher)
-    return replace(batch, **tensors, teacher=teacher)
+    return replace(batch, **tensors, teacher=teacher, units=tuple(map(_pinned, batch.units)))
 
 
 # While a step runs, the next step's records are decoded and those of the step after it are read.

@@ -58,6 +58,9 @@ class Batch:
     chunk_count: int = 0
     # The batch before context sharding, if it has chunks, whose rows may be on several ranks.
     unsharded: Batch | None = None
+    # A teacher with its own layout: micro-batches, of any replica, that this rank's part of it runs
+    # before the student's step from this micro-batch on.
+    units: tuple[Batch, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -142,6 +145,7 @@ class Batch:
             copied_from=self.on_host,
             documents=self.segments.to(device),
             teacher=None if self.teacher is None else self.teacher.to(device),
+            units=tuple(unit.to(device) for unit in self.units),
         )
 
 

@@ -36,6 +36,7 @@ from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.own_layout import OwnLayout
 
 __all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
 
@@ -62,13 +63,13 @@ class TeacherTokens:
 
     def connect(
         self,
-        online: OnlineTeacher | None,
+        online: OnlineTeacher | OwnLayout | None,
         student: Architecture,
         vocabulary: Vocabulary,
         groups: Groups,
         *,
         chunk_tokens: int | None,
-    ) -> tuple[OnlineTeacher, AlignedLoss]:
+    ) -> tuple[OnlineTeacher | OwnLayout, AlignedLoss]:
         """Return the teacher with its head in the layout of the loss, and the loss.
 
         Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
@@ -94,11 +95,11 @@ class TeacherTokens:
 
 def _with_map(
     tokens_map: VocabularyMap,
-    online: OnlineTeacher,
+    online: OnlineTeacher | OwnLayout,
     shared: SharedVocabularies,
     rank: int,
     device: torch.device,
-) -> tuple[OnlineTeacher, SharedVocabularies]:
+) -> tuple[OnlineTeacher | OwnLayout, SharedVocabularies]:
     """Return the teacher with its head rearranged, and both vocabularies with the map between them.
 
     The head is in the layout of the relaxed pairs, which include the strict ones.

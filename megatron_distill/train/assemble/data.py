@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.config import DataConfig, TrainConfig
+from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.loader import StepLoader, open_loader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import (
@@ -38,6 +39,7 @@ class RunSamples:
         seed: of the training samples' order.
         held_out: number of held-out samples.
         teacher_length: of samples in a teacher's own tokens; None with one tokenizer.
+        units: micro-batches that a teacher with its own layout runs on this rank, of each step.
     """
 
     data: DataConfig
@@ -47,6 +49,7 @@ class RunSamples:
     stored: Stored | None = None
     held_out: int = 0
     teacher_length: int | None = None
+    units: UnitRows | None = None
 
     def names(self, *, held_out: bool) -> tuple[str, ...]:
         """Return the names of the sources in the log."""
@@ -80,6 +83,7 @@ class RunSamples:
             sources=len(self.names(held_out=held_out)),
             teacher_length=self.teacher_length,
             exchange=exchange,
+            units=self.units,
         )
 
     def open_training(self) -> SampleSource:

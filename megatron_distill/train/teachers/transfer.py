@@ -21,7 +21,7 @@ class Movement:
         messages: all of them, in one order on all ranks.
         sent: this rank's rows ``[r, ...]``, contiguous; None if no message leaves it.
         received: ``[r', ...]``, contiguous, of the same dtype and shape per row; overwritten. None
-            if no message reaches this rank.
+            if no message of another rank reaches this one; its own rows stay where they are then.
     """
 
     messages: Sequence[Message]
@@ -41,17 +41,20 @@ def begin_transfer(
 
     Collective: `group`, point to point: the bytes of its rows per message between two ranks.
     """
-    rank, tag = group.rank(), first_tag - 1
+    rank, next_tag = group.rank(), first_tag
     operations = []
     for movement in movements:
-        for message in movement.messages:
-            tag += 1
+        tags = range(next_tag, next_tag + len(movement.messages))
+        next_tag = tags.stop
+        if movement.sent is None and movement.received is None:
+            continue
+        for tag, message in zip(tags, movement.messages, strict=True):
             if rank not in (message.source, message.destination):
                 continue
             if message.is_local:
-                assert movement.sent is not None
-                assert movement.received is not None
-                movement.received[message.received].copy_(movement.sent[message.sent])
+                if movement.received is not None:
+                    assert movement.sent is not None
+                    movement.received[message.received].copy_(movement.sent[message.sent])
                 continue
             sends = message.source == rank
             rows = movement.sent if sends else movement.received

@@ -26,11 +26,13 @@ class Units:
 
     Unit ``g = micro_batch * student_replicas + replica`` has the rows ``[g m, (g + 1) m)`` of the
     global batch, where m is the micro-batch size. Teacher replica ``g % teacher_replicas`` runs it.
+    `least`: units that each teacher replica runs in a wave, as many as its pipeline has stages.
     """
 
     micro_batches: int
     student_replicas: int
     teacher_replicas: int
+    least: int = 1
 
     def of_student(self, micro_batch: int, replica: int) -> int:
         """Return the unit of a micro-batch of a student replica."""
@@ -42,8 +44,8 @@ class Units:
 
     @property
     def wave(self) -> int:
-        """Number of micro-batches whose units give every teacher replica something to run."""
-        return -(-self.teacher_replicas // self.student_replicas)
+        """Number of micro-batches whose units are `least` for each teacher replica."""
+        return -(-self.teacher_replicas * self.least // self.student_replicas)
 
     def of_wave(self, micro_batches: range) -> range:
         """Return the units of consecutive micro-batches of all student replicas."""
