@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, quick_and_slow, records, run
+from tests.e2e.runs import Inputs, assembled, quick_and_slow, records, run
 from tests.e2e.test_layouts import (
     CONTEXT,
     PIPELINE,
@@ -127,3 +131,72 @@ def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
     expected = train("aligned", world, *VALIDATED, *common)
     found = train("aligned", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
     assert_same(found, expected, is_exact=False)
+
+
+def bytes_and_peak(
+    rank: int, world: int, config_path: Path, overrides: Sequence[str]
+) -> tuple[int, int, int]:
+    """Bytes that this rank sends in a step, those of all ranks by formula, and the peak memory."""
+    with (
+        assembled(rank, world, config_path, overrides) as (config, parts),
+        ExitStack() as resources,
+    ):
+        from benchmarks.peak import LiveStorages
+        from megatron_distill.train.teachers.own_layout import OwnLayout
+
+        teacher, batches = parts.teacher, parts.loader.take(1).micro_batches
+        assert isinstance(teacher, OwnLayout)
+        for _ in teacher.signals(batches):  # what is allocated once exists after this
+            pass
+        sent: list[int] = []
+
+        def counted(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+            sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
+            return started(operations)
+
+        started = dist.batch_isend_irecv
+        resources.enter_context(patch.object(dist, "batch_isend_irecv", counted))
+        with LiveStorages() as live:
+            for _ in teacher.signals(batches):
+                pass
+        size = config.train.micro_batch_size
+        return sum(sent), teacher.moved_bytes(len(batches), size), live.peak
+
+
+# Rows of a sequence of 32 that move for each unit.
+MOVED: dict[str, tuple[Sequence[str], str, int]] = {
+    "each rank has its half": ((), "tensor: 2, sequence: true", 16),
+    "both ranks have all": ((), "tensor: 2", 0),
+    "pieces of context ranks": ((), "context: 2", 16),
+    "every other unit is whole elsewhere": ((TENSOR,), "tensor: 1", 32),
+    "one of two parts is elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 16),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(MOVED, ["one of two parts is elsewhere"]))
+def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case: str) -> None:
+    common, layout, rows = MOVED[case]
+    overrides = [*STEPS, *common, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved"]
+    found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
+    units, size, width = 4, 2, 40
+    assert sum(sent for sent, _, _ in found) == units * rows * size * width * 4
+    assert {formula for _, formula, _ in found} == {units * rows * size * width * 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor: 2, sequence: true", "pipeline: 2"])
+def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
+    pool: Pool, inputs: Inputs, layout: str
+) -> None:
+    peaks = []
+    for batch in (8, 32):
+        overrides = [
+            *STEPS,
+            f"train.global_batch_size={batch}",
+            f"teacher.parallel={{{layout}}}",
+            f"output={inputs.folder}/peak",
+        ]
+        found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
+        peaks.append([peak for _, _, peak in found])
+    few, many = peaks
+    assert all(b <= 1.05 * a for a, b in zip(few, many, strict=True)), peaks

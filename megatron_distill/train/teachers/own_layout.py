@@ -259,16 +259,18 @@ class OwnLayout:
         found: dict[tuple[Output, int], Tensor] = {}
         movements = []
         for unit in units.of_wave(wave):
+            micro_batch = unit // units.student_replicas
+            rows = batches[micro_batch].tokens_bs.shape[0]
             for output in self.outputs:
                 own = sent.get((output, unit))
                 own_messages = self.ways.messages(output, unit, self.sequence_length)
                 received = None
                 if self.ways.needs(output, unit):
-                    micro_batch = unit // units.student_replicas
-                    if not _stays(own, own_messages, self.ways.rank):
-                        rows = batches[micro_batch].tokens_bs.shape[0]
+                    if own is not None and _stays(own, own_messages, self.ways.rank):
+                        found[output, micro_batch] = own
+                    else:
                         received = self._buffer(output, micro_batch, rows)
-                    found[output, micro_batch] = own if received is None else received
+                        found[output, micro_batch] = received
                 movements.append(Movement(own_messages, own, received))
         transfer(movements, group=self.ways.group)
         return [self._signal(number, batches[number], found) for number in wave]
@@ -388,10 +390,8 @@ def _itself(hidden_sbh: Tensor) -> Tensor:
     return hidden_sbh
 
 
-def _stays(own: Tensor | None, found: Sequence[Message], rank: int) -> bool:
+def _stays(own: Tensor, found: Sequence[Message], rank: int) -> bool:
     """Whether the rank's own tensor is all that it needs, in the same order."""
-    if own is None:
-        return False
     needed = [message for message in found if message.destination == rank]
     return needed == [Message(rank, 0, rank, 0, own.shape[0])]
 
