@@ -141,7 +141,7 @@ def bytes_and_peak(
         assembled(rank, world, config_path, overrides) as (config, parts),
         ExitStack() as resources,
     ):
-        from benchmarks.peak import LiveStorages
+        from benchmarks.harness.peak import LiveStorages
         from megatron_distill.train.teachers.own_layout import OwnLayout
 
         teacher, batches = parts.teacher, parts.loader.take(1).micro_batches
