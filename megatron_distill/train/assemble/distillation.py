@@ -109,7 +109,7 @@ def open_run(
 
     Collective: world, short objects.
     """
-    section = config.objective
+    section, chunk = config.objective, config.objective.chunk_tokens
     options = data_options(config.data, Path(config.output), shows_progress=config.logging.progress)
     tokenizer, vocabulary = open_tokenizer(config, options)
     source = resolve_model(config, "student", vocabulary)
@@ -130,15 +130,13 @@ def open_run(
     )
     aligned = None
     if own is not None:
-        online, aligned = own.connect(
-            online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
-        )
+        online, aligned = own.connect(online, student, vocabulary, groups, chunk_tokens=chunk)
     metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
         metrics=metrics,
-        chunk_tokens=section.chunk_tokens,
+        chunk_tokens=chunk,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
         groups=groups,
