@@ -14,6 +14,7 @@ from megatron_distill.config.rules.run import (
     check_layout,
     with_steps,
 )
+from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
@@ -94,10 +95,12 @@ __all__ = [
     "load_capture_config",
     "load_config",
     "load_warnings",
+    "parallel_key",
     "matched_layers",
     "run_rows",
     "source_in_words",
     "stored_row",
+    "teacher_parallel",
     "to_yaml",
     "with_steps",
 ]

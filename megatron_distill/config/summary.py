@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from megatron_distill.config.rules.teacher_parallel import teacher_parallel
 from megatron_distill.config.schema import (
     DataConfig,
     ModelConfig,
@@ -29,10 +30,18 @@ _MOST_TERMS: Final = 3
 _MOST_SOURCES: Final = 3
 
 
-def run_rows(config: RunConfig, *, world_size: int, feature_pairs: int) -> Iterator[Row]:
-    """Yield layout, objective and data of a run."""
+def run_rows(
+    config: RunConfig, *, world_size: int, feature_pairs: int, moved: str | None = None
+) -> Iterator[Row]:
+    """Yield layout, objective and data of a run.
+
+    moved: bytes of a step's outputs of a teacher with its own layout; None without such a teacher.
+    """
     precision = f"{config.train.precision}{_recomputed(config.train)}"
     yield layout_row(config.parallel, world_size, precision)
+    if moved is not None:
+        layout = _layout(teacher_parallel(config), world_size)
+        yield "", f"teacher: {layout}; {moved} of its outputs move in a step"
     terms = () if config.teacher is None else config.objective.terms
     yield from _objective(config.objective, terms, feature_pairs)
     stores = config.teacher.store or () if config.teacher else ()

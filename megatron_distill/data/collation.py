@@ -84,6 +84,37 @@ class BatchLayout:
         return slice(first * self.micro_batch_size, (first + 1) * self.micro_batch_size)
 
 
+@dataclass(frozen=True)
+class UnitRows:
+    """The micro-batches of any replica that a teacher with its own layout runs on this rank.
+
+    `units[i]` are numbers of units; the teacher runs them before the student's micro-batch i. Unit
+    g has the rows from `g * micro_batch_size` on; the teacher's context ranks share its positions.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    context_rank: int
+    context_size: int
+
+    def batches(
+        self,
+        batch: GlobalBatch,
+        micro_batch_number: int,
+        *,
+        micro_batch_size: int,
+        isolate_documents: bool,
+    ) -> tuple[Batch, ...]:
+        """Return the units of a micro-batch, sharded over the teacher's context ranks."""
+        return tuple(
+            micro_batch(
+                batch,
+                slice(unit * micro_batch_size, (unit + 1) * micro_batch_size),
+                isolate_documents=isolate_documents,
+            ).context_shard(self.context_rank, self.context_size)
+            for unit in self.units[micro_batch_number]
+        )
+
+
 def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
     """Stack samples into the tensors that are broadcast."""
     teachers = [sample.teacher for sample in samples if sample.teacher is not None]

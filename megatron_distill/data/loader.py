@@ -19,6 +19,7 @@ from megatron_distill.data.collation import (
     BatchLayout,
     GlobalBatch,
     TeacherRows,
+    UnitRows,
     count_labels,
     micro_batch,
     pack_samples,
@@ -41,7 +42,8 @@ class StepLoader:
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
-    tokenizer of its own; `planner` then plans the rows of the loss on this rank.
+    tokenizer of its own; `planner` then plans the rows of the loss on this rank. `units`: the
+    micro-batches of a teacher with its own layout.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class StepLoader:
         sources: int = 1,
         teacher_length: int | None = None,
         planner: ChunkPlanner | None = None,
+        units: UnitRows | None = None,
     ) -> None:
+        self._units = units
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
         )
@@ -112,14 +116,7 @@ class StepLoader:
         data = self._wire.exchange(step, outcome)
         self._last = data
         self._samples_taken += self._layout.global_batch_size
-        shards = tuple(
-            self._shard(
-                micro_batch(
-                    data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
-                )
-            )
-            for index in range(self._layout.micro_batches)
-        )
+        shards = tuple(self._shard(data, index) for index in range(self._layout.micro_batches))
         counts = data.by_source
         return StepBatches(
             shards,
@@ -131,11 +128,19 @@ class StepLoader:
             by_source=counts if len(counts) > 1 else (),
         )
 
-    def _shard(self, whole: Batch) -> Batch:
+    def _shard(self, data: StepData, index: int) -> Batch:
         """This rank's part of a micro-batch, with all that can be computed before the step."""
-        planner = self._planner
+        isolate, planner = self._isolate_documents, self._planner
+        whole = micro_batch(data.batch, self._layout.rows(index), isolate_documents=isolate)
         shard = whole.context_shard(*self._context) if planner is None else planner.planned(whole)
-        return shard.with_trained_rows()
+        shard = shard.with_trained_rows()
+        if self._units is None:
+            return shard
+        size = self._layout.micro_batch_size
+        units = self._units.batches(
+            data.batch, index, micro_batch_size=size, isolate_documents=isolate
+        )
+        return replace(shard, units=units)
 
     def taken_samples(self) -> list[list[Sample]]:
         """The samples of the last step's micro-batches of this rank, whole and on the host."""
@@ -230,6 +235,7 @@ def open_loader(
     teacher_length: int | None = None,
     planner: ChunkPlanner | None = None,
     exchange: dist.ProcessGroup | None = None,
+    units: UnitRows | None = None,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
 
@@ -251,6 +257,7 @@ def open_loader(
         sources=sources,
         teacher_length=teacher_length,
         planner=planner,
+        units=units,
     )
 
 

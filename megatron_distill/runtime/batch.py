@@ -71,6 +71,9 @@ class Batch:
     planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
     # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
     whole_teacher: Batch | None = None
+    # A teacher with its own layout: micro-batches, of any replica, that this rank's part of it runs
+    # before the student's step from this micro-batch on.
+    units: tuple[Batch, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape
@@ -160,6 +163,7 @@ class Batch:
             documents=self.segments.to(device),
             teacher=None if self.teacher is None else self.teacher.to(device),
             planned=None if self.planned is None else self.planned.to(device),
+            units=tuple(unit.to(device) for unit in self.units),
         )
 
     def pinned(self) -> Batch:
@@ -173,6 +177,7 @@ class Batch:
             **moved,
             teacher=None if self.teacher is None else self.teacher.pinned(),
             planned=None if self.planned is None else self.planned.pinned(),
+            units=tuple(unit.pinned() for unit in self.units),
         )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,8 @@ class Groups:
     data_context: dist.ProcessGroup
     model: dist.ProcessGroup  # tensor x pipeline: the ranks with the same data
     megatron: ProcessGroupCollection
+    # Megatron-Core's process-wide variables of this layout.
+    state: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def is_last_stage(self) -> bool:
@@ -69,6 +72,16 @@ class Groups:
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first pipeline stage."""
         return self.pipeline.rank() == 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let Megatron-Core's functions without arguments return these groups inside the block."""
+        outside = _state()
+        vars(parallel_state).update(self.state)
+        try:
+            yield
+        finally:
+            vars(parallel_state).update(outside)
 
 
 def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
@@ -107,7 +120,41 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
         data_context=collection.dp_cp,
         model=collection.mp,
         megatron=collection,
+        state=_state(),
     )
+
+
+def create_second_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
+    """Build the groups of another layout beside those in use, which stay in use.
+
+    Megatron-Core sees the second layout inside of `Groups.in_use` only. Raises ConfigError as
+    `create_groups`.
+
+    Collective: the whole world, group creation.
+    """
+    outside = _state()
+    vars(parallel_state).update({name: _unused(value) for name, value in outside.items()})
+    try:
+        return create_groups(layout, timeout_minutes=timeout_minutes)
+    finally:
+        vars(parallel_state).update(outside)
+
+
+def _state() -> dict[str, Any]:
+    """Return Megatron-Core's process-wide variables: its groups, ranks, sizes and buffers.
+
+    They are the private ones of one module, found by their form: a new release's are included.
+    """
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name == "_global_process_group_list" or (name.startswith("_") and name.isupper())
+    }
+
+
+def _unused(value: Any) -> Any:
+    """Return the value of a variable before any layout exists: none, or an empty table."""
+    return {} if isinstance(value, dict) else None
 
 
 def destroy_groups() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Final
 
@@ -93,16 +93,19 @@ def memory_of_run(
     chunk_tokens: int | None,
     micro_batch_size: int,
     is_distributed: bool,
+    head_copy: int = 0,
 ) -> MemoryOfRank:
     """Return the memory of this rank by formula, for the built models of a run.
 
     chunk_tokens: of the loss; None: chosen by the device. is_distributed: the optimizer is.
+    head_copy: numbers of a teacher's head beside its model.
     """
     student = state.student
     groups = student.groups
+    counts = RankParameters.of(student.chunks, teacher)
     tokens = micro_batch_size * student.sequence_length // groups.context.size()
     return MemoryOfRank.of_run(
-        RankParameters.of(student.chunks, teacher),
+        replace(counts, teacher=counts.teacher + head_copy),
         dtype=execution.dtype,
         logits=chunk_logits(
             chunk_tokens,

@@ -64,7 +64,7 @@ def train(pool: Pool, inputs: Inputs) -> Run:
 
 def of_store(store: Path) -> tuple[str, ...]:
     """A teacher without a model: the store has its tokenizer."""
-    return (f"teacher={{store: {store}, sequence_length: 24}}",)
+    return ("teacher.architecture=null", "teacher.tokenizer=null", f"teacher.store={store}")
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], first: float) -> None:
@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("captured for a student with the tokenizer", "set data.tokenizer to that of the capture"),
     ),
     "another teacher's tokenizer": (
-        ("teacher.tokenizer.path={smaller}", LIKELIHOOD),
+        ("teacher.tokenizer={path: {smaller}}", LIKELIHOOD),
         ("its tokenizer is", "remove teacher.tokenizer to use that of the store"),
     ),
     "another length": (
@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "no alignment": (
         (
-            "objective.terms=[{top_k: 5}]", "teacher={store: {store}}",
+            "objective.terms=[{top_k: 5}]", "teacher.sequence_length=null",
             "data.tokenizer.path={larger}", "data.sequence_length=24",
         ),
         ("captured for a student with a tokenizer of its own", "set alignment of"),
@@ -234,7 +234,6 @@ def test_a_store_that_does_not_fit_is_refused(
     names = {
         "{smaller}": str(inputs.second_tokenizer(min(SECOND_SIZES))),
         "{larger}": str(inputs.second_tokenizer(max(SECOND_SIZES))),
-        "{store}": str(store),
     }
     given = list(overrides)
     for name, value in names.items():

@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "too many documents without a chunk": (
         ("teacher.tokenizer.path={foreign}", "objective.terms=[{{alignment: likelihood}}]"),
         (
-            "data.max_unaligned=0.01: 100 of 100 documents of data source ",
+            "data.max_unaligned=0.01: 2 of 2 documents of data source ",
             "{corpus}",
             ": each of its chunks has an unknown token",
             "raise data.max_unaligned",

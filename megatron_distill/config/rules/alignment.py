@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from typing import Final, get_args
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_parallel import (
+    parallel_key,
+    teacher_parallel,
+    under_key,
+)
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     TermConfig,
 )
@@ -189,9 +195,14 @@ def _sources(config: JobConfig, cause: str) -> Iterator[Problem]:
 
 def _lengths(config: JobConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
     length = None if teacher is None else teacher.sequence_length
-    parallel = config.parallel
     if length is None:
         return
+    yield from _length(config.parallel, length)
+    if parallel_key(config, "teacher") != "parallel":
+        yield from under_key(_length(teacher_parallel(config), length), "teacher.parallel")
+
+
+def _length(parallel: ParallelConfig, length: int) -> Iterator[Problem]:
     factor = parallel.context * 2 if parallel.context > 1 else 1
     if parallel.sequence:
         factor = math.lcm(factor, parallel.tensor * parallel.context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_parallel import teacher_parallel
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
 
 __all__ = ["fp8_problems"]
@@ -51,7 +52,8 @@ def _computed(job: JobConfig, key: str, value: str) -> Iterator[Problem]:
             (key, "runtime.device"),
             f"{setting}: needs a GPU, and runtime.device = 'cpu'; set {key}=null",
         )
-    parallel, size = job.parallel, passes.micro_batch_size
+    is_teacher, size = key == "teacher.fp8", passes.micro_batch_size
+    parallel = teacher_parallel(job) if is_teacher else job.parallel
     ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
     rows = job.data.sequence_length * size // ranks
     if rows % _MULTIPLE:

@@ -9,7 +9,19 @@ from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.alignment import is_aligned, two_tokenizers_problems
 from megatron_distill.config.rules.fp8 import fp8_problems
 from megatron_distill.config.rules.model import architecture_problems, source_problems
-from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig, SourceConfig
+from megatron_distill.config.rules.teacher_parallel import (
+    parallel_key,
+    teacher_parallel,
+    teacher_parallel_problems,
+    under_key,
+)
+from megatron_distill.config.schema import (
+    CaptureConfig,
+    JobConfig,
+    ParallelConfig,
+    RunConfig,
+    SourceConfig,
+)
 from megatron_distill.config.schema.data import ConversationFormat, PathlessFormat, TokenizedFormat
 from megatron_distill.errors import counted
 
@@ -36,13 +48,14 @@ def _models(job: JobConfig) -> Iterator[Problem]:
         yield from source_problems(model, role)
         if model.architecture is not None:
             own = model.sequence_length
-            yield from architecture_problems(
+            found = architecture_problems(
                 model.architecture,
                 role,
-                job.parallel,
+                teacher_parallel(job) if role == "teacher" else job.parallel,
                 own or job.data.sequence_length,
                 length_key=f"{role}.sequence_length" if own else "data.sequence_length",
             )
+            yield from under_key(found, parallel_key(job, role))
 
 
 def _pipeline(job: JobConfig) -> Iterator[Problem]:
@@ -64,13 +77,15 @@ def _layers_per_stage(job: JobConfig) -> Iterator[Problem]:
         layers: tuple[int, ...] | None = getattr(parallel.layers_per_stage, role)
         if layers is None:
             continue
-        key, keys = f"parallel.layers_per_stage.{role}", ["parallel.pipeline"]
+        own = teacher_parallel(job) if role == "teacher" else parallel
+        pipeline = f"{parallel_key(job, role)}.pipeline"
+        key, keys = f"parallel.layers_per_stage.{role}", [pipeline]
         model = job.models.get(role)
         if model is None or model.store is not None:
             has = "has no student" if role == "student" else "has no live teacher"
             yield without_effect(key, list(layers), f"because this job {has}", instead=None)
             continue
-        stages, words = parallel.pipeline, f"parallel.pipeline = {parallel.pipeline}"
+        stages, words = own.pipeline, f"{pipeline} = {own.pipeline}"
         if role == "student" and parallel.virtual_pipeline is not None:
             keys.append("parallel.virtual_pipeline")
             stages *= parallel.virtual_pipeline
@@ -101,7 +116,13 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
 
 
 def _sequence(job: JobConfig) -> Iterator[Problem]:
-    parallel, length = job.parallel, job.data.sequence_length
+    length = job.data.sequence_length
+    yield from _sequence_of(job.parallel, length)
+    if parallel_key(job, "teacher") != "parallel":
+        yield from under_key(_sequence_of(teacher_parallel(job), length), "teacher.parallel")
+
+
+def _sequence_of(parallel: ParallelConfig, length: int) -> Iterator[Problem]:
     if parallel.sequence and parallel.tensor < 2:
         reason = f"with parallel.tensor = {parallel.tensor}"
         yield without_effect("parallel.sequence", value=True, reason=reason, instead=False)
@@ -120,11 +141,15 @@ def _sequence(job: JobConfig) -> Iterator[Problem]:
 
 
 def _experts(job: JobConfig) -> Iterator[Problem]:
-    shapes = [model.architecture for model in job.models.values()]
-    expert = job.parallel.expert
-    if expert > 1 and all(s is not None and s.moe is None for s in shapes):
-        reason = "because no model here has experts (architecture.moe)"
-        yield without_effect("parallel.expert", expert, reason, instead=1)
+    """Find expert-parallel sizes of models without experts."""
+    layouts = {"parallel": job.parallel}
+    layouts[parallel_key(job, "teacher")] = teacher_parallel(job)
+    for name, layout in layouts.items():
+        models = [m for role, m in job.models.items() if parallel_key(job, role) == name]
+        shapes = [model.architecture for model in models]
+        if layout.expert > 1 and all(s is not None and s.moe is None for s in shapes):
+            reason = "because no model here has experts (architecture.moe)"
+            yield without_effect(f"{name}.expert", layout.expert, reason, instead=1)
 
 
 def _sources(job: JobConfig) -> Iterator[Problem]:
@@ -247,12 +272,18 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _tokenizer,
     _backend,
     fp8_problems,
+    teacher_parallel_problems,
 )
 
 
 def layout_problems(job: JobConfig, world_size: int) -> Iterator[Problem]:
-    """Find reasons why the layout does not fit this number of processes."""
-    parallel = job.parallel
+    """Find reasons why the layouts do not fit this number of processes."""
+    yield from _processes(job.parallel, world_size)
+    if parallel_key(job, "teacher") != "parallel":
+        yield from under_key(_processes(teacher_parallel(job), world_size), "teacher.parallel")
+
+
+def _processes(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
     processes = counted(world_size, "process", "processes")
     if world_size % model_ranks:

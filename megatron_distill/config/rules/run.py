@@ -21,6 +21,7 @@ from megatron_distill.config.rules.objective import (
     layer_problems,
     objective_problems,
 )
+from megatron_distill.config.rules.teacher_parallel import under_key
 from megatron_distill.config.schema import (
     ArchitectureConfig,
     CaptureConfig,
@@ -57,13 +58,19 @@ def check_layout(config: JobConfig, world_size: int) -> None:
 
 
 def check_architecture(
-    architecture: ArchitectureConfig, role: str, parallel: ParallelConfig, sequence_length: int
+    architecture: ArchitectureConfig,
+    role: str,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    *,
+    key: str = "parallel",
 ) -> list[str]:
     """List reasons why a shape does not fit this layout; `role`: 'student' or 'teacher'.
 
     For shapes read from an opened checkpoint. `check_layout` checks shapes given in the file.
+    `key`: of the layout, from `parallel_key`.
     """
-    found = architecture_problems(architecture, role, parallel, sequence_length)
+    found = under_key(architecture_problems(architecture, role, parallel, sequence_length), key)
     return [problem.text for problem in found if not isinstance(problem, WithoutEffect)]
 
 

@@ -12,6 +12,7 @@ from megatron_distill.config.schema.model import (
     MoeConfig,
     RopeScalingConfig,
     StoreSourceConfig,
+    TeacherParallelConfig,
 )
 from megatron_distill.config.schema.objective import (
     PARAMETERS,
@@ -70,6 +71,7 @@ __all__ = [
     "SourceConfig",
     "StoreConfig",
     "StoreSourceConfig",
+    "TeacherParallelConfig",
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",

@@ -16,6 +16,7 @@ __all__ = [
     "Positions",
     "RopeScalingConfig",
     "StoreSourceConfig",
+    "TeacherParallelConfig",
 ]
 
 Norm = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
@@ -278,6 +279,19 @@ class StoreSourceConfig(Section):
         return self.name or name_of_path(self.path)
 
 
+class TeacherParallelConfig(Section):
+    """A layout of the teacher that differs from the student's."""
+
+    tensor: int = Field(default=1, ge=1, description="Tensor-parallel size.")
+    pipeline: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
+    context: int = Field(default=1, ge=1, description="Context-parallel size.")
+    expert: int = Field(default=1, ge=1, description="Expert-parallel size.")
+    sequence: bool = Field(default=False, description="Sequence parallelism.")
+    virtual_pipeline: int | None = Field(
+        default=None, description="Always null: a forward pass gains nothing from virtual stages."
+    )
+
+
 class ModelConfig(Section):
     """A model: its shape, or the source of its weights (`hf` or `checkpoint`)."""
 
@@ -339,6 +353,12 @@ class ModelConfig(Section):
         description="Teacher only: with pipeline stages, keep its hidden states of a step in "
         "pinned host memory until the student needs them. On a GPU they else take 2 bytes times "
         "hidden size per token of the step and replica, divided by `tensor` with `sequence`.",
+    )
+    parallel: TeacherParallelConfig | None = Field(
+        default=None,
+        examples=[{"tensor": 8, "pipeline": 4}],
+        description="Teacher only: its layout; null: that of `parallel`. The remaining factor is "
+        "data-parallel: replicas of the teacher, of any number.",
     )
 
     @field_validator("store", mode="before")

@@ -39,6 +39,7 @@ from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.own_layout import OwnLayout
 
 __all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
 
@@ -69,67 +70,41 @@ class TeacherTokens:
 
     def connect(
         self,
-        online: OnlineTeacher | None,
-        student: Architecture,
-        vocabulary: Vocabulary,
-        groups: Groups,
-        *,
-        chunk_tokens: int | None,
-    ) -> tuple[OnlineTeacher, AlignedLoss]:
-        """Return the teacher with its head in the layout of the loss, and the loss.
-
-        Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
-        the teacher's head.
-        """
-        assert online is not None, "the rules ask for a live teacher"
-        device = next(online.model.parameters()).device
-        group = _sharing(groups)
-        shard = vocab_shard(student, groups, tokens=vocabulary.size)
-        teacher_shard = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
-        shared = SharedVocabularies(shard, teacher_shard, None, None, group)
-        if self.tokens_map is not None:
-            online, shared = _with_map(
-                self.tokens_map, online, shared, groups.tensor.rank(), device
-            )
-        return online, _loss(shared, groups, chunk_tokens, device)
-
-    def connect_stored(
-        self,
+        online: OnlineTeacher | OwnLayout | None,
         student: Architecture,
         vocabulary: Vocabulary,
         groups: Groups,
         device: torch.device,
         *,
         chunk_tokens: int | None,
-    ) -> AlignedLoss:
-        """Return the loss of a teacher whose records are whole on each rank.
+    ) -> tuple[OnlineTeacher | OwnLayout | None, AlignedLoss]:
+        """Return the teacher with its head in the layout of the loss, and the loss.
 
-        Raises ConfigError, on all ranks: the teacher's probabilities of common tokens are no part
-        of a record.
+        online: None for a teacher from a store, whose records are whole on each rank. Raises
+        ConfigError, on all ranks, where a record lacks the mass of common tokens.
 
-        Collective: tensor group, two all-gathers of 16 bytes.
+        Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
+        the teacher's head.
         """
-        group = _sharing(groups)
-        shard = vocab_shard(student, groups, tokens=vocabulary.size)
-        whole = VocabShard(self.vocabulary.size, 0, self.vocabulary.size)
-        shared = SharedVocabularies(shard, whole, None, None, group)
-        if self.tokens_map is not None:
-            shards = shards_of(shard, group)
-            ids, teacher_ids = _tensors(*self.tokens_map.common("strict"))
-            columns = CommonColumns.of(
-                *(ids, teacher_ids, shards, [whole] * len(shards), groups.tensor.rank())
-            )
-            if not columns.has_rest and columns.count < whole.size:
-                raise ConfigError(
-                    "teacher.store: all tokens of the student are common, so that 'common' is "
-                    "between models normalised over these, and a record has the teacher's "
-                    "probabilities over all its tokens; use alignment 'likelihood', or set "
-                    "teacher.hf or teacher.checkpoint in place of the store"
-                )
-            by_student = teacher_ids[ids.argsort()]
-            places = columns.places_of(by_student, whole.size).to(device)
-            shared = replace(shared, common=columns.to(device), places=places)
-        return _loss(shared, groups, chunk_tokens, device)
+        group, rank = _sharing(groups), groups.tensor.rank()
+        shard, tokens_map = vocab_shard(student, groups, tokens=vocabulary.size), self.tokens_map
+        if online is None:
+            of_teacher = VocabShard(self.vocabulary.size, 0, self.vocabulary.size)
+        else:
+            of_teacher = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
+        shared = SharedVocabularies(shard, of_teacher, None, None, group)
+        if tokens_map is not None and online is None:
+            shared = _with_places(tokens_map, shared, rank, device)
+        elif tokens_map is not None and online is not None:
+            online, shared = _with_map(tokens_map, online, shared, rank, device)
+        # All ranks of the group must cut the same tiles, and their shards may differ.
+        shards = shards_of(shared.teacher_shard, group)
+        widest = max(shared.student_shard.width, *(one.width for one in shards))
+        band_tokens = chunk_tokens or chunk_tokens_for(widest, device)
+        tile_tokens = min(band_tokens, tile_tokens_for(widest, device))
+        context = groups.context
+        planner = ChunkPlanner(tile_tokens, band_tokens, context.rank(), context.size())
+        return online, AlignedLoss(shared, planner)
 
 
 def _sharing(groups: Groups) -> dist.ProcessGroup | None:
@@ -137,30 +112,34 @@ def _sharing(groups: Groups) -> dist.ProcessGroup | None:
     return groups.tensor if groups.tensor.size() > 1 else None
 
 
-def _loss(
-    shared: SharedVocabularies, groups: Groups, chunk_tokens: int | None, device: torch.device
-) -> AlignedLoss:
-    """Return the loss of both vocabularies.
+def _with_places(
+    tokens_map: VocabularyMap, shared: SharedVocabularies, rank: int, device: torch.device
+) -> SharedVocabularies:
+    """Return both vocabularies with the class of each of the teacher's ids among the student's.
 
     Collective: tensor group, one all-gather of 16 bytes.
     """
-    # All ranks of the group must cut the same tiles, and their shards may differ.
-    shards = shards_of(shared.teacher_shard, shared.group)
-    widest = max(shared.student_shard.width, *(one.width for one in shards))
-    band_tokens = chunk_tokens or chunk_tokens_for(widest, device)
-    tile_tokens = min(band_tokens, tile_tokens_for(widest, device))
-    context = groups.context
-    planner = ChunkPlanner(tile_tokens, band_tokens, context.rank(), context.size())
-    return AlignedLoss(shared, planner)
+    whole, shards = shared.teacher_shard, shards_of(shared.student_shard, shared.group)
+    ids, teacher_ids = _tensors(*tokens_map.common("strict"))
+    columns = CommonColumns.of(ids, teacher_ids, shards, [whole] * len(shards), rank)
+    if not columns.has_rest and columns.count < whole.size:
+        raise ConfigError(
+            "teacher.store: all tokens of the student are common, so that alignment 'common' is "
+            "between models normalised over these, and a record has the teacher's probabilities "
+            "over all its tokens; use alignment 'likelihood', or set teacher.hf or "
+            "teacher.checkpoint in place of the store"
+        )
+    places = columns.places_of(teacher_ids[ids.argsort()], whole.size)
+    return replace(shared, common=columns.to(device), places=places.to(device))
 
 
 def _with_map(
     tokens_map: VocabularyMap,
-    online: OnlineTeacher,
+    online: OnlineTeacher | OwnLayout,
     shared: SharedVocabularies,
     rank: int,
     device: torch.device,
-) -> tuple[OnlineTeacher, SharedVocabularies]:
+) -> tuple[OnlineTeacher | OwnLayout, SharedVocabularies]:
     """Return the teacher with its head rearranged, and both vocabularies with the map between them.
 
     The head is in the layout of the relaxed pairs, which include the strict ones.

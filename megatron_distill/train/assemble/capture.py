@@ -314,8 +314,7 @@ def _assemble(
     device: Device,
     resources: ExitStack,
 ) -> CaptureParts:
-    groups, data = job.groups, config.data
-    plan = job.plan.settings
+    groups, data, plan = job.groups, config.data, job.plan.settings
     execution = Execution(
         PRECISIONS[config.capture.precision],
         device.torch_device,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import DataConfig, TrainConfig
 from megatron_distill.data.aligned.rows import ChunkPlanner
+from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.loader import StepLoader, open_loader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import (
@@ -40,6 +41,7 @@ class RunSamples:
         held_out: number of held-out samples.
         teacher_length: of samples in a teacher's own tokens; None with one tokenizer.
         planner: of the rows of a loss between two tokenizers likewise.
+        units: micro-batches that a teacher with its own layout runs on this rank, of each step.
     """
 
     data: DataConfig
@@ -50,6 +52,7 @@ class RunSamples:
     held_out: int = 0
     teacher_length: int | None = None
     planner: ChunkPlanner | None = None
+    units: UnitRows | None = None
 
     def names(self, *, held_out: bool) -> tuple[str, ...]:
         """Return the names of the sources in the log."""
@@ -84,6 +87,7 @@ class RunSamples:
             teacher_length=self.teacher_length,
             planner=self.planner,
             exchange=exchange,
+            units=self.units,
         )
 
     def open_training(self) -> SampleSource:

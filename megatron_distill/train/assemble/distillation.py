@@ -21,7 +21,9 @@ from megatron_distill.config import (
     check_features,
     is_aligned,
     matched_layers,
+    teacher_parallel,
 )
+from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import (
@@ -40,13 +42,14 @@ from megatron_distill.models.pipeline_stages import (
     ranks_of_layers,
 )
 from megatron_distill.ops import LogitRule
-from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.groups import Groups, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
+    layout_of,
     resolve_model,
     teacher_fp8,
     teacher_seed,
@@ -70,6 +73,7 @@ from megatron_distill.train.teachers.live import (
     live_metrics,
     routes,
 )
+from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.throughput import Throughput, stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
@@ -80,14 +84,14 @@ class OpenRun:
     """A run's models and samples; its student is a source, which `execution` says how to build.
 
     Attributes:
-        online: the live teacher, None without one.
+        online: the live teacher, in the student's layout or its own; None without one.
         teacher: of the training samples: stored, live or with features; None without one.
     """
 
     vocabulary: Vocabulary
     student: ModelSource
     execution: Execution
-    online: OnlineTeacher | None
+    online: OnlineTeacher | OwnLayout | None
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
@@ -140,17 +144,10 @@ def open_run(
         is_recomputed=execution.recompute.layers is None,
     )
     aligned = None
-    if own is not None and online is not None:
-        online, aligned = own.connect(
-            online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
-        )
-    elif own is not None:
-        aligned = own.connect_stored(
-            student, vocabulary, groups, execution.device, chunk_tokens=section.chunk_tokens
-        )
-    metrics: tuple[str, ...] = live_metrics(terms) if online else ()
-    if stored is not None and own is None:
-        metrics = stored_metrics(stored.settings)
+    if own is not None:
+        given = (online, student, vocabulary, groups, execution.device)
+        online, aligned = own.connect(*given, chunk_tokens=section.chunk_tokens)
+    metrics = _metrics(terms, stored, online)
     objective = _token_objective(section, terms, metrics, student, vocabulary, groups, aligned)
     teacher: Teacher | None = stored.teacher if stored else online
     if section.features:
@@ -173,8 +170,20 @@ def open_run(
             held_out=config.validation.samples,
             teacher_length=own.sequence_length if own else None,
             planner=objective.planner,
+            units=_unit_rows(online, config.train, groups),
         ),
     )
+
+
+def _metrics(
+    terms: Sequence[Term | ChunkTerm],
+    stored: Stored | None,
+    online: OnlineTeacher | OwnLayout | None,
+) -> tuple[str, ...]:
+    """Return the names of the reported metrics besides the losses; none without a teacher."""
+    if stored is not None:
+        return stored_metrics(stored.settings, terms)
+    return live_metrics(terms) if online is not None else ()
 
 
 def _token_objective(
@@ -199,6 +208,16 @@ def _token_objective(
     )
 
 
+def _unit_rows(
+    online: OnlineTeacher | OwnLayout | None, train: TrainConfig, groups: Groups
+) -> UnitRows | None:
+    """Return the units of a step that a teacher with its own layout runs on this rank."""
+    if not isinstance(online, OwnLayout):
+        return None
+    per_pass = train.micro_batch_size * groups.data.size()
+    return online.unit_rows(train.global_batch_size // per_pass)
+
+
 def _open_teacher(
     config: RunConfig,
     terms: Sequence[Term | ChunkTerm],
@@ -207,7 +226,7 @@ def _open_teacher(
     groups: Groups,
     execution: Execution,
     resources: ExitStack,
-) -> tuple[Stored | None, OnlineTeacher | None]:
+) -> tuple[Stored | None, OnlineTeacher | OwnLayout | None]:
     """Open the stores, or build the live teacher; at most one of them exists.
 
     tokens: the student's vocabulary, and the teacher's own tokens if it has some.
@@ -229,13 +248,30 @@ def _open_teacher(
     source = resolve_model(config, "teacher", vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = source.architecture if is_aligned(config) else student
-    return None, OnlineTeacher.of_source(
+    execution = replace(execution, fp8=teacher_fp8(section), layers_per_stage=layers)
+    seed, length = teacher_seed(config.seed), section.sequence_length or config.data.sequence_length
+    shard = vocab_shard(of_head, groups, tokens=vocabulary.size)
+    layout, minutes = layout_of(teacher_parallel(config)), config.runtime.timeout_seconds / 60
+    if layout == groups.layout.without_virtual_stages():
+        return None, OnlineTeacher.of_source(
+            source,
+            execution,
+            seed=seed,
+            sequence_length=length,
+            shard=shard,
+            groups=groups,
+            offload_hidden=section.offload_hidden,
+        )
+    return None, OwnLayout.of_source(
         source,
-        replace(execution, fp8=teacher_fp8(section), layers_per_stage=layers),
-        seed=teacher_seed(config.seed),
-        sequence_length=section.sequence_length or config.data.sequence_length,
-        shard=vocab_shard(of_head, groups, tokens=vocabulary.size),
+        execution,
+        seed=seed,
+        sequence_length=length,
+        shard=shard,
         groups=groups,
+        own_groups=create_second_groups(
+            layout, timeout_minutes=config.runtime.timeout_seconds / 60
+        ),
         offload_hidden=section.offload_hidden,
     )
 
@@ -302,22 +338,22 @@ def _with_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
     student: Architecture,
-    online: OnlineTeacher | None,
+    online: OnlineTeacher | OwnLayout | None,
     layers: tuple[int, ...],
     seed: int,
-) -> tuple[TokenObjective, FeatureTeacher]:
+) -> tuple[TokenObjective, Teacher]:
     """Add the feature losses to both sides; `layers` of each of the student's stages."""
     assert online is not None, "the rules ask for a live teacher"
     device = next(online.model.parameters()).device
     features = _build_features(section, optimizer, student, online, seed, device)
     ranks = online.groups.layout.pipeline
-    ways = routes(
-        features.pairs,
-        of_student=ranks_of_layers(layers, ranks),
-        of_teacher=ranks_of_layers(configured_layers(online.model.config), ranks),
-    )
+    of_student = ranks_of_layers(layers, ranks)
     weights = tuple(pair.weight for pair in features.pairs)
     with_features = replace(objective, features=features, feature_weights=weights)
+    if isinstance(online, OwnLayout):
+        return with_features, online.with_features(features.pairs, of_student)
+    of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
+    ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
     return with_features, FeatureTeacher(online, ways)
 
 
@@ -325,7 +361,7 @@ def _build_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
     student: Architecture,
-    online: OnlineTeacher,
+    online: OnlineTeacher | OwnLayout,
     seed: int,
     device: torch.device,
 ) -> FeatureLosses:

@@ -14,6 +14,8 @@ from megatron_distill.config import (
     RuntimeConfig,
     TermConfig,
     check_architecture,
+    parallel_key,
+    teacher_parallel,
 )
 from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
 from megatron_distill.errors import ConfigError, counted
@@ -43,6 +45,11 @@ _LOGGER = get_logger(__name__)
 _TEACHER_SEED_OFFSET = 1
 
 
+def layout_of(parallel: ParallelConfig) -> Layout:
+    """Translate the parallel sizes."""
+    return Layout(**parallel.model_dump(exclude={"layers_per_stage"}))
+
+
 @contextmanager
 def job_groups(
     parallel: ParallelConfig, runtime: RuntimeConfig, *, seed: int, trains: bool
@@ -52,7 +59,7 @@ def job_groups(
     Only a training job splits its stages into chunks. The groups are destroyed afterwards, so that
     another job may follow in the same processes. Raises ConfigError on all ranks.
     """
-    layout = Layout(**parallel.model_dump(exclude={"layers_per_stage"}))
+    layout = layout_of(parallel)
     groups = create_groups(
         layout if trains else layout.without_virtual_stages(),
         timeout_minutes=runtime.timeout_seconds / 60,
@@ -118,7 +125,9 @@ def read_model(
     if vocabulary is not None and architecture.vocab_size < vocabulary.size:
         raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
     shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    problems = check_architecture(shape, role, config.parallel, length)
+    parallel = teacher_parallel(config) if role == "teacher" else config.parallel
+    key = parallel_key(config, role)
+    problems = check_architecture(shape, role, parallel, length, key=key)
     if problems:
         raise ConfigError("\n".join(problems))
     return source

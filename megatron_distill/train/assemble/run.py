@@ -28,6 +28,7 @@ from megatron_distill.models.architecture import Architecture, Execution, Fp8, R
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.distillation import (
@@ -62,6 +63,8 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
+from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.throughput import MemoryOfRank
 
 _LOGGER = get_logger(__name__)
@@ -262,6 +265,7 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
         is_distributed=config.optimizer.distributed,
+        head_copy=online.head_copy if isinstance(online, OwnLayout) else 0,
     )
     return run_banner(
         config,
@@ -271,7 +275,19 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
         feature_pairs=len(state.features.pairs) if state.features else 0,
         world_size=state.student.groups.world.size(),
         start_step=state.step,
+        moved=_moved(config.train, online, state.student.groups),
     )
+
+
+def _moved(
+    train: TrainConfig, online: OnlineTeacher | OwnLayout | None, groups: Groups
+) -> str | None:
+    """Return the bytes that a teacher with its own layout sends in a step; None without one."""
+    if not isinstance(online, OwnLayout):
+        return None
+    per_pass = train.micro_batch_size * groups.data.size()
+    micro_batches = train.global_batch_size // per_pass
+    return size(online.moved_bytes(micro_batches, train.micro_batch_size))
 
 
 def run_banner(
@@ -283,10 +299,12 @@ def run_banner(
     feature_pairs: int,
     world_size: int,
     start_step: int,
+    moved: str | None = None,
 ) -> str:
-    """Return the lines that describe a run at its start, at most 14.
+    """Return the lines that describe a run at its start, at most 15.
 
-    shapes: of the models by role; a teacher without one is stored.
+    shapes: of the models by role; a teacher without one is stored. moved: bytes that a teacher with
+    its own layout sends in a step; None without one.
     """
     rows = [
         model_row(role, shapes[role], source_in_words(model, shapes[role].num_layers))
@@ -294,7 +312,7 @@ def run_banner(
         else stored_row(model, stored_samples)
         for role, model in config.models.items()
     ]
-    rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs)
+    rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs, moved=moved)
     sizes = config.train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
     length = config.data.sequence_length
     rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))

@@ -61,7 +61,10 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     file = Path(folder) / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{folder}: not a run folder (no config.yaml); {NO_RUN}")
-    tokenizer = load_config(file, _ONE_PROCESS).data.tokenizer
+    found = load_config(file, _ONE_PROCESS)
+    if found.teacher is not None and found.teacher.parallel is not None:
+        own.append("teacher.parallel=null")
+    tokenizer = found.data.tokenizer
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
     config = load_config(file, [*_ONE_PROCESS, *own, *overrides])

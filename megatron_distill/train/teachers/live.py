@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -268,6 +269,25 @@ def exchange(
     return found
 
 
+class HeadOwner(Protocol):
+    """The output head of a teacher on a rank of the student, and the ranks that share it."""
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """Rows of the student's vocabulary shard; None off the last stage."""
+        ...
+
+    @property
+    def architecture(self) -> Architecture:
+        """The teacher's shape."""
+        ...
+
+    @property
+    def groups(self) -> Groups:
+        """The student's groups."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelOutput:
     """A teacher's last hidden states as its model leaves them, and its head; a `Signal`.
@@ -283,7 +303,7 @@ class ModelOutput:
 
     tokens: int
     take: Callable[[], Tensor]
-    teacher: OnlineTeacher
+    teacher: HeadOwner
     whole_context: bool = False
 
     @torch.no_grad()

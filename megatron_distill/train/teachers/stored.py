@@ -377,7 +377,9 @@ def on_device(signal: Recorded, device: torch.device) -> Recorded:
     return signal if device.type == "cpu" else signal.map(lambda values: values.to(device))
 
 
-def stored_metrics(settings: CaptureSettings) -> tuple[str, ...]:
-    """Return the names of the reported metrics of a stored teacher."""
+def stored_metrics(settings: CaptureSettings, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+    """Return the names of the reported metrics of a stored teacher, besides the losses."""
+    if any(isinstance(term, ChunkTerm) for term in terms):
+        return ()
     scalars = ("teacher_ce", "teacher_entropy") if settings.is_complete else ()
     return (*scalars, "student_entropy", *settings.kind.metrics)

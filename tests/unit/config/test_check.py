@@ -49,6 +49,12 @@ from tests.support.sample_configs import ARCHITECTURE, EXPERTS, TAUGHT, complain
             "train.global_batch_size = 6 makes 3 micro-batches on each data-parallel rank; "
             "parallel.virtual_pipeline needs a multiple of parallel.pipeline = 2",
         ),
+        (
+            ["teacher.parallel={tensor: 2, pipeline: 2}"],
+            2,
+            "teacher.parallel.tensor * teacher.parallel.pipeline * teacher.parallel.context = "
+            "2 * 2 * 1: the layout needs a multiple of 4 processes; there are 2. Set",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_the_processes_is_named(tmp_path, overrides, world_size, words):
@@ -67,6 +73,7 @@ def test_a_layout_that_does_not_fit_the_processes_is_named(tmp_path, overrides, 
         ([EXPERTS, "parallel.expert=4"], 4),
         (["parallel={pipeline: 2, virtual_pipeline: 2}"], 4),
         (["parallel.pipeline=2", "train.global_batch_size=3"], 2),
+        (["parallel.pipeline=2", "teacher.parallel={tensor: 4, sequence: true}"], 4),
     ],
 )
 def test_a_layout_that_fits_passes(tmp_path, overrides, world_size):

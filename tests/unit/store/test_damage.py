@@ -164,7 +164,7 @@ def rewrite_record(store: Path, change: object) -> Path:
 
 def with_version(content: bytes) -> bytes:
     changed = bytearray(content)
-    changed[8] = 2
+    changed[8] = 3
     changed[124:128] = zlib.crc32(changed[:124]).to_bytes(4, "little")
     return bytes(changed)
 
@@ -181,7 +181,7 @@ def with_token(content: bytes) -> bytes:
 
 def test_a_record_of_another_version_is_found(store: Path) -> None:
     path = rewrite_record(store, with_version)
-    assert f"{path}: sample 5: version 2 of the record format" in refusal(store)
+    assert f"{path}: sample 5: version 3 of the record format" in refusal(store)
 
 
 def test_tokens_that_do_not_match_their_digest_are_found(store: Path) -> None:

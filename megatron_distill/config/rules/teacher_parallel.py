@@ -1,0 +1,81 @@
+"""Rules on a teacher with its own layout, and the keys of that layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.schema import CaptureConfig, JobConfig, ParallelConfig, RunConfig
+from megatron_distill.config.schema.training import StageLayersConfig
+
+__all__ = ["parallel_key", "teacher_parallel", "teacher_parallel_problems", "under_key"]
+
+_SIZE = re.compile(r"(?<![\w.])parallel\.(?=tensor|pipeline|context|expert|sequence)")
+
+
+def teacher_parallel(config: JobConfig) -> ParallelConfig:
+    """Return the teacher's layout: `teacher.parallel`, else that of the student without chunks."""
+    layers = StageLayersConfig(teacher=config.parallel.layers_per_stage.teacher)
+    own = None if config.teacher is None else config.teacher.parallel
+    if own is None:
+        update = {"virtual_pipeline": None, "layers_per_stage": layers}
+        return config.parallel.model_copy(update=update)
+    sizes = own.model_dump(exclude={"virtual_pipeline"})
+    return ParallelConfig(**sizes, layers_per_stage=layers)
+
+
+def parallel_key(config: JobConfig, role: str) -> str:
+    """Return the section with the layout of a role."""
+    own = None if config.teacher is None else config.teacher.parallel
+    return "teacher.parallel" if role == "teacher" and own is not None else "parallel"
+
+
+def under_key(problems: Iterable[Problem], key: str) -> Iterator[Problem]:
+    """Yield problems of a layout under the keys of its section, which is `parallel_key`."""
+    prefix = f"{key}."
+    for problem in problems:
+        keys = tuple(_SIZE.sub(prefix, key) for key in problem.keys)
+        yield replace(problem, keys=keys, text=_SIZE.sub(prefix, problem.text))
+
+
+def teacher_parallel_problems(config: JobConfig) -> Iterator[Problem]:
+    """Find what a teacher with its own layout cannot do, and layouts without a live teacher."""
+    key = "teacher.parallel"
+    if "student" in config.models and config.models["student"].parallel is not None:
+        yield Problem(
+            ("student.parallel",), "student.parallel: the student's layout is parallel; set that"
+        )
+    teacher = config.teacher
+    if teacher is None or teacher.parallel is None:
+        return
+    if isinstance(config, CaptureConfig):
+        yield Problem(
+            (key, "parallel"), f"{key}: a capture has one model; set parallel instead, remove {key}"
+        )
+        return
+    if teacher.store is not None:
+        value = teacher.parallel.model_dump(exclude_defaults=True)
+        yield without_effect(key, value, "with teacher.store", instead=None)
+        return
+    if teacher.parallel.virtual_pipeline is not None:
+        yield Problem(
+            (f"{key}.virtual_pipeline",),
+            f"{key}.virtual_pipeline = {teacher.parallel.virtual_pipeline}: a teacher runs forward "
+            "only, which virtual stages do not shorten; remove it",
+        )
+    assert isinstance(config, RunConfig)
+    yield from _attention_maps(config)
+
+
+def _attention_maps(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.objective.features):
+        if entry.loss == "attention":
+            name = f"objective.features.{index}.loss"
+            yield Problem(
+                (name, "teacher.parallel"),
+                f"{name} = 'attention': needs queries and keys of the same heads on each rank of "
+                "both models, and teacher.parallel divides them in another way; use a loss of "
+                "hidden states, or remove teacher.parallel",
+            )

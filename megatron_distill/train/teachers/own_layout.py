@@ -1,0 +1,407 @@
+"""A live teacher with a layout of its own on the student's ranks.
+
+Its replicas run the units of a step, and the outputs move to the ranks that hold the same positions
+of the student.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.data.collation import UnitRows
+from megatron_distill.losses import FeaturePair
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import HiddenStateGPT, run_model, vocab_shard
+from megatron_distill.models.layers import tap_layers
+from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
+from megatron_distill.ops import VocabShard
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import OnDemand, WithFeatures
+from megatron_distill.train.model_source import ModelSource
+from megatron_distill.train.step import run_schedule
+from megatron_distill.train.teachers.live import HostStates, ModelOutput
+from megatron_distill.train.teachers.moved_head import move_head
+from megatron_distill.train.teachers.transfer import Movement, transfer
+from megatron_distill.train.teachers.units import Grid, Message, Units, messages, moved_rows
+
+__all__ = ["OwnLayout", "Ways"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of the teacher's stage `source` that the student's stage `destination` needs.
+
+    layer: from 1; None: the last hidden state.
+    """
+
+    layer: int | None
+    source: int
+    destination: int
+
+
+class Ways:
+    """The ways of outputs between both layouts, on this rank.
+
+    teacher, student: the groups of both. group: of all ranks, for their messages.
+    """
+
+    def __init__(self, teacher: Groups, student: Groups, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        ranks = range(group.size())
+        self.teacher = Grid.of(teacher.layout, ranks)
+        self.student = Grid.of(student.layout, ranks)
+        self.places = (_place(teacher, self.teacher), _place(student, self.student))
+        self._found: dict[tuple[Output, int, int, int], tuple[Message, ...]] = {}
+
+    def units(self, micro_batches: int) -> Units:
+        """Return the units of a step of so many micro-batches."""
+        return Units(
+            micro_batches,
+            self.student.replicas,
+            self.teacher.replicas,
+            least=self.teacher.pipeline,
+        )
+
+    def messages(self, output: Output, unit: int, length: int) -> tuple[Message, ...]:
+        """Return the messages of an output of a unit of `length` positions."""
+        replicas = unit % self.teacher.replicas, unit % self.student.replicas
+        key = (output, *replicas, length)
+        if key not in self._found:
+            self._found[key] = messages(
+                self.teacher.holdings(length, replica=replicas[0], stage=output.source),
+                self.student.holdings(length, replica=replicas[1], stage=output.destination),
+            )
+        return self._found[key]
+
+    def holds(self, output: Output, unit: int) -> bool:
+        """Whether this rank's teacher computes a part of the output of a unit."""
+        return self.places[0] == (unit % self.teacher.replicas, output.source)
+
+    def needs(self, output: Output, unit: int) -> bool:
+        """Whether this rank's student needs a part of the output of a unit."""
+        return self.places[1] == (unit % self.student.replicas, output.destination)
+
+
+def _place(groups: Groups, grid: Grid) -> tuple[int, int]:
+    """Return this rank's replica and stage, compared with the grid."""
+    replica, stage = groups.data.rank(), groups.pipeline.rank()
+    tensor, context = groups.tensor.rank(), groups.context.rank()
+    expected = grid.rank(tensor=tensor, context=context, replica=replica, stage=stage)
+    assert expected == groups.world.rank(), (expected, groups.world.rank(), grid)
+    return replica, stage
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """A frozen model in another layout than the student's, on the same ranks; a `Teacher`.
+
+    With one stage of the student the units of a wave of micro-batches run when the first of their
+    signals is taken: the outputs of one wave exist at a time. With several stages all units run
+    before the student's schedule, and its last stage holds the hidden states of a whole step, on
+    the device or in `host_states`. Each rank has the positions that it would have in a shared
+    layout, so that the loss is the same.
+
+    Attributes:
+        head_weight: rows of the student's vocabulary shard; on the student's last stage only.
+        groups: the student's.
+        own_groups: the teacher's.
+        outputs: that move: the last hidden state, and features.
+        captured: features of the layers on this rank, of the units that run.
+        buffers: received outputs of a step, where the student has several stages.
+    """
+
+    model: HiddenStateGPT
+    architecture: Architecture
+    head_weight: Tensor | None
+    groups: Groups
+    own_groups: Groups
+    ways: Ways
+    sequence_length: int
+    outputs: tuple[Output, ...]
+    host_states: HostStates | None = None
+    captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_source(
+        cls,
+        source: ModelSource,
+        execution: Execution,
+        *,
+        seed: int,
+        sequence_length: int,
+        shard: VocabShard,
+        groups: Groups,
+        own_groups: Groups,
+        offload_hidden: bool = False,
+    ) -> OwnLayout:
+        """Build the frozen model in its layout; its head moves to the columns of `shard` once.
+
+        Raises CheckpointError on all ranks.
+
+        Collective: world, creation of a group, and the messages of `move_head`.
+        """
+        with own_groups.in_use():
+            (model,) = source.build(execution, groups=own_groups, seed=seed, interleaved=False)
+        model.requires_grad_(False)
+        model.eval()
+        group = _message_group(execution.device)
+        ways = Ways(own_groups, groups, group)
+        own = vocab_shard(source.architecture, own_groups, tokens=shard.size)
+        head = move_head(
+            model.head_weight().detach() if own_groups.is_last_stage else None,
+            own=own,
+            wanted=shard if groups.is_last_stage else None,
+            rows=(own.stop - own.start, shard.stop - shard.start),
+            width=source.architecture.hidden_size,
+            grids=(ways.teacher, ways.student),
+            execution=execution,
+            group=group,
+        )
+        return cls(
+            model=model,
+            architecture=source.architecture,
+            head_weight=head,
+            groups=groups,
+            own_groups=own_groups,
+            ways=ways,
+            sequence_length=sequence_length,
+            outputs=(Output(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
+            host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
+        )
+
+    def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
+        """Return a teacher that also sends layer outputs; `of_student`: pipeline rank per layer.
+
+        The signals are `WithFeatures` then.
+        """
+        layers = configured_layers(self.model.config)
+        of_teacher = ranks_of_layers(layers, self.ways.teacher.pipeline)
+        wanted = sorted({(pair.teacher, of_student[pair.student - 1]) for pair in pairs})
+        features = tuple(Output(layer, of_teacher[layer - 1], rank) for layer, rank in wanted)
+        tap_layers([self.model], {layer: partial(self._capture, layer) for layer, _ in wanted}, {})
+        return replace(self, outputs=(*self.outputs, *features))
+
+    def unit_rows(self, micro_batches: int) -> UnitRows:
+        """Return the units that the loader makes for this rank, before the waves that run them."""
+        units, replica = self.ways.units(micro_batches), self.ways.places[0][0]
+        # The experts of a replica are on ranks of others, which must run as many passes.
+        own = units.evened if self.own_groups.layout.expert > 1 else units.of_teacher
+        table: list[tuple[int, ...]] = [()] * micro_batches
+        for wave in self._waves(units):
+            table[wave.start] = own(wave, replica)
+        context = self.own_groups.context
+        return UnitRows(tuple(table), context.rank(), context.size())
+
+    def moved_bytes(self, micro_batches: int, micro_batch_size: int) -> int:
+        """Return the bytes that all ranks together send in a step."""
+        units = self.ways.units(micro_batches)
+        rows = sum(
+            moved_rows(self.ways.messages(output, unit, self.sequence_length))
+            for unit in units.of_wave(range(micro_batches))
+            for output in self.outputs
+        )
+        width = self.architecture.hidden_size * self.model.config.params_dtype.itemsize
+        return rows * micro_batch_size * width
+
+    def signals(
+        self, batches: Sequence[Batch]
+    ) -> OnDemand[ModelOutput | WithFeatures | None] | Sequence[ModelOutput | WithFeatures | None]:
+        """Return one signal per micro-batch: on the student's last stage, features elsewhere too.
+
+        Every rank of the world must take the signals in the same order.
+
+        Collective: the forward half of `run_schedule` in the teacher's groups; then between ranks
+        of the world one message for each `Message`: 2 bytes (in bf16) per value and position that
+        the rank of the student does not hold itself.
+        """
+        units = self.ways.units(len(batches))
+        if self.runs_in_step:
+            return OnDemand(len(batches), _Waves(self, batches, list(self._waves(units))).signal)
+        return [signal for wave in self._waves(units) for signal in self.run(wave, batches)]
+
+    @property
+    def head_copy(self) -> int:
+        """Numbers of the student's shard of the head, where it is not the model's own memory."""
+        head = self.head_weight
+        if head is None:
+            return 0
+        is_own = self.own_groups.is_last_stage and (
+            head.data_ptr() == self.model.head_weight().data_ptr()
+        )
+        return 0 if is_own else head.numel()
+
+    @property
+    def runs_in_step(self) -> bool:
+        """Whether the model runs when a signal is taken."""
+        return self.groups.pipeline.size() == 1
+
+    def _waves(self, units: Units) -> Iterator[range]:
+        """Yield the micro-batches whose units run together."""
+        is_whole = not self.runs_in_step and self.host_states is None
+        size = units.micro_batches if is_whole else units.wave
+        for start in range(0, units.micro_batches, size):
+            yield range(start, min(start + size, units.micro_batches))
+
+    @torch.no_grad()
+    def run(self, wave: range, batches: Sequence[Batch]) -> list[ModelOutput | WithFeatures | None]:
+        """Run the units of some micro-batches, and return the signals of these micro-batches."""
+        units = self.ways.units(len(batches))
+        sent = self._run_units(batches[wave.start].units, units.of_teacher(wave, self._replica))
+        found: dict[tuple[Output, int], Tensor] = {}
+        movements = []
+        for unit in units.of_wave(wave):
+            micro_batch = unit // units.student_replicas
+            rows = batches[micro_batch].tokens_bs.shape[0]
+            for output in self.outputs:
+                own = sent.get((output, unit))
+                own_messages = self.ways.messages(output, unit, self.sequence_length)
+                received = None
+                if self.ways.needs(output, unit):
+                    if own is not None and _stays(own, own_messages, self.ways.rank):
+                        found[output, micro_batch] = own
+                    else:
+                        received = self._buffer(output, micro_batch, rows)
+                        found[output, micro_batch] = received
+                movements.append(Movement(own_messages, own, received))
+        transfer(movements, group=self.ways.group)
+        return [self._signal(number, batches[number], found) for number in wave]
+
+    @property
+    def _replica(self) -> int:
+        return self.ways.places[0][0]
+
+    def _run_units(
+        self, batches: Sequence[Batch], units: Sequence[int]
+    ) -> dict[tuple[Output, int], Tensor]:
+        """Run micro-batches; return the outputs of this stage for the first ones, `units`."""
+        assert len(batches) >= len(units), "the loader makes them"
+        if not batches:
+            return {}
+        self.captured.clear()
+        with self.own_groups.in_use():
+            last = run_schedule(
+                self._forward,
+                [self.model],
+                list(enumerate(batches)),
+                groups=self.own_groups,
+                micro_batch_size=batches[0].tokens_bs.shape[0],
+                sequence_length=self.sequence_length,
+                forward_only=True,
+                collect_outputs=True,
+            )
+        found = {}
+        for index, unit in enumerate(units):
+            for output in self.outputs:
+                if self.ways.holds(output, unit):
+                    layer = output.layer
+                    state = last[index] if layer is None else self.captured[layer, index]
+                    found[output, unit] = state.contiguous()
+        self.captured.clear()
+        return found
+
+    def _forward(
+        self, iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
+        number, batch = next(iterator)
+        context_size = self.own_groups.context.size()
+        output = run_model(
+            model, batch.teacher or batch, context_size=context_size, micro_batch=number
+        )
+        return output, _collected
+
+    def _capture(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
+        self.captured[layer, micro_batch] = hidden_sbH
+        return hidden_sbH
+
+    def _buffer(self, output: Output, micro_batch: int, rows: int) -> Tensor:
+        """Return memory for a received output `[s, b, H]`; a step's is allocated once."""
+        layout, config = self.groups.layout, self.model.config
+        parts = layout.context * (layout.tensor if layout.sequence else 1)
+        shape = (self.sequence_length // parts, rows, self.architecture.hidden_size)
+        make = partial(
+            torch.empty,
+            shape,
+            dtype=config.params_dtype,
+            device=next(self.model.parameters()).device,
+        )
+        if self.runs_in_step or self.host_states is not None:
+            return make()
+        if (output, micro_batch) not in self.buffers:
+            self.buffers[output, micro_batch] = make()
+        return self.buffers[output, micro_batch]
+
+    def _signal(
+        self, number: int, batch: Batch, found: Mapping[tuple[Output, int], Tensor]
+    ) -> ModelOutput | WithFeatures | None:
+        signal = None
+        hidden_sbh = found.get((self.outputs[0], number))
+        if hidden_sbh is not None:
+            tokens = (batch.teacher or batch).tokens_bs.numel()
+            take = partial(_itself, hidden_sbh)
+            if self.host_states is not None and not self.runs_in_step:
+                self.host_states.put(number, hidden_sbh)
+                take = partial(self.host_states.take, number)
+            has_own_tokens = batch.teacher is not None
+            signal = ModelOutput(tokens, take, self, whole_context=has_own_tokens)
+        if len(self.outputs) == 1:
+            return signal
+        features = {
+            ("output", output.layer): state
+            for (output, micro_batch), state in found.items()
+            if micro_batch == number and output.layer is not None
+        }
+        return WithFeatures(signal, features)
+
+
+class _Waves:
+    """The signals of one wave at a time."""
+
+    def __init__(
+        self, teacher: OwnLayout, batches: Sequence[Batch], waves: Sequence[range]
+    ) -> None:
+        self._teacher, self._batches, self._waves = teacher, batches, waves
+        self._held: tuple[range, list[ModelOutput | WithFeatures | None]] | None = None
+
+    def signal(self, micro_batch: int) -> ModelOutput | WithFeatures | None:
+        """Return a signal; the units of its wave run unless they have run last."""
+        if self._held is None or micro_batch not in self._held[0]:
+            self._held = None  # its memory is free for the next one
+            (wave,) = (wave for wave in self._waves if micro_batch in wave)
+            self._held = wave, self._teacher.run(wave, self._batches)
+        wave, signals = self._held
+        return signals[micro_batch - wave.start]
+
+
+def _collected(hidden_sbh: Tensor, *, non_loss_data: bool) -> Tensor:
+    assert non_loss_data
+    return hidden_sbh
+
+
+def _itself(hidden_sbh: Tensor) -> Tensor:
+    return hidden_sbh
+
+
+def _stays(own: Tensor, found: Sequence[Message], rank: int) -> bool:
+    """Whether the rank's own tensor is all that it needs, in the same order."""
+    needed = [message for message in found if message.destination == rank]
+    return needed == [Message(rank, 0, rank, 0, own.shape[0])]
+
+
+def _message_group(device: torch.device) -> dist.ProcessGroup:
+    """Return a group of all ranks for messages, connected.
+
+    Collective: world, creation of a group; the new group, one all-reduce of 4 bytes.
+    """
+    group = dist.new_group()
+    assert group is not None
+    dist.all_reduce(torch.zeros((), device=device), group=group)
+    return group
