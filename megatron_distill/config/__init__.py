@@ -14,6 +14,7 @@ from megatron_distill.config.rules.run import (
     check_layout,
     with_steps,
 )
+from megatron_distill.config.rules.teachers import routed_terms
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
@@ -95,6 +96,7 @@ __all__ = [
     "load_config",
     "load_warnings",
     "matched_layers",
+    "routed_terms",
     "run_rows",
     "source_in_words",
     "stored_row",

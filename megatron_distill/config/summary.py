@@ -33,7 +33,7 @@ def run_rows(config: RunConfig, *, world_size: int, feature_pairs: int) -> Itera
     """Yield layout, objective and data of a run."""
     precision = f"{config.train.precision}{_recomputed(config.train)}"
     yield layout_row(config.parallel, world_size, precision)
-    terms = () if config.teacher is None else config.objective.terms
+    terms = config.objective.terms if config.has_teacher else ()
     yield from _objective(config.objective, terms, feature_pairs)
     stores = config.teacher.store or () if config.teacher else ()
     label, text = data_row(config.data, [entry.log_name for entry in stores])
@@ -126,6 +126,11 @@ def _term(term: TermConfig) -> str:
         return (
             f"{term.alignment}{kind} between two tokenizers, temperature {term.temperature:g}{top}"
         )
+    if term.teacher is not None:
+        name += f" from {term.teacher}"
+    elif term.teachers is not None:
+        shares = " + ".join(f"{weight:g} {own}" for own, weight in term.teachers.items())
+        name += f" from {term.mixture} {shares}"
     support = "whole vocabulary" if term.top_k is None else f"top {term.top_k}, {term.support}"
     return f"{weight} x {name}, temperature {temperature}{squared}, {support}"
 

@@ -111,7 +111,10 @@ class StepLoader:
         self._samples_taken += self._layout.global_batch_size
         shards = tuple(
             micro_batch(
-                data.batch, self._layout.rows(index), isolate_documents=self._isolate_documents
+                data.batch,
+                self._layout.rows(index),
+                isolate_documents=self._isolate_documents,
+                unit_rows=self._layout.rows_of_all(index),
             )
             .context_shard(*self._context)
             .with_trained_rows()
@@ -324,7 +327,7 @@ class Wire:
         return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
-        return sum(math.prod(shape) for shape in self._shapes()) + 3 * self._rows
+        return sum(math.prod(shape) for shape in self._shapes()) + 4 * self._rows
 
     def _shapes(self) -> list[tuple[int, int]]:
         """The shapes of the tensors of tokens, marks and chunks, in the order of the payload."""
@@ -356,7 +359,7 @@ class Wire:
             if batch.teacher is not None:
                 own = batch.teacher
                 parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
-            parts += [ids_G2, batch.sources_G]
+            parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
@@ -381,11 +384,12 @@ class Wire:
         # A copy, because a view as int64 needs storage aligned to 8 bytes.
         sample_ids = payload[start:ids_end].clone().view(torch.int64)
         sources = payload[ids_end : ids_end + self._rows]
+        numbers = payload[ids_end + self._rows : ids_end + 2 * self._rows]
         teacher = None
         if own:
             student_chunks, *rows = own
             teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks)
-        return GlobalBatch(tokens, marks, sample_ids, sources, teacher)
+        return GlobalBatch(tokens, marks, sample_ids, sources, numbers, teacher)
 
 
 def _units(count: float) -> int:

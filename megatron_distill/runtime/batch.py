@@ -56,6 +56,10 @@ class Batch:
     teacher: Batch | None = None
     chunks_bs: Tensor | None = None
     chunk_count: int = 0
+    # With several teachers the number of each sample's, -1 for none, and those of this micro-batch
+    # on all data-parallel ranks; in host memory.
+    teacher_numbers: tuple[int, ...] = ()
+    teachers_of_all: tuple[int, ...] = ()
     # The batch before context sharding, if it has chunks, whose rows may be on several ranks.
     unsharded: Batch | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Final
@@ -87,7 +87,7 @@ def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
 
 def memory_of_run(
     state: RunState,
-    teacher: torch.nn.Module | None,
+    teachers: Sequence[torch.nn.Module],
     execution: Execution,
     *,
     chunk_tokens: int | None,
@@ -102,7 +102,7 @@ def memory_of_run(
     groups = student.groups
     tokens = micro_batch_size * student.sequence_length // groups.context.size()
     return MemoryOfRank.of_run(
-        RankParameters.of(student.chunks, teacher),
+        RankParameters.of(student.chunks, teachers),
         dtype=execution.dtype,
         logits=chunk_logits(
             chunk_tokens,

@@ -198,7 +198,9 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
     """Find contradictions in the feature losses."""
     objective = config.objective
     features, teacher = objective.features, config.teacher
-    if features and teacher is None and is_declined(config):
+    if features and config.teachers:
+        pass  # a rule of several teachers
+    elif features and teacher is None and is_declined(config):
         reason = "with teacher = null"
         yield without_effect("objective.features", _names(features), reason, instead=[])
     elif features and teacher is None:
@@ -223,7 +225,7 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
 
 def is_declined(config: RunConfig) -> bool:
     """Whether the file sets `teacher: null` explicitly instead of omitting the section."""
-    return config.teacher is None and "teacher" in config.model_fields_set
+    return not config.has_teacher and bool({"teacher", "teachers"} & config.model_fields_set)
 
 
 def _losses(features: tuple[FeatureConfig, ...]) -> str:
@@ -323,7 +325,7 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
     if objective.terms and is_declined(config):
         names = [term.divergence for term in objective.terms]
         yield without_effect("objective.terms", names, "with teacher = null", instead=[])
-    elif objective.terms and config.teacher is None:
+    elif objective.terms and not config.has_teacher:
         yield Problem(
             ("objective.terms", "teacher"),
             f"objective.terms: {counted(len(objective.terms), 'distillation term')} but teacher = "

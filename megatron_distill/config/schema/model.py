@@ -340,6 +340,12 @@ class ModelConfig(Section):
         "pinned host memory until the student needs them. On a GPU they else take 2 bytes times "
         "hidden size per token of the step and replica, divided by `tensor` with `sequence`.",
     )
+    offload: bool = Field(
+        default=False,
+        description="Teacher only: keep the weights of its layers in pinned host memory and copy "
+        "them to the GPU once in each step that needs them. The teacher runs before the student; "
+        "its hidden states of the step then wait on the GPU.",
+    )
 
     @field_validator("store", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
+from megatron_distill.train.assemble.several import open_several, sample_routing
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -69,6 +70,7 @@ from megatron_distill.train.teachers.live import (
     live_metrics,
     routes,
 )
+from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.throughput import stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
@@ -79,14 +81,14 @@ class OpenRun:
     """A run's models and samples; its student is a source, which `execution` says how to build.
 
     Attributes:
-        online: the live teacher, None without one.
+        models: the live teachers by role in the log.
         teacher: of the training samples: stored, live or with features; None without one.
     """
 
     vocabulary: Vocabulary
     student: ModelSource
     execution: Execution
-    online: OnlineTeacher | None
+    models: Mapping[str, OnlineTeacher]
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
@@ -116,6 +118,8 @@ def open_run(
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
     of_teacher = vocabulary if own is None else own.vocabulary
     stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
+    several = open_several(config, terms, student, vocabulary, groups, execution)
+    options = replace(options, routing=sample_routing(config))
     layers = stage_layers(
         groups.layout,
         student,
@@ -129,7 +133,13 @@ def open_run(
         online, aligned = own.connect(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
-    metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
+    metrics = (
+        stored_metrics(stored.settings)
+        if stored
+        else live_metrics(terms)
+        if online or several
+        else ()
+    )
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
@@ -139,8 +149,13 @@ def open_run(
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
         groups=groups,
         aligned=aligned,
+        several=several.loss if several else None,
     )
     teacher: Teacher | None = stored.teacher if stored else online
+    if several is not None:
+        teacher = several.teacher
+    elif online is not None and config.teacher is not None and config.teacher.offload:
+        teacher = RestingTeacher.of(online, key="teacher.offload")
     if section.features:
         objective, teacher = _with_features(
             objective, section, config.optimizer, student, online, layers, config.seed
@@ -149,7 +164,7 @@ def open_run(
         vocabulary=vocabulary,
         student=source,
         execution=replace(execution, layers_per_stage=layers),
-        online=online,
+        models=several.models if several else {"teacher": online} if online else {},
         teacher=teacher,
         objective=objective,
         samples=RunSamples(

@@ -96,7 +96,7 @@ def _assemble(
     """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
     opened = open_run(config, _execution(config.train, device), groups, resources)
-    samples, online = opened.samples, opened.online
+    samples, teachers = opened.samples, opened.models
     with together():
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
@@ -136,7 +136,8 @@ def _assemble(
         metrics=metrics,
         throughput=Throughput.of_run(
             state.architecture,
-            online.architecture if online else None,
+            # With several, the samples decide which of them run: the student alone counts.
+            teachers["teacher"].architecture if "teacher" in teachers else None,
             sequence_length=config.data.sequence_length,
             **config.train.model_dump(include={"global_batch_size", "precision"}),
             device=device.torch_device,
@@ -260,10 +261,10 @@ def _open_training(
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    online, stored = opened.online, opened.samples.stored
+    stored = opened.samples.stored
     memory = memory_of_run(
         state,
-        online.model if online else None,
+        [teacher.model for teacher in opened.models.values()],
         opened.execution,
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
@@ -271,7 +272,8 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
     )
     return run_banner(
         config,
-        {"student": state.architecture} | ({"teacher": online.architecture} if online else {}),
+        {"student": state.architecture}
+        | {role: teacher.architecture for role, teacher in opened.models.items()},
         memory,
         stored_samples=stored.samples if stored else 0,
         feature_pairs=len(state.features.pairs) if state.features else 0,
@@ -305,7 +307,7 @@ def run_banner(
     length = config.data.sequence_length
     rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))
     rows += memory_rows(memory, pipeline=config.parallel.pipeline)
-    job = "training" if config.teacher is None else "distillation"
+    job = "distillation" if config.has_teacher else "training"
     return banner_text(f"{job} into {config.output}", rows)
 
 
