@@ -75,8 +75,9 @@ class Key:
         """The key of one section of a mapping of names to sections; None if this key is none."""
         if get_origin(self.plain) is not dict:
             return None
-        value = Key(get_args(self.plain)[1])
-        return None if value.section is None else value
+        value = get_args(self.plain)[1]
+        is_section = isinstance(value, type) and issubclass(value, Section)
+        return Key(value) if is_section else None
 
     @property
     def section(self) -> type[Section] | None:

@@ -101,7 +101,7 @@ def teacher_of_sample(
 def _shares_of(spec: SourceSpec, field: str, names: tuple[str, ...]) -> Mapping[str, float]:
     """The share of each teacher in a source's characters, read once per process."""
     assert spec.kind.rows is not None, "the rules refuse a field of formats without rows"
-    columns = (spec.text_key,)
+    columns: tuple[str, ...] = (spec.text_key,)
     if spec.conversation is not None:
         required, optional = spec.conversation.columns
         columns = (*required, *optional)

@@ -137,13 +137,13 @@ class ConversationEncoder:
         problems: list[tuple[int, str]] = []
         rows = 0
         for row, content in rows_of(block):
-            is_row = not isinstance(content, str)
-            if is_row and self._rows is not None and not self._rows.selects(content):
-                continue
-            rows += 1
             if isinstance(content, str):
+                rows += 1
                 problems.append((row, content))
                 continue
+            if self._rows is not None and not self._rows.selects(content):
+                continue
+            rows += 1
             try:
                 conversation = conversation_of(content, self._spec)
                 digest = conversation.digest()

@@ -133,13 +133,11 @@ def open_run(
         online, aligned = own.connect(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
-    metrics = (
-        stored_metrics(stored.settings)
-        if stored
-        else live_metrics(terms)
-        if online or several
-        else ()
-    )
+    metrics: tuple[str, ...] = ()
+    if stored:
+        metrics = stored_metrics(stored.settings)
+    elif config.has_teacher:
+        metrics = live_metrics(terms)
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import (
     IdTarget,
@@ -41,7 +43,7 @@ class SignalsByTeacher:
         names = ", ".join(self.by_teacher)
         raise ValueError(f"{len(terms)} terms have the teachers {names}; take one of them")
 
-    def token_statistics(self) -> Mapping[str, object]:  # type: ignore[override]
+    def token_statistics(self) -> Mapping[str, Tensor]:
         """Empty: each teacher has statistics of its own."""
         return {}
 
@@ -84,7 +86,7 @@ class SeveralTeachers:
             signals = self.teachers[name].signals([batches[number] for number in own])
             taken[name] = {number: index for index, number in enumerate(own)}, signals
 
-        def at(micro_batch: int) -> SignalsByTeacher | None:
+        def at(micro_batch: int) -> Signal | WithFeatures | None:
             found: dict[str, Signal] = {}
             for name in sorted(wanted[micro_batch]):
                 places, signals = taken[name]
