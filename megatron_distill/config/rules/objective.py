@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teachers import TARGET_KEYS, target_of
 from megatron_distill.config.schema import (
     PARAMETERS,
     BalanceConfig,
@@ -316,6 +317,7 @@ _SAME_TERM = {
     "weight_schedule",
     "temperature_schedule",
     "scale_by_temperature_squared",
+    *TARGET_KEYS,
 }
 
 
@@ -344,7 +346,7 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
         last = term.temperature_schedule and term.temperature_schedule.to
-        identity = (*term.model_dump(exclude=_SAME_TERM).values(), last)
+        identity = (*term.model_dump(exclude=_SAME_TERM).values(), last, target_of(term))
         first = seen.setdefault(identity, index)
         if first != index:
             yield Problem(

@@ -9,10 +9,21 @@ from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.schema import ModelConfig, RunConfig, SourceConfig, TermConfig
 from megatron_distill.config.schema.data import ConversationFormat
 
-__all__ = ["routed_terms", "teacher_problems"]
+__all__ = ["TARGET_KEYS", "routed_terms", "target_of", "teacher_problems"]
 
 _WITH_ROWS = get_args(ConversationFormat)
 _LISTS = ("sources", "validation_sources")
+TARGET_KEYS = ("teacher", "teachers", "mixture")
+
+
+def target_of(term: TermConfig) -> tuple[object, ...]:
+    """The teachers of a term as its name in the log has them: with rounded shares."""
+    weights = {term.teacher: 1.0} if term.teacher else term.teachers or {}
+    total = sum(weights.values()) or 1.0
+    shares = {name: f"{weight / total:.3g}" for name, weight in sorted(weights.items()) if weight}
+    if term.mixture == "lowest_loss":
+        return (*shares, term.mixture)
+    return (*shares.items(), term.mixture if len(shares) > 1 else None)
 
 
 def routed_terms(config: RunConfig) -> list[int]:

@@ -50,7 +50,7 @@ def open_several(
     plain = [term for term in terms if isinstance(term, Term)]
     models: dict[str, OnlineTeacher] = {}
     teachers: dict[str, Teacher] = {}
-    for number, (name, section) in enumerate(config.teachers.items()):
+    for number, (name, section) in enumerate(sorted(config.teachers.items())):
         key = f"teachers.{name}"
         models[name] = OnlineTeacher.of_source(
             resolve_model(config, key, vocabulary),
@@ -79,7 +79,7 @@ def sample_routing(config: RunConfig) -> Routing | None:
     """Return the routing of samples to teachers; None where every term names its teachers."""
     if not routed_terms(config):
         return None
-    names = tuple(config.teachers or ())
+    names = tuple(sorted(config.teachers or ()))  # their order in the file changes nothing
     shares = config.objective.routing_weights
     weights = None if shares is None else tuple(shares.get(name, 0.0) for name in names)
     return Routing(names, weights, config.seed)
