@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.e2e.runs import (
     STUDENT,
     TEACHER,
     Inputs,
+    assembled,
     course,
     failure,
     quick_and_slow,
@@ -128,6 +130,48 @@ def test_routing_to_one_teacher_is_the_run_of_that_teacher(
         found = run(pool, 1, written, tmp_path / name)
         assert course(found) == expected
         assert found[0]["teachers"]["only"]["kd_loss"] == pytest.approx(found[0]["kd_loss"])
+
+
+def passes_and_samples(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> list[dict[str, tuple[int, int]]]:
+    """Forward passes of each teacher in each step, and the step's samples of it."""
+    from megatron_distill.train.teachers.live import OnlineTeacher
+    from megatron_distill.train.teachers.several import SeveralTeachers
+
+    with assembled(rank, world, config, overrides) as (_, parts):
+        assert isinstance(parts.teacher, SeveralTeachers)
+        passes: Counter[str] = Counter()
+        for name, teacher in parts.teacher.teachers.items():
+            assert isinstance(teacher, OnlineTeacher)
+            teacher.model.register_forward_hook(
+                lambda *_, name=name: passes.update([name])  # type: ignore[misc]
+            )
+        found = []
+        for step in range(1, 9):
+            passes.clear()
+            batches = parts.loader.take(step).micro_batches
+            for signal in parts.teacher.signals(batches):
+                assert signal is not None
+            names = list(parts.teacher.teachers)
+            samples = Counter(names[n] for batch in batches for n in batch.teacher_numbers)
+            found.append({name: (passes[name], samples[name]) for name in names})
+        return found
+
+
+def test_a_teacher_runs_for_its_samples_alone(pool: Pool, config: Path, tmp_path: Path) -> None:
+    overrides = (
+        f"output={tmp_path}", ROUTED, "train.steps=9", "train.micro_batch_size=1",
+        "objective.routing_weights={law: 1, math: 4}",
+    )  # fmt: skip
+    (steps,) = pool.run(1, passes_and_samples, config, overrides)
+    for step in steps:
+        assert all(passes == samples for passes, samples in step.values())
+        assert sum(passes for passes, _ in step.values()) == 8
+    assert 0 in {passes for step in steps for passes, _ in step.values()}
+    assert {"law", "math", "code"} == {
+        n for step in steps for n, (count, _) in step.items() if count
+    }
 
 
 def test_a_resumed_run_routes_as_before(pool: Pool, config: Path, tmp_path: Path) -> None:
