@@ -51,9 +51,10 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
     counts = f"{_count(total)} parameters"
     if moe:
         counts += f" ({_count(active)} active)"
+    label, _, name = role.partition("s.")  # one of several: teachers.<name>
     return (
-        role,
-        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
+        label,
+        f"{f'{name}: ' if name else ''}{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
     )
 
 

@@ -14,9 +14,8 @@ from megatron_distill.losses import SampleTeachers, Term, several_teachers_objec
 from megatron_distill.losses.several_teachers import TeacherSums
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch
-from megatron_distill.signals import HiddenState, Signal
+from megatron_distill.signals import HiddenState, Signal, SignalsByTeacher
 from megatron_distill.train.metrics import part_of
-from megatron_distill.train.teachers.several import SignalsByTeacher
 
 __all__ = ["SeveralLoss", "TeacherFigures", "take_teacher_figures"]
 

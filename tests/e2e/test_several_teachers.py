@@ -105,9 +105,11 @@ def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) 
         teachers = record["teachers"]
         assert set(teachers) == {"math", "code", "law", "code+math", "law+math"}
         labels = teachers["code+math"]["kd_tokens"]
-        # Each label counts for its routed teacher, once for the choice, and once for the top-k.
+        # Each label counts for its own teacher, for the chosen one and for the one of the top-k
+        # term, which is one target with the first where it is the same.
         own = sum(teachers[name]["kd_tokens"] for name in NAMES)
-        assert own == 3 * labels
+        assert 2 * labels <= own <= 3 * labels
+        assert teachers["law+math"]["kd_tokens"] == labels > 0
         kd = sum(one.get("kd_loss", 0.0) * one["kd_tokens"] / labels for one in teachers.values())
         assert kd == pytest.approx(record["kd_loss"], rel=1e-5)
         assert teachers["math"]["top1_agreement"] <= 1
