@@ -54,7 +54,8 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
     label, _, name = role.partition("s.")  # one of several: teachers.<name>
     return (
         label,
-        f"{f'{name}: ' if name else ''}{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
+        (f"{name}: " if name else "")
+        + f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
     )
 
 
