@@ -318,9 +318,9 @@ def _stream(
         tokenization,
         order=order,
         name=spec.name,
-        fingerprint=fingerprint(files),
+        fingerprint=fingerprint(files)
+        + (f", {spec.rows.field} = {spec.rows.value}" if spec.rows else ""),
         epochs=epochs,
-        rows=spec.rows,
     )
 
 

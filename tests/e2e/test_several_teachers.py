@@ -195,7 +195,7 @@ def test_a_row_of_no_teacher_ends_the_run(pool: Pool, config: Path, tmp_path: Pa
     text = failure(pool, 1, config, tmp_path / "run", source)
     assert f"{path}:2" in text
     assert "'biology'" in text
-    assert "math, code, law" in text
+    assert "code, law, math" in text
     path.write_text(json.dumps({"text": "no domain"}) + "\n")
     text = failure(pool, 1, config, tmp_path / "run", source)
     assert f"{path}:1 has no 'domain'" in text

@@ -27,7 +27,6 @@ from megatron_distill.data.text.documents import (
     Cursor,
     Document,
     DocumentReader,
-    RowFilter,
     is_held_out,
 )
 from megatron_distill.errors import DataError
@@ -173,7 +172,6 @@ class PackedStream(Generic[Item]):
         name: str,
         fingerprint: str,
         epochs: int | None = None,
-        rows: RowFilter | None = None,
     ) -> None:
         self._reader = reader
         self._tokenization = tokenization
@@ -187,8 +185,6 @@ class PackedStream(Generic[Item]):
             "shuffle_buffer": order.shuffle_buffer,
             "validation_fraction": order.held_out_fraction,
         }
-        if rows is not None:
-            self._identity["rows"] = [rows.field, rows.value]
         self._begin(StreamPosition(), token=0, samples=0)
 
     def _begin(self, place: StreamPosition, *, token: int, samples: int) -> None:

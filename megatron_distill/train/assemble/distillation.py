@@ -22,7 +22,8 @@ from megatron_distill.config import (
     is_aligned,
     matched_layers,
 )
-from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.data.sources import DataOptions
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import (
     ChunkTerm,
@@ -50,7 +51,7 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
-from megatron_distill.train.assemble.several import open_several, sample_routing
+from megatron_distill.train.assemble.several import OpenTeachers, open_several, sample_routing
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -93,6 +94,11 @@ class OpenRun:
     objective: TokenObjective
     samples: RunSamples
 
+    @property
+    def teacher_shape(self) -> Architecture | None:
+        """The teacher's shape; None with several, where the samples decide which of them run."""
+        return self.models["teacher"].architecture if "teacher" in self.models else None
+
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
         return replace(self.objective, source_names=names if len(names) > 1 else ())
@@ -119,7 +125,6 @@ def open_run(
     of_teacher = vocabulary if own is None else own.vocabulary
     stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
     several = open_several(config, terms, student, vocabulary, groups, execution)
-    options = replace(options, routing=sample_routing(config))
     layers = stage_layers(
         groups.layout,
         student,
@@ -133,15 +138,10 @@ def open_run(
         online, aligned = own.connect(
             online, student, vocabulary, groups, chunk_tokens=section.chunk_tokens
         )
-    metrics: tuple[str, ...] = ()
-    if stored:
-        metrics = stored_metrics(stored.settings)
-    elif config.has_teacher:
-        metrics = live_metrics(terms)
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
-        metrics=metrics,
+        metrics=_metrics(config, stored, terms),
         chunk_tokens=section.chunk_tokens,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
@@ -149,11 +149,7 @@ def open_run(
         aligned=aligned,
         several=several.loss if several else None,
     )
-    teacher: Teacher | None = stored.teacher if stored else online
-    if several is not None:
-        teacher = several.teacher
-    elif online is not None and config.teacher is not None and config.teacher.offload:
-        teacher = RestingTeacher.of(online, key="teacher.offload")
+    teacher = _teacher_of(config, stored, online, several)
     if section.features:
         objective, teacher = _with_features(
             objective, section, config.optimizer, student, online, layers, config.seed
@@ -165,16 +161,50 @@ def open_run(
         models=several.models if several else {"teacher": online} if online else {},
         teacher=teacher,
         objective=objective,
-        samples=RunSamples(
-            data=config.data,
-            options=replace(options, teacher=own.reading) if own else options,
-            tokenizer=tokenizer,
-            stored=stored,
-            seed=config.seed,
-            held_out=config.validation.samples,
-            teacher_length=None if own is None else own.sequence_length,
-        ),
+        samples=_samples(config, options, tokenizer, stored, own),
     )
+
+
+def _samples(
+    config: RunConfig,
+    options: DataOptions,
+    tokenizer: Tokenizer | None,
+    stored: Stored | None,
+    own: TeacherTokens | None,
+) -> RunSamples:
+    """The samples of a run; `own`: the tokens of a teacher with a tokenizer of its own."""
+    reading = None if own is None else own.reading
+    return RunSamples(
+        data=config.data,
+        options=replace(options, teacher=reading, routing=sample_routing(config)),
+        tokenizer=tokenizer,
+        stored=stored,
+        seed=config.seed,
+        held_out=config.validation.samples,
+        teacher_length=None if own is None else own.sequence_length,
+    )
+
+
+def _metrics(
+    config: RunConfig, stored: Stored | None, terms: Sequence[Term | ChunkTerm]
+) -> tuple[str, ...]:
+    if stored is not None:
+        return stored_metrics(stored.settings)
+    return live_metrics(terms) if config.has_teacher else ()
+
+
+def _teacher_of(
+    config: RunConfig,
+    stored: Stored | None,
+    online: OnlineTeacher | None,
+    several: OpenTeachers | None,
+) -> Teacher | None:
+    """The teacher of the training samples, whatever its kind."""
+    if several is not None:
+        return several.teacher
+    if online is not None and config.teacher is not None and config.teacher.offload:
+        return RestingTeacher.of(online, key="teacher.offload")
+    return stored.teacher if stored is not None else online
 
 
 def _open_teacher(

@@ -96,7 +96,7 @@ def _assemble(
     """Check, build the models, then read the data; a failure restores the run folder."""
     found = _checked_folder(config, resources)
     opened = open_run(config, _execution(config.train, device), groups, resources)
-    samples, teachers = opened.samples, opened.models
+    samples = opened.samples
     with together():
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
@@ -136,8 +136,7 @@ def _assemble(
         metrics=metrics,
         throughput=Throughput.of_run(
             state.architecture,
-            # With several, the samples decide which of them run: the student alone counts.
-            teachers["teacher"].architecture if "teacher" in teachers else None,
+            opened.teacher_shape,
             sequence_length=config.data.sequence_length,
             **config.train.model_dump(include={"global_batch_size", "precision"}),
             device=device.torch_device,
