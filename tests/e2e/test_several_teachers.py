@@ -100,6 +100,21 @@ def test_the_layout_changes_nothing(
     assert_same_course(run(pool, world, config, tmp_path / "run", *overrides), whole)
 
 
+@pytest.mark.slow
+def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
+    # Its samples are on one replica or the other, and its experts on both.
+    overrides = (
+        ROUTED, "train.micro_batch_size=1", "teachers.law.architecture.moe={num_experts: 4}",
+        "teachers.law.architecture.moe.ffn_hidden_size=24",
+    )  # fmt: skip
+    expected = run(pool, 1, config, tmp_path / "one", *overrides)
+    assert_same_course(
+        run(pool, 2, config, tmp_path / "two", *overrides, "parallel.expert=2"), expected
+    )
+
+
 def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) -> None:
     for record in whole:
         teachers = record["teachers"]
