@@ -184,6 +184,7 @@ def test_two_teachers_train_their_sources_and_a_mean_of_them(
         pool, 2, TEACHERS, tmp_path / "run", *HERE, *SHORT, "train.precision=fp32",
         *indexed(corpora), f"student.hf={llamas / '1B'}", f"teachers.prose.hf={llamas / '8B'}",
         f"teachers.code.hf={llamas / '1B'}", "train.micro_batch_size=1",
+        "data.validation_fraction=0.1",
     )  # fmt: skip
     assert_two_steps(records)
     for record in records:
