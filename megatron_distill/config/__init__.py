@@ -15,6 +15,7 @@ from megatron_distill.config.rules.run import (
     with_steps,
 )
 from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
+from megatron_distill.config.rules.teachers import routed_terms
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
@@ -95,8 +96,9 @@ __all__ = [
     "load_capture_config",
     "load_config",
     "load_warnings",
-    "parallel_key",
     "matched_layers",
+    "parallel_key",
+    "routed_terms",
     "run_rows",
     "source_in_words",
     "stored_row",

@@ -71,6 +71,15 @@ class Key:
         return Key(get_args(self.plain)[0]) if get_origin(self.plain) is tuple else None
 
     @property
+    def named(self) -> Key | None:
+        """The key of one section of a mapping of names to sections; None if this key is none."""
+        if get_origin(self.plain) is not dict:
+            return None
+        value = get_args(self.plain)[1]
+        is_section = isinstance(value, type) and issubclass(value, Section)
+        return Key(value) if is_section else None
+
+    @property
     def section(self) -> type[Section] | None:
         """The class of the section; None if this key is no section."""
         plain = self.plain
@@ -86,7 +95,7 @@ class Key:
         elif get_origin(self.plain) is Literal:
             name = "choice"
         elif get_origin(self.plain) is dict:
-            name = "mapping"
+            name = "mapping" if self.named is None else "mapping of sections"
         else:
             name = {int: "integer", float: "number", str: "text", bool: "true/false"}[self.plain]
         return f"{name} or null" if self.nullable else name
@@ -123,7 +132,8 @@ class Key:
         elif get_origin(self.plain) is Literal:
             words = f"one of {self.range_name}"
         elif get_origin(self.plain) is dict:
-            words = "a mapping of names to single values"
+            kind = "single values" if self.named is None else "sections"
+            words = f"a mapping of names to {kind}"
         else:
             words = _PLAIN[self.plain]
         if self.range_name and get_origin(self.plain) is not Literal:
@@ -160,7 +170,7 @@ def locate(root: type[Section], place: Sequence[object]) -> Key | None:
         elif section is not None and str(part) in section.model_fields:
             key = field_key(section.model_fields[str(part)])
         else:
-            key = None
+            key = None if key is None or section is not None else key.named
         if key is None:
             return None
         section = key.section

@@ -70,7 +70,9 @@ def _sections(root: type[Section]) -> dict[type[Section], list[str]]:
 
 
 def _below(key: Key) -> tuple[type[Section] | None, str]:
-    """Return the section class of a key or of its list entries, and "[]" for a list."""
+    """Return the section class of a key, or of its entries with their place in its name."""
+    if key.named is not None:
+        return key.named.section, ".<name>"
     return (key.section, "") if key.entry is None else (key.entry.section, "[]")
 
 

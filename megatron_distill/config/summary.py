@@ -42,7 +42,7 @@ def run_rows(
     if moved is not None:
         layout = _layout(teacher_parallel(config), world_size)
         yield "", f"teacher: {layout}; {moved} of its outputs move in a step"
-    terms = () if config.teacher is None else config.objective.terms
+    terms = config.objective.terms if config.has_teacher else ()
     yield from _objective(config.objective, terms, feature_pairs)
     stores = config.teacher.store or () if config.teacher else ()
     label, text = data_row(config.data, [entry.log_name for entry in stores])
@@ -135,6 +135,11 @@ def _term(term: TermConfig) -> str:
         return (
             f"{term.alignment}{kind} between two tokenizers, temperature {term.temperature:g}{top}"
         )
+    if term.teacher is not None:
+        name += f" from {term.teacher}"
+    elif term.teachers is not None:
+        shares = " + ".join(f"{weight:g} {own}" for own, weight in term.teachers.items())
+        name += f" from {term.mixture} {shares}"
     support = "whole vocabulary" if term.top_k is None else f"top {term.top_k}, {term.support}"
     return f"{weight} x {name}, temperature {temperature}{squared}, {support}"
 

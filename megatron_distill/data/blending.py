@@ -32,7 +32,8 @@ class BlendedSource:
 
     After n samples the count of every source is within one sample of its share, see `next_source`.
     Samples are numbered from 0 over all sources. `owners` holds the `source` index that each
-    source's samples carry; None: the source's position.
+    source's samples carry; None: the source's position. `teacher_of` returns the number of a
+    sample's teacher from its source's position and its number; None: there are not several.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class BlendedSource:
         *,
         weights: Sequence[float],
         owners: Sequence[int] | None = None,
+        teacher_of: Callable[[int, int], int] | None = None,
     ) -> None:
         assert len(sources) == len(weights) > 0
         self._sources = tuple(sources)
         self._weights = tuple(weights)
         self._owners = tuple(range(len(sources)) if owners is None else owners)
+        self._teacher_of = teacher_of
         self._taken = [0] * len(sources)
 
     def next_sample(self) -> Sample:
@@ -54,7 +57,8 @@ class BlendedSource:
         sample = self._sources[chosen].next_sample()
         number = sum(self._taken)
         self._taken[chosen] += 1
-        return replace(sample, sample_id=number, source=self._owners[chosen])
+        sample = replace(sample, sample_id=number, source=self._owners[chosen])
+        return _routed(sample, chosen, self._teacher_of)
 
     def state_dict(self) -> State:
         """Samples taken from each source, and each source's state."""
@@ -82,11 +86,12 @@ def blend_finite(
     weights: Sequence[float],
     count: int,
     owners: Sequence[int] | None = None,
+    teacher_of: Callable[[int, int], int] | None = None,
 ) -> list[Sample]:
     """The first `count` samples of a blend of finite sources; None marks the end of a source.
 
     Returns fewer samples if all sources are exhausted. Samples are numbered from 0.
-    `owners` as in `BlendedSource`.
+    `owners` and `teacher_of` as in `BlendedSource`.
     """
     owners = range(len(sources)) if owners is None else owners
     remaining = list(range(len(sources)))
@@ -100,8 +105,15 @@ def blend_finite(
             remaining.remove(chosen)
             continue
         taken[chosen] += 1
-        samples.append(replace(sample, sample_id=len(samples), source=owners[chosen]))
+        sample = replace(sample, sample_id=len(samples), source=owners[chosen])
+        samples.append(_routed(sample, chosen, teacher_of))
     return samples
+
+
+def _routed(sample: Sample, source: int, teacher_of: Callable[[int, int], int] | None) -> Sample:
+    if teacher_of is None:
+        return sample
+    return replace(sample, teacher_number=teacher_of(source, sample.sample_id))
 
 
 class ShuffledSamples:

@@ -39,6 +39,7 @@ class GlobalBatch:
     marks_GS1: Tensor  # int32
     sample_ids_G: Tensor  # int64
     sources_G: Tensor  # int32
+    teacher_numbers_G: Tensor  # int32, -1 where there are not several teachers
     teacher: TeacherRows | None = None
 
 
@@ -83,6 +84,11 @@ class BatchLayout:
         first = micro_batch * self.data_parallel_size + self.data_parallel_rank
         return slice(first * self.micro_batch_size, (first + 1) * self.micro_batch_size)
 
+    def rows_of_all(self, micro_batch: int) -> slice:
+        """Rows of this micro-batch of all data-parallel ranks."""
+        width = self.micro_batch_size * self.data_parallel_size
+        return slice(micro_batch * width, (micro_batch + 1) * width)
+
 
 @dataclass(frozen=True)
 class UnitRows:
@@ -126,6 +132,9 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
         ),
         sample_ids_G=torch.tensor([sample.sample_id for sample in samples], dtype=torch.int64),
         sources_G=torch.tensor([sample.source for sample in samples], dtype=torch.int32),
+        teacher_numbers_G=torch.tensor(
+            [sample.teacher_number for sample in samples], dtype=torch.int32
+        ),
         teacher=_teacher_rows(teachers) if teachers else None,
     )
 
@@ -157,7 +166,8 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
     flags = (marks & (1 << _FLAG_BITS) - 1).astype(np.uint8)
     sample_ids, sources = batch.sample_ids_G[rows].tolist(), batch.sources_G[rows].tolist()
     teachers = _unpack_teachers(batch.teacher, rows, count=len(sample_ids))
-    columns = (tokens, documents, flags, sample_ids, sources, teachers)
+    numbers = batch.teacher_numbers_G[rows].tolist()
+    columns = (tokens, documents, flags, sample_ids, sources, teachers, numbers)
     return [Sample(*parts) for parts in zip(*columns, strict=True)]
 
 
@@ -245,11 +255,18 @@ def document_positions(document_ids_bS: Tensor) -> Tensor:
     return index - starts
 
 
-def micro_batch(batch: GlobalBatch, rows: slice, *, isolate_documents: bool) -> Batch:
-    """Rows of the global batch as a micro-batch that is not yet context-sharded."""
+def micro_batch(
+    batch: GlobalBatch, rows: slice, *, isolate_documents: bool, unit_rows: slice | None = None
+) -> Batch:
+    """Rows of the global batch as a micro-batch that is not yet context-sharded.
+
+    `unit_rows`: those of this micro-batch of all data-parallel ranks; None: `rows`.
+    """
     found = _side(
         batch, batch.tokens_GS1[rows], batch.marks_GS1[rows], rows, is_isolated=isolate_documents
     )
+    everywhere = batch.teacher_numbers_G[unit_rows or rows].tolist()
+    found = replace(found, teachers_of_all=tuple(sorted(set(everywhere))))
     teacher = batch.teacher
     if teacher is None:
         return found
@@ -300,6 +317,7 @@ def _side(
         sequence_index_s=index,
         sample_ids_b=batch.sample_ids_G[rows],
         sources_b=batch.sources_G[rows].long(),
+        teacher_numbers=tuple(batch.teacher_numbers_G[rows].tolist()),
         isolate_documents=is_isolated,
         label_weights_bs=None if units is None else units / WEIGHT_UNITS,
         documents=Segments.of_documents(documents),

@@ -15,6 +15,7 @@ from megatron_distill.data.chat.conversations import (
 )
 from megatron_distill.data.text.documents import (
     ReadFile,
+    RowFilter,
     jsonl_reader,
     read_lines,
     read_whole,
@@ -36,6 +37,9 @@ class SourceSpec:
     text_key: str = "text"  # jsonl, parquet, arrow
     documents: str = "file"  # text: "file" or "line"
     conversation: ConversationSpec | None = None  # jsonl, parquet, arrow: rows of instruction data
+    teacher: str | None = None  # of all its samples, where there are several teachers
+    teacher_field: str | None = None  # jsonl, parquet, arrow: field with the teacher of a row
+    rows: RowFilter | None = None  # the rows that are read; None: all
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -50,7 +54,8 @@ class SourceSpec:
     @property
     def name(self) -> str:
         """The name of this source in messages."""
-        return f"{self.format} {' '.join(self.paths)}".strip()
+        rows = "" if self.rows is None else f" ({self.rows.field} = {self.rows.value})"
+        return f"{self.format} {' '.join(self.paths)}".strip() + rows
 
     @property
     def kind(self) -> Format:
@@ -113,11 +118,11 @@ def _text(spec: SourceSpec) -> ReadFile:
 
 
 def _jsonl(spec: SourceSpec) -> ReadFile:
-    return jsonl_reader(spec.text_key)
+    return jsonl_reader(spec.text_key, spec.rows)
 
 
 def _table(spec: SourceSpec) -> ReadFile:
-    return table_reader(spec.text_key)
+    return table_reader(spec.text_key, spec.rows)
 
 
 def _whole(spec: SourceSpec) -> ReadFile:  # noqa: ARG001

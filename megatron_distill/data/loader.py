@@ -130,13 +130,18 @@ class StepLoader:
 
     def _shard(self, data: StepData, index: int) -> Batch:
         """This rank's part of a micro-batch, with all that can be computed before the step."""
-        isolate, planner = self._isolate_documents, self._planner
-        whole = micro_batch(data.batch, self._layout.rows(index), isolate_documents=isolate)
+        isolate, planner, layout = self._isolate_documents, self._planner, self._layout
+        whole = micro_batch(
+            data.batch,
+            layout.rows(index),
+            isolate_documents=isolate,
+            unit_rows=layout.rows_of_all(index),
+        )
         shard = whole.context_shard(*self._context) if planner is None else planner.planned(whole)
         shard = shard.with_trained_rows()
         if self._units is None:
             return shard
-        size = self._layout.micro_batch_size
+        size = layout.micro_batch_size
         units = self._units.batches(
             data.batch, index, micro_batch_size=size, isolate_documents=isolate
         )
@@ -342,7 +347,7 @@ class Wire:
         return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
-        return sum(math.prod(shape) for shape in self._shapes()) + 3 * self._rows
+        return sum(math.prod(shape) for shape in self._shapes()) + 4 * self._rows
 
     def _shapes(self) -> list[tuple[int, int]]:
         """The shapes of the tensors of tokens, marks and chunks, in the order of the payload."""
@@ -374,7 +379,7 @@ class Wire:
             if batch.teacher is not None:
                 own = batch.teacher
                 parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
-            parts += [ids_G2, batch.sources_G]
+            parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
@@ -399,11 +404,12 @@ class Wire:
         # A copy, because a view as int64 needs storage aligned to 8 bytes.
         sample_ids = payload[start:ids_end].clone().view(torch.int64)
         sources = payload[ids_end : ids_end + self._rows]
+        numbers = payload[ids_end + self._rows : ids_end + 2 * self._rows]
         teacher = None
         if own:
             student_chunks, *rows = own
             teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks)
-        return GlobalBatch(tokens, marks, sample_ids, sources, teacher)
+        return GlobalBatch(tokens, marks, sample_ids, sources, numbers, teacher)
 
 
 def _units(count: float) -> int:

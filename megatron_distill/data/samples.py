@@ -16,6 +16,7 @@ KD_TRAINED: Final = 2
 FULLY_TRAINED: Final = CE_TRAINED | KD_TRAINED
 PADDING_DOCUMENT: Final = -1
 NO_CHUNK: Final = -1
+NO_TEACHER: Final = -1
 WEIGHT_UNITS: Final = 64
 """Weights of labels are multiples of 1/64."""
 _WEIGHT_SHIFT: Final = 2
@@ -53,7 +54,7 @@ class Sample:
     bit 1 of distillation. Masking at the boundary of two documents is not part of the flags. The
     upper six bits hold one minus the weight, in units of 1/64, see `weight_flag`.
     source is the index of the blended source. teacher is None where the teacher has the same
-    tokenizer.
+    tokenizer. teacher_number is that of the sample's teacher among several, -1 for none.
     """
 
     tokens_S1: NDArray[np.int32]
@@ -62,6 +63,7 @@ class Sample:
     sample_id: int
     source: int = 0
     teacher: TeacherTokens | None = None
+    teacher_number: int = NO_TEACHER
 
 
 def weight_flag(weight: float) -> int:

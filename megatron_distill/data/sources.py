@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_distill.data.chat.source import (
     TokenLayout,
 )
 from megatron_distill.data.formats import SourceSpec, source_files
+from megatron_distill.data.routing import RoutedPart, Routing, routed_parts, teacher_of_sample
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
 from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.files import fingerprint
@@ -71,7 +72,8 @@ class DataOptions:
     window. on_error: "raise", or "skip" to count bad records. index_cache: folder for the indices
     of format megatron. conversations: masking, packing and preparation of conversations. teacher:
     None where the teacher has the student's tokenizer. add_bos: whether documents of text begin
-    with the tokenizer's begin-of-text token; None: where the tokenizer's own files add it.
+    with the tokenizer's begin-of-text token; None: where the tokenizer's own files add it. routing:
+    of samples to several teachers.
     """
 
     sequence_length: int
@@ -83,6 +85,7 @@ class DataOptions:
     conversations: ConversationOptions | None = None
     teacher: TeacherReading | None = None
     add_bos: bool | None = None
+    routing: Routing | None = None
 
 
 def open_training(
@@ -113,16 +116,31 @@ def open_training(
     sources: list[SampleSource] = []
     weights: list[float] = []
     owners: list[int] = []
+    routed: list[RoutedPart] = []
     for number, spec in enumerate(_named(specs, "data.sources")):
-        parts = opened(spec)
-        sources.extend(parts)
-        weights.extend([spec.weight / len(parts)] * len(parts))
-        owners.extend([number] * len(parts))
-    return BlendedSource(sources, weights=weights, owners=owners)
+        for part in routed_parts(spec, options.routing):
+            parts = opened(part.spec)
+            sources.extend(parts)
+            weights.extend([spec.weight * part.share / len(parts)] * len(parts))
+            owners.extend([number] * len(parts))
+            routed.extend([part] * len(parts))
+    teacher_of = teacher_of_sample(routed, options.routing)
+    return BlendedSource(sources, weights=weights, owners=owners, teacher_of=teacher_of)
 
 
 def samples_per_epoch(
     spec: SourceSpec, *, tokenizer: TextEncoder, options: DataOptions, seed: int
+) -> int:
+    """Number of training samples of one epoch of a source, whose parts have epochs of their own.
+
+    As `_samples_in_epoch` of each part: the rows of one teacher, or the whole source.
+    """
+    parts = routed_parts(spec, options.routing)
+    return sum(_samples_in_epoch(part.spec, tokenizer, options, seed) for part in parts)
+
+
+def _samples_in_epoch(
+    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int
 ) -> int:
     """Number of training samples of one epoch of a source; the last one may be incomplete.
 
@@ -174,14 +192,24 @@ def read_held_out(
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
     tokenization = _tokenization(tokenizer, options)
+    routing = options.routing and replace(options.routing, seed=HELD_OUT_SEED)
+    routed: list[RoutedPart] = []
     for number, spec in enumerate(named):
-        parts = _held_out_parts(spec, tokenizer, tokenization, options)
-        weight = spec.weight / len(parts)
-        choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
-        takers.extend(partial(next, _spread(part, choice), None) for part in parts)
-        weights.extend([weight] * len(parts))
-        owners.extend([number] * len(parts))
-    found_samples = blend_finite(takers, weights=weights, count=samples, owners=owners)
+        for of_teacher in routed_parts(spec, routing):
+            parts = _held_out_parts(of_teacher.spec, tokenizer, tokenization, options)
+            weight = spec.weight * of_teacher.share / len(parts)
+            choice = _HELD_OUT_CHOICE * math.ceil(samples * weight / total)
+            takers.extend(partial(next, _spread(part, choice), None) for part in parts)
+            weights.extend([weight] * len(parts))
+            owners.extend([number] * len(parts))
+            routed.extend([of_teacher] * len(parts))
+    found_samples = blend_finite(
+        takers,
+        weights=weights,
+        count=samples,
+        owners=owners,
+        teacher_of=teacher_of_sample(routed, routing),
+    )
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
@@ -307,7 +335,8 @@ def _stream(
         tokenization(spec.name),
         order=order,
         name=spec.name,
-        fingerprint=fingerprint(files),
+        fingerprint=fingerprint(files)
+        + (f", {spec.rows.field} = {spec.rows.value}" if spec.rows else ""),
         epochs=epochs,
     )
 

@@ -26,7 +26,11 @@ from megatron_distill.losses.features import (
     feature_loss,
 )
 from megatron_distill.losses.objective import fused_linear_objective, token_weights
-from megatron_distill.losses.terms import Term
+from megatron_distill.losses.several_teachers import (
+    SampleTeachers,
+    several_teachers_objective,
+)
+from megatron_distill.losses.terms import Mixture, Term, TermTeachers
 from megatron_distill.losses.token_divergence import token_divergence
 
 __all__ = [
@@ -40,21 +44,25 @@ __all__ = [
     "FeatureLoss",
     "FeaturePair",
     "LossWeights",
+    "Mixture",
     "Partition",
     "Projector",
     "RatioBalance",
     "RawLosses",
     "Scales",
+    "SampleTeachers",
     "ScheduleKind",
     "ScoreRule",
     "SharedVocabularies",
     "Term",
+    "TermTeachers",
     "ValueSchedule",
     "add_gradients",
     "cross_tokenizer_divergence",
     "feature_loss",
     "fused_linear_objective",
     "scaled_weights",
+    "several_teachers_objective",
     "token_divergence",
     "token_weights",
     "weighted_sum",

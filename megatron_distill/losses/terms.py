@@ -5,12 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.signals import Support
 
-__all__ = ["Term", "check_distinct"]
+__all__ = ["Mixture", "Term", "TermTeachers", "check_distinct"]
+
+Mixture = Literal["arithmetic", "geometric", "lowest_loss"]
+"""How several teachers make one target: a mean of their probabilities, or a choice per sample."""
+
+
+@dataclass(frozen=True)
+class TermTeachers:
+    """The teachers of one term by name with their shares, which have a sum of one.
+
+    ``mixture``: ``arithmetic`` and ``geometric`` are means of the probabilities with these weights,
+    ``lowest_loss`` takes the teacher on which the term is lowest, sample by sample.
+
+    Raises:
+        ValueError: no teacher, a repeated one, or weights that are not positive and of sum one.
+    """
+
+    weights: tuple[tuple[str, float], ...]
+    mixture: Mixture = "arithmetic"
+
+    def __post_init__(self) -> None:
+        names, weights = self.names, [weight for _, weight in self.weights]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"teachers {names}: name at least one teacher, and each once")
+        if not all(weight > 0 for weight in weights) or not math.isclose(sum(weights), 1.0):
+            raise ValueError(f"teachers {names}: weights {weights} must be positive, of sum one")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, float], mixture: Mixture = "arithmetic") -> TermTeachers:
+        """Teachers in the order of their names, without those of weight zero, of sum one.
+
+        A single teacher is its own mean and its own choice.
+        """
+        total = sum(weights.values())
+        shares = tuple((name, weights[name] / total) for name in sorted(weights) if weights[name])
+        return cls(shares, mixture if len(shares) > 1 else "arithmetic")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in order."""
+        return tuple(name for name, _ in self.weights)
+
+    @property
+    def label(self) -> str:
+        """Short name in reports: the only teacher, or all with their shares and the mixture."""
+        if len(self.weights) == 1:
+            return self.names[0]
+        if self.mixture == "lowest_loss":
+            return f"lowest_of_{'_'.join(self.names)}"
+        shares = "_".join(f"{name}{share:.3g}" for name, share in self.weights)
+        return shares if self.mixture == "arithmetic" else f"{self.mixture}_{shares}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +73,8 @@ class Term:
     classes of a divergence on few ids: the ids and their ``tail`` as one more class, both models
     ``renormalized`` over the ids, or the ``raw`` sum over the ids. ``parameters`` are those of the
     divergence. ``temperatures`` are the first and the last of a scheduled temperature; reports have
-    one name throughout the run.
+    one name throughout the run. ``teachers``, of several: those of this term; None for the teacher
+    of each sample, or the only one.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.
@@ -37,6 +88,7 @@ class Term:
     support: Support = "tail"
     parameters: Mapping[str, float] = field(default_factory=dict)
     temperatures: tuple[float, float] | None = None
+    teachers: TermTeachers | None = None
 
     def __post_init__(self) -> None:
         divergence_named(self.divergence, **self.parameters)
@@ -76,6 +128,8 @@ class Term:
             name += f"_top{self.top_k}"
         if self.support != "tail":
             name += f"_{self.support}"
+        if self.teachers is not None:
+            name += f"_{self.teachers.label}"
         return name
 
     @property

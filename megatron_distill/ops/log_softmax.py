@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import accumulation_dtype
 
-__all__ = ["vocab_parallel_log_softmax"]
+__all__ = ["log_normalizer", "vocab_parallel_log_softmax"]
 
 
 def vocab_parallel_log_softmax(
@@ -47,7 +47,7 @@ class _LogSoftmaxFunction(torch.autograd.Function):
     ) -> Tensor:
         values = logits.to(accumulation_dtype(logits.dtype), copy=True)
         values[:, shard.real_width :] = -math.inf
-        normalizer = _log_normalizer(values[:, : shard.real_width], group)
+        normalizer = log_normalizer(values[:, : shard.real_width], group)
         values.sub_(normalizer.unsqueeze(1))
         ctx.save_for_backward(values)
         ctx.group, ctx.dtype = group, logits.dtype
@@ -66,7 +66,13 @@ class _LogSoftmaxFunction(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None
 
 
-def _log_normalizer(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def log_normalizer(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Logarithm of the sum of exponentials over the whole vocabulary.
+
+    Shapes: this rank's real columns ``[N, V]`` fp32 or fp64 -> ``[N]`` of the same dtype.
+
+    Collective: over ``group`` one all-gather of 8 bytes per token (16 in fp64).
+    """
     lowest = torch.finfo(values.dtype).min / 4
     peak = values.new_full((values.shape[0],), lowest)
     mass = torch.zeros_like(peak)

@@ -74,6 +74,10 @@ class Batch:
     # A teacher with its own layout: micro-batches, of any replica, that this rank's part of it runs
     # before the student's step from this micro-batch on.
     units: tuple[Batch, ...] = ()
+    # With several teachers the number of each sample's, -1 for none, and those of this micro-batch
+    # on all data-parallel ranks; in host memory.
+    teacher_numbers: tuple[int, ...] = ()
+    teachers_of_all: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape

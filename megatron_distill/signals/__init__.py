@@ -1,5 +1,6 @@
 """A teacher's signals for the tokens of a micro-batch, and their conversion to targets."""
 
+from megatron_distill.signals.by_teacher import SignalsByTeacher
 from megatron_distill.signals.logits import DenseLogits, HiddenState, LogitRule, LogitSource
 from megatron_distill.signals.recorded import Recorded
 from megatron_distill.signals.sampled import Sampled
@@ -34,6 +35,7 @@ __all__ = [
     "Sampled",
     "Signal",
     "Signals",
+    "SignalsByTeacher",
     "Support",
     "Teacher",
     "TermView",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from typing import Final
@@ -51,9 +51,11 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
     counts = f"{_count(total)} parameters"
     if moe:
         counts += f" ({_count(active)} active)"
+    label, _, name = role.partition("s.")  # one of several: teachers.<name>
     return (
-        role,
-        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
+        label,
+        (f"{name}: " if name else "")
+        + f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
     )
 
 
@@ -87,7 +89,7 @@ def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
 
 def memory_of_run(
     state: RunState,
-    teacher: torch.nn.Module | None,
+    teachers: Sequence[torch.nn.Module],
     execution: Execution,
     *,
     chunk_tokens: int | None,
@@ -102,7 +104,7 @@ def memory_of_run(
     """
     student = state.student
     groups = student.groups
-    counts = RankParameters.of(student.chunks, teacher)
+    counts = RankParameters.of(student.chunks, teachers)
     tokens = micro_batch_size * student.sequence_length // groups.context.size()
     return MemoryOfRank.of_run(
         replace(counts, teacher=counts.teacher + head_copy),

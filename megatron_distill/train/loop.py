@@ -27,6 +27,7 @@ from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
+from megatron_distill.train.several_loss import take_teacher_figures
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.throughput import Throughput, peak_memory_bytes
 from megatron_distill.train.validation import HeldOut, validate
@@ -317,6 +318,8 @@ def _record(
         record["data_wait"] = part_of(phases[DATA], seconds)
     if report.sources:
         record["sources"] = report.sources
+    if report.teachers:
+        record["teachers"] = report.teachers
     if not report.applied:
         record["skipped"] = True
     return record
@@ -324,6 +327,8 @@ def _record(
 
 def _validation(parts: Parts) -> dict[str, object]:
     means, sources = validate(parts.state.student, parts.held_out)
+    labels = sum(step.kd_tokens for step in parts.held_out.steps)
+    teachers = take_teacher_figures(means, labels)
     values = public_names(means)
     found: dict[str, object] = {"ce_loss": values.pop("ce_loss")}
     # A stored teacher has no records of held-out samples: its loss there is unknown, not zero.
@@ -331,4 +336,5 @@ def _validation(parts: Parts) -> dict[str, object]:
         found["kd_loss"] = values.pop("kd_loss", 0.0)
     del values["total_loss"]  # computed with the last step's weights
     found |= values
-    return {**found, "sources": sources} if sources else found
+    found |= {"sources": sources} if sources else {}
+    return found | ({"teachers": teachers} if teachers else {})

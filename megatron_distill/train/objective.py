@@ -26,6 +26,7 @@ from megatron_distill.signals import HiddenState, Signal
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.metrics import BY_SOURCE, OnChunks, source_keys, split_report
+from megatron_distill.train.several_loss import SeveralLoss
 
 
 class Head(Protocol):
@@ -96,11 +97,14 @@ class TokenObjective:
     feature_weights: tuple[float, ...] = ()
     # The loss of terms between two tokenizers; None where the teacher has the student's.
     aligned: AlignedLoss | None = None
+    # The loss with several teachers; None with one.
+    several: SeveralLoss | None = None
 
     @property
     def report_names(self) -> tuple[str, ...]:
         """The entries of every report, in one order on all ranks."""
-        return ("total", *self._token_names)
+        of_teachers = () if self.several is None else self.several.report_names
+        return ("total", *self._token_names, *of_teachers)
 
     @property
     def source_report_names(self) -> tuple[str, ...]:
@@ -141,7 +145,7 @@ class TokenObjective:
 
     def of_labels(self) -> TokenObjective:
         """The same objective without a teacher."""
-        return replace(self, terms=(), metrics=(), features=None, feature_weights=())
+        return replace(self, terms=(), metrics=(), features=None, feature_weights=(), several=None)
 
     def __call__(
         self,
@@ -159,11 +163,45 @@ class TokenObjective:
 
         Collective: those of `hidden_for_head`, and of `fused_linear_objective` or `AlignedLoss`.
         """
-        if self.aligned is not None and self.terms:
+        of_teachers: dict[str, Tensor] = {}
+        if self.several is not None and self.terms:
+            total, report, of_teachers = self._of_several(
+                self.several, hidden_sbh, head, batch, signal, step
+            )
+        elif self.aligned is not None and self.terms:
             total, report = self._on_chunks(self.aligned, hidden_sbh, head, batch, signal, step)
         else:
             total, report = self._on_tokens(hidden_sbh, head, batch, signal, step)
-        return total, split_report(report, self._token_names) if self.source_names else report
+        if self.source_names:
+            report = split_report(report, self._token_names)
+        return total, report | of_teachers
+
+    def _of_several(
+        self,
+        several: SeveralLoss,
+        hidden_sbh: Tensor,
+        head: Head,
+        batch: Batch,
+        signal: Signal | None,
+        step: StepBatches,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The objective with several teachers, and the entries of each of them."""
+        hidden_NH, rule = hidden_for_head(hidden_sbh, groups=self.groups), self.logit_rule
+        return several(
+            HiddenState(hidden_NH, head.head_weight(), rule.softcap, rule.scale),
+            signal,
+            batch,
+            names=self._token_names,
+            partition=self._partition(batch),
+            ce_weights=token_weights(batch.ce_weights_bs.reshape(-1), step.ce_tokens),
+            kd_weights=token_weights(batch.kd_weights_bs.reshape(-1), step.kd_tokens),
+            ce_coefficient=self.ce_weight,
+            terms=[term for term in self.terms if isinstance(term, Term)],
+            chunk_tokens=self.chunk_tokens,
+            shard=self.shard,
+            group=self.groups.tensor,
+            weight_gradient_sum=head.weight_gradient_sum(),
+        )
 
     def _on_chunks(
         self,

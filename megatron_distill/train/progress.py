@@ -111,6 +111,9 @@ class TrainingProgress:
             value = _number(balance, name) if isinstance(balance, Mapping) else None
             if value is not None:
                 yield Field(f"{name} {value:.4g}", only_in_lines=True)
+        losses = _teacher_losses(record)
+        if losses:
+            yield Field(f"kd of {losses}", only_in_lines=True)
         for name, label, form in (
             ("grad_norm", "grad norm", ".3g"),
             ("learning_rate", "lr", ".2e"),
@@ -218,7 +221,21 @@ def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
     if teacher is not None:
         parts.append(f"teacher ce {significant(teacher, 5)}")
     yield "  ".join(parts)
+    losses = _teacher_losses(validation, digits=5)
+    if losses:
+        yield f"step {record['step']} held-out kd by teacher: {losses}"
     yield from _source_lines(record, validation)
+
+
+def _teacher_losses(record: Record, digits: int = 4) -> str:
+    """Each teacher with its loss, where there are several; one without labels has none."""
+    teachers = record.get("teachers")
+    if not isinstance(teachers, Mapping):
+        return ""
+    losses = ((name, _number(figures, "kd_loss")) for name, figures in teachers.items())
+    return ", ".join(
+        f"{name} {significant(loss, digits)}" for name, loss in losses if loss is not None
+    )
 
 
 def _source_lines(record: Record, validation: Record) -> Iterator[str]:

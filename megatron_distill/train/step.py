@@ -30,6 +30,7 @@ from megatron_distill.train.objective import (
 )
 from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
 from megatron_distill.train.phase_timers import COMMUNICATION, LOSS, OPTIMIZER, PhaseTimers
+from megatron_distill.train.several_loss import TeacherFigures, take_teacher_figures
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
 
@@ -103,6 +104,7 @@ class StepReport:
     learning_rate: float  # of the update, whether applied or not
     applied: bool
     sources: SourceFigures
+    teachers: TeacherFigures = field(default_factory=dict)  # where there are several
 
 
 def _forward(
@@ -252,6 +254,7 @@ def train_step(
             means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
     projector_norm = values.get(PROJECTOR_NORM, 0.0)
+    teachers = take_teacher_figures(values, step.kd_tokens)
     sources = step_figures(
         values,
         step,
@@ -271,7 +274,7 @@ def train_step(
                 projectors.apply_gradients(schedule, norm=projector_norm)
             # As in Megatron's loop, an update's rate is computed from the number of updates before.
             schedule.step(1)
-    return StepReport(values, update.grad_norm, learning_rate, update.applied, sources)
+    return StepReport(values, update.grad_norm, learning_rate, update.applied, sources, teachers)
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,7 @@ def _peak_resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameter counts of both models on this rank; `experts` are a part of `student`."""
+    """Parameter counts of the models on this rank; `experts` are a part of `student`."""
 
     student: int = 0
     experts: int = 0
@@ -354,7 +354,7 @@ class RankParameters:
 
     @classmethod
     def of(
-        cls, student: Sequence[torch.nn.Module], teacher: torch.nn.Module | None
+        cls, student: Sequence[torch.nn.Module], teachers: Sequence[torch.nn.Module]
     ) -> RankParameters:
         """Count the parameters of the built models."""
         parameters = [parameter for chunk in student for parameter in chunk.parameters()]
@@ -362,7 +362,7 @@ class RankParameters:
             student=sum(parameter.numel() for parameter in parameters),
             # Megatron-Core marks parameters that differ between data-parallel ranks.
             experts=sum(p.numel() for p in parameters if not getattr(p, "allreduce", True)),
-            teacher=sum(p.numel() for p in teacher.parameters()) if teacher else 0,
+            teacher=sum(p.numel() for teacher in teachers for p in teacher.parameters()),
         )
 
 

@@ -40,6 +40,16 @@ STATES = """objective.features=[
     {student: 2, teacher: 1, loss: mse}, {match: uniform, loss: cosine, weight: 0.1}]"""
 MAPS = "objective.features=[{student: 3, teacher: 2, loss: attention, weight: 2.0}]"
 LINEAR = "objective.projector.kind=linear"
+# One at rest in host memory; samples of a micro-batch have different ones.
+SHAPE = """architecture:
+    {num_layers: 2, hidden_size: 40, ffn_hidden_size: 64, num_attention_heads: 4}"""
+SEVERAL = (
+    "teacher=null",
+    f"teachers={{a: {{offload: true, {SHAPE}}}, b: {{{SHAPE}}}}}",
+    "objective.routing_weights={a: 1, b: 1}",
+    """objective.terms=[{divergence: forward_kl}, {teachers: {a: 1, b: 2}, temperature: 2.0},
+    {teachers: {a: 1, b: 2}, mixture: geometric}, {teachers: [a, b], mixture: lowest_loss}]""",
+)
 GEMMA = tuple(
     f"student.architecture.{key}"
     for key in (
@@ -57,6 +67,9 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "first stage": ("dense", 0, 2, (PIPELINE,)),
     "last stage, virtual": ("dense", 1, 2, (PIPELINE, VIRTUAL)),
     "last stage, states on the host": ("dense", 1, 2, (PIPELINE, "teacher.offload_hidden=true")),
+    "weights at rest": ("dense", 0, 1, ("teacher.offload=true",)),
+    "several teachers": ("dense", 0, 1, SEVERAL),
+    "several teachers TP2+sequence": ("dense", 1, 2, (*SEVERAL, TENSOR, SEQUENCE)),
     "DP2": ("dense", 1, 2, ()),
     "CP2": ("dense", 1, 2, (CONTEXT,)),
     "GPT-like": ("gpt", 0, 1, ()),

@@ -22,7 +22,7 @@ def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) 
 
     with assembled(rank, world, config_path, overrides) as (_, parts):
         shape = parts.state.architecture
-        own = RankParameters.of(parts.state.student.chunks, None)
+        own = RankParameters.of(parts.state.student.chunks, [])
         return own, shape.padded_vocab_size(parts.state.student.groups.tensor.size()), shape
 
 

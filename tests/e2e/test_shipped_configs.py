@@ -20,6 +20,7 @@ CHAT = CONFIGS / "qwen25_7b_to_1.5b_chat.yaml"
 CAPTURE = CONFIGS / "llama31_8b_pruned_topk_store_capture.yaml"
 PRUNED = CONFIGS / "llama31_8b_pruned_topk_store.yaml"
 FEATURES = CONFIGS / "llama_features_balanced.yaml"
+TEACHERS = CONFIGS / "two_teachers.yaml"
 
 HERE = ("runtime.device=cpu", "runtime.backend=gloo", "runtime.threads=1")
 SHORT = (
@@ -174,3 +175,23 @@ def test_features_of_two_sizes_are_projected_and_balanced(
         assert record["projector_grad_norm"] > 0
         assert record["balance"]["kd_scale"] > 0
         assert record["balance"]["feature_scale"] > 0
+
+
+def test_two_teachers_train_their_sources_and_a_mean_of_them(
+    pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
+) -> None:
+    records = run(
+        pool, 2, TEACHERS, tmp_path / "run", *HERE, *SHORT, "train.precision=fp32",
+        *indexed(corpora), f"student.hf={llamas / '1B'}", f"teachers.prose.hf={llamas / '8B'}",
+        f"teachers.code.hf={llamas / '1B'}", "train.micro_batch_size=1",
+        "data.validation_fraction=0.1",
+    )  # fmt: skip
+    assert_two_steps(records)
+    for record in records:
+        teachers = record["teachers"]
+        assert set(teachers) == {"prose", "code", "code+prose"}
+        labels = teachers["code+prose"]["kd_tokens"]
+        assert teachers["prose"]["kd_tokens"] + teachers["code"]["kd_tokens"] == labels > 0
+        assert teachers["prose"]["kd_loss"] > 0
+        assert record["reverse_kl_code0.3_prose0.7"] > 0
+        assert set(record["sources"]) == {"web", "code"}

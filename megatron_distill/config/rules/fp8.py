@@ -15,20 +15,21 @@ _MULTIPLE = 16  # of the rows of a matrix
 
 def fp8_problems(job: JobConfig) -> Iterator[Problem]:
     """Find FP8 settings that no run could compute."""
-    student, teacher = job.models.get("student"), job.teacher
+    student = job.models.get("student")
     if student is not None and student.fp8 is not None:
         yield Problem(
             ("student.fp8", "train.fp8"),
             f"student.fp8 = {student.fp8!r}: of a teacher only; set train.fp8={student.fp8} and "
             "remove it",
         )
-    if teacher is not None and teacher.fp8 is not None and teacher.store is not None:
-        yield without_effect("teacher.fp8", teacher.fp8, "with teacher.store", instead=None)
-        teacher = None
+    teachers = {role: model for role, model in job.models.items() if role != "student"}
     if isinstance(job, RunConfig) and job.train.fp8 is not None:
         yield from _computed(job, "train.fp8", job.train.fp8)
-    if teacher is not None and teacher.fp8 is not None:
-        yield from _computed(job, "teacher.fp8", teacher.fp8)
+    for role, teacher in teachers.items():
+        if teacher.fp8 is not None and teacher.store is not None:
+            yield without_effect(f"{role}.fp8", teacher.fp8, f"with {role}.store", instead=None)
+        elif teacher.fp8 is not None:
+            yield from _computed(job, f"{role}.fp8", teacher.fp8)
 
 
 def _computed(job: JobConfig, key: str, value: str) -> Iterator[Problem]:

@@ -108,9 +108,12 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
         if role == "student":
             reason = "for a student"
         elif model.store is not None:
-            reason = "with teacher.store, which has no hidden states"
+            reason = f"with {role}.store, which has no hidden states"
         elif job.parallel.pipeline == 1:
             reason = "with parallel.pipeline = 1: the states of one micro-batch exist at a time"
+        if model.offload and (role == "student" or model.store is not None):
+            why = "for a student" if role == "student" else "with a store, which has no weights"
+            yield without_effect(f"{role}.offload", value=True, reason=why, instead=False)
         if model.offload_hidden and reason is not None:
             yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
 

@@ -27,7 +27,7 @@ def architecture_problems(
     yield from _windows(architecture, name)
     yield from _extras(architecture, name)
     yield from _tensor(architecture, name, parallel.tensor)
-    chunks = 1 if role == "teacher" else parallel.virtual_pipeline or 1
+    chunks = 1 if role != "student" else parallel.virtual_pipeline or 1
     yield from _layers(architecture, name, parallel.pipeline, chunks)
     yield from _layers_per_stage(architecture, role, parallel, chunks)
     yield from expert_problems(architecture, name, parallel)
@@ -206,7 +206,7 @@ def _layers(shape: ArchitectureConfig, name: str, pipeline: int, chunks: int) ->
 def _layers_per_stage(
     shape: ArchitectureConfig, role: str, parallel: ParallelConfig, chunks: int
 ) -> Iterator[Problem]:
-    layers: tuple[int, ...] | None = getattr(parallel.layers_per_stage, role)
+    layers: tuple[int, ...] | None = getattr(parallel.layers_per_stage, role, None)
     if layers is None or len(layers) != parallel.pipeline * chunks:
         return  # the number of stages is a rule of its own
     if sum(layers) != shape.num_layers:
@@ -256,7 +256,7 @@ def _kept_layers(model: ModelConfig, role: str) -> Iterator[Problem]:
         if value is None:
             continue
         setting = f"{key} = {list(value) if isinstance(value, tuple) else value}"
-        if role == "teacher":
+        if role != "student":
             yield Problem((key,), f"{setting}: only a student can be pruned; remove it")
         elif model.architecture is not None or (model.hf is None and model.checkpoint is None):
             yield Problem(

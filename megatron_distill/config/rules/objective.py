@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teachers import TARGET_KEYS, target_of
 from megatron_distill.config.schema import (
     PARAMETERS,
     BalanceConfig,
@@ -200,7 +201,9 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
     """Find contradictions in the feature losses."""
     objective = config.objective
     features, teacher = objective.features, config.teacher
-    if features and teacher is None and is_declined(config):
+    if features and config.teachers:
+        pass  # a rule of several teachers
+    elif features and teacher is None and is_declined(config):
         reason = "with teacher = null"
         yield without_effect("objective.features", _names(features), reason, instead=[])
     elif features and teacher is None:
@@ -225,7 +228,7 @@ def feature_problems(config: RunConfig) -> Iterator[Problem]:
 
 def is_declined(config: RunConfig) -> bool:
     """Whether the file sets `teacher: null` explicitly instead of omitting the section."""
-    return config.teacher is None and "teacher" in config.model_fields_set
+    return not config.has_teacher and bool({"teacher", "teachers"} & config.model_fields_set)
 
 
 def _losses(features: tuple[FeatureConfig, ...]) -> str:
@@ -316,6 +319,7 @@ _SAME_TERM = {
     "weight_schedule",
     "temperature_schedule",
     "scale_by_temperature_squared",
+    *TARGET_KEYS,
 }
 
 
@@ -325,7 +329,7 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
     if objective.terms and is_declined(config):
         names = [term.divergence for term in objective.terms]
         yield without_effect("objective.terms", names, "with teacher = null", instead=[])
-    elif objective.terms and config.teacher is None:
+    elif objective.terms and not config.has_teacher:
         yield Problem(
             ("objective.terms", "teacher"),
             f"objective.terms: {counted(len(objective.terms), 'distillation term')} but teacher = "
@@ -344,7 +348,7 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
         last = term.temperature_schedule and term.temperature_schedule.to
-        identity = (*term.model_dump(exclude=_SAME_TERM).values(), last)
+        identity = (*term.model_dump(exclude=_SAME_TERM).values(), last, target_of(term))
         first = seen.setdefault(identity, index)
         if first != index:
             yield Problem(

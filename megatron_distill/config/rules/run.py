@@ -22,6 +22,7 @@ from megatron_distill.config.rules.objective import (
     objective_problems,
 )
 from megatron_distill.config.rules.teacher_parallel import under_key
+from megatron_distill.config.rules.teachers import teacher_problems
 from megatron_distill.config.schema import (
     ArchitectureConfig,
     CaptureConfig,
@@ -308,6 +309,7 @@ def _profile(config: RunConfig) -> Iterator[Problem]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     job_problems,
     store_problems,
+    teacher_problems,
     objective_problems,
     alignment_problems,
     balance_problems,

@@ -140,6 +140,20 @@ class SourceConfig(Section):
         description="Name of this source in the log; null: the first path's file name without "
         "endings, for a pattern its folder, else the format.",
     )
+    teacher: str | None = Field(
+        default=None,
+        min_length=1,
+        examples=["math"],
+        description="With `teachers`: the teacher of this source's samples, for terms that name "
+        "none.",
+    )
+    teacher_field: str | None = Field(
+        default=None,
+        min_length=1,
+        examples=["domain"],
+        description="With `teachers`: field or column with the name of each row's teacher, for "
+        "`jsonl`, `parquet` and `arrow`. Rows of one teacher are packed together.",
+    )
     conversation: ConversationConfig | None = Field(
         default=None,
         description="Read the rows of `jsonl`, `parquet` or `arrow` as conversations; `{}` for "

@@ -360,6 +360,12 @@ class ModelConfig(Section):
         description="Teacher only: its layout; null: that of `parallel`. The remaining factor is "
         "data-parallel: replicas of the teacher, of any number.",
     )
+    offload: bool = Field(
+        default=False,
+        description="Teacher only: keep the weights of its layers in pinned host memory and copy "
+        "them to the GPU once in each step that needs them. The teacher runs before the student; "
+        "its hidden states of the step then wait on the GPU.",
+    )
 
     @field_validator("store", mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.section import Section
 
@@ -204,6 +204,34 @@ class TermConfig(Section):
         "T^2; it can be negative.",
     )
 
+    teacher: str | None = Field(
+        default=None,
+        min_length=1,
+        examples=["math"],
+        description="With `teachers`: the teacher of this term on every sample; null: `teachers`, "
+        "or the teacher of each sample (docs/several_teachers.md).",
+    )
+    teachers: dict[str, float] | None = Field(
+        default=None,
+        min_length=1,
+        examples=[{"math": 0.7, "code": 0.3}],
+        description="With `teachers` at the top: several teachers of this term with their weights,"
+        " divided by their sum; a list gives equal weights.",
+    )
+    mixture: Literal["arithmetic", "geometric", "lowest_loss"] = Field(
+        default="arithmetic",
+        description="With the term's `teachers`: weighted arithmetic or geometric mean of their "
+        "probabilities at `temperature`, or for each sample the teacher with the `lowest_loss` of "
+        "this term.",
+    )
+
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _a_list_has_equal_weights(cls, teachers: object) -> object:
+        if isinstance(teachers, list | tuple):
+            return {name: 1.0 / len(teachers) for name in teachers}
+        return teachers
+
     @property
     def temperatures(self) -> tuple[float, float] | None:
         """The first and the last temperature of the schedule; None if it stays the same."""
@@ -273,6 +301,13 @@ class ObjectiveConfig(Section):
         strict=False,
         description="Distillation terms; default with a teacher: one `forward_kl` of weight 1, "
         "without: none.",
+    )
+    routing_weights: dict[str, float] | None = Field(
+        default=None,
+        min_length=1,
+        examples=[{"math": 3, "code": 1}],
+        description="With `teachers`: shares of the samples of sources without `teacher` and "
+        "`teacher_field`; each sample's teacher is drawn from `seed` and the sample's number.",
     )
     features: tuple[FeatureConfig, ...] = Field(
         default=(),

@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from megatron_distill.config.schema.data import DataConfig
 from megatron_distill.config.schema.model import ModelConfig
@@ -23,6 +23,9 @@ from megatron_distill.config.schema.training import (
 )
 
 __all__ = ["CaptureConfig", "CapturePassConfig", "JobConfig", "RunConfig", "StoreConfig"]
+
+# No point, which separates keys.
+TeacherName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class JobConfig(Section):
@@ -71,6 +74,12 @@ class RunConfig(JobConfig):
         examples=[{"checkpoint": "runs/pretrained"}], description="The model to train."
     )
     objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="The training loss.")
+    teachers: dict[TeacherName, ModelConfig] | None = Field(
+        default=None,
+        min_length=1,
+        description="Several teachers by name, instead of `teacher`; the terms, the sources and "
+        "`objective.routing_weights` refer to these names. docs/several_teachers.md",
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam.")
     schedule: ScheduleConfig = Field(
         default=ScheduleConfig(), description="Learning-rate schedule."
@@ -98,13 +107,19 @@ class RunConfig(JobConfig):
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The models by role; the roles are the keys of the file."""
-        return {"student": self.student, **super().models}
+        several = {f"teachers.{name}": model for name, model in (self.teachers or {}).items()}
+        return {"student": self.student, **super().models, **several}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a teacher, or several."""
+        return self.teacher is not None or bool(self.teachers)
 
     @model_validator(mode="before")
     @classmethod
     def _no_terms_without_a_teacher(cls, tree: Any) -> Any:
         """Resolve the default of `objective.terms`, which depends on the presence of a teacher."""
-        if not isinstance(tree, Mapping) or tree.get("teacher") is not None:
+        if not isinstance(tree, Mapping) or tree.get("teacher") or tree.get("teachers"):
             return tree
         objective = tree.get("objective", {})
         if isinstance(objective, ObjectiveConfig) and "terms" not in objective.model_fields_set:

@@ -31,6 +31,7 @@ from megatron_distill.data.samples import (
     NO_CHUNK,
     weight_flag,
 )
+from megatron_distill.data.text.documents import RowFilter
 from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
 from megatron_distill.errors import ConfigError
 
@@ -105,7 +106,8 @@ class _Found:
 class ConversationEncoder:
     """Turns blocks of rows into token ids and flags; picklable, for worker processes.
 
-    aligner: of a teacher with a tokenizer of its own, None without one.
+    aligner: of a teacher with a tokenizer of its own, None without one. rows: selects some rows,
+    None: all.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class ConversationEncoder:
         tokenizer: Tokenizer,
         rule: MaskRule,
         aligner: ConversationAligner | None = None,
+        rows: RowFilter | None = None,
     ) -> None:
         self._spec = spec
+        self._rows = rows
         self._tokenizer = tokenizer
         self._rule = rule
         self._finder = ResponseFinder(template)
@@ -133,10 +137,13 @@ class ConversationEncoder:
         problems: list[tuple[int, str]] = []
         rows = 0
         for row, content in rows_of(block):
-            rows += 1
             if isinstance(content, str):
+                rows += 1
                 problems.append((row, content))
                 continue
+            if self._rows is not None and not self._rows.selects(content):
+                continue
+            rows += 1
             try:
                 conversation = conversation_of(content, self._spec)
                 digest = conversation.digest()

@@ -72,6 +72,8 @@ def prepared_conversations(
         distill_on_prompt=options.distill_on_prompt,
     )
     settings = [spec.format, _settings(spec.conversation, template), tokenizer.identity, vars(rule)]
+    if spec.rows is not None:
+        settings.append([spec.rows.field, spec.rows.value])
     aligner = None
     if teacher is not None:
         other = teacher_template(spec.conversation, teacher)
@@ -80,7 +82,9 @@ def prepared_conversations(
     folder = options.cache / f"conversations-{cache_key(files, settings)}"
     found = open_cache(folder, files)
     if found is None:
-        encoder = ConversationEncoder(spec.conversation, template, tokenizer, rule, aligner)
+        encoder = ConversationEncoder(
+            spec.conversation, template, tokenizer, rule, aligner, spec.rows
+        )
         found = _prepare(spec, encoder, folder, files, options, skip_bad=skip_bad)
     else:
         _LOG.info("%s: already prepared, cache hit: %s", spec.name, folder)
@@ -164,6 +168,8 @@ def _blocks(
     spec: SourceSpec, conversation: ConversationSpec, files: Sequence[Path]
 ) -> Iterator[RowBlock]:
     required, optional = conversation.columns
+    if spec.rows is not None:
+        optional = (*optional, spec.rows.field)
     assert spec.kind.rows is not None, "the rules refuse conversations of other formats"
     return read_blocks(files, read=spec.kind.rows, required=required, optional=optional)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from megatron_distill.data.text.files import DamagedFileError, InputFile, record_batches
 from megatron_distill.errors import DataError
@@ -62,6 +62,18 @@ class BadRecord:
 Record = Document | BadRecord
 ReadFile = Callable[[InputFile, Cursor], Iterator[Record]]
 """Reads the rest of one open file from a cursor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """Selects the rows whose ``field`` is ``value``."""
+
+    field: str
+    value: str
+
+    def selects(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is selected."""
+        return row.get(self.field) == self.value
 
 
 def content_digest(data: bytes) -> bytes:
@@ -123,30 +135,37 @@ def read_lines(file: InputFile, start: Cursor) -> Iterator[Record]:
             yield _decoded(content, file.path, after)
 
 
-def jsonl_reader(text_key: str) -> ReadFile:
-    """A reader of JSON objects, one per line, whose `text_key` holds the document."""
+def jsonl_reader(text_key: str, rows: RowFilter | None = None) -> ReadFile:
+    """A reader of JSON objects, one per line, whose `text_key` holds the document.
+
+    `rows` selects some of them, None: all.
+    """
 
     def read(file: InputFile, start: Cursor) -> Iterator[Record]:
         for line, after in _numbered_lines(file, start):
             if isinstance(line, BadRecord):
                 yield line
             elif not line.isspace():
-                record = _parsed(line, file.path, after, text_key)
-                if isinstance(record, BadRecord) or record.text:
+                record = _parsed(line, file.path, after, text_key, rows)
+                if isinstance(record, BadRecord) or (record is not None and record.text):
                     yield record
 
     return read
 
 
-def table_reader(text_key: str) -> ReadFile:
+def table_reader(text_key: str, rows: RowFilter | None = None) -> ReadFile:
     """A reader of Parquet and Arrow files whose column `text_key` holds the documents.
 
-    `line` of a cursor counts rows.
+    `line` of a cursor counts rows. `rows` selects some of them, None: all.
     """
+    columns = (text_key,) if rows is None else (text_key, rows.field)
 
     def read(file: InputFile, start: Cursor) -> Iterator[Record]:
-        for first, batch in record_batches(file.path, required=(text_key,), first_row=start.line):
+        for first, batch in record_batches(file.path, required=columns, first_row=start.line):
+            names = None if rows is None else batch.column(rows.field).to_pylist()
             for place, text in enumerate(batch.column(text_key).to_pylist()):
+                if rows is not None and names is not None and names[place] != rows.value:
+                    continue
                 after = Cursor(start.file, 0, first + place + 1)
                 record = _text_record(text, file.path, after, text_key)
                 if isinstance(record, BadRecord) or record.text:
@@ -178,7 +197,10 @@ def _decoded(content: bytes, path: Path, after: Cursor) -> Record:
     return Document(text, content_digest(content), True, after, path)
 
 
-def _parsed(line: bytes, path: Path, after: Cursor, text_key: str) -> Record:
+def _parsed(
+    line: bytes, path: Path, after: Cursor, text_key: str, rows: RowFilter | None
+) -> Record | None:
+    """The document of a line; None if the row is not selected."""
     where = f"{path}:{after.line}"
     try:
         value = json.loads(line.decode("utf-8"))
@@ -188,6 +210,8 @@ def _parsed(line: bytes, path: Path, after: Cursor, text_key: str) -> Record:
         return BadRecord(f"{where}: not a JSON object ({error}); correct the line", after)
     if not isinstance(value, dict):
         return BadRecord(f"{where}: not a JSON object but {type(value).__name__}", after)
+    if rows is not None and not rows.selects(value):
+        return None
     if text_key not in value:
         keys = ", ".join(sorted(value)[:10]) or "none"
         return BadRecord(

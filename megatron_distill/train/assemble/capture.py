@@ -379,7 +379,9 @@ def _banner(config: CaptureConfig, job: _Job, model: torch.nn.Module) -> str:
         tensor=config.parallel.tensor,
         device=first.device,
     )
-    memory = MemoryOfRank.of_capture(RankParameters.of((), model), dtype=first.dtype, logits=logits)
+    memory = MemoryOfRank.of_capture(
+        RankParameters.of((), [model]), dtype=first.dtype, logits=logits
+    )
     return capture_banner(
         config, shape, job.plan, memory=memory, world_size=job.groups.world.size()
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from megatron_distill.config import (
     FeatureConfig,
+    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ProjectorConfig,
@@ -24,7 +25,8 @@ from megatron_distill.config import (
     teacher_parallel,
 )
 from megatron_distill.data.collation import UnitRows
-from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.data.sources import DataOptions
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import (
     ChunkTerm,
@@ -44,7 +46,6 @@ from megatron_distill.models.pipeline_stages import (
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups, create_second_groups
 from megatron_distill.signals import Teacher
-from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
@@ -54,6 +55,7 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
+from megatron_distill.train.assemble.several import OpenTeachers, open_several, sample_routing
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -74,6 +76,7 @@ from megatron_distill.train.teachers.live import (
     routes,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.throughput import Throughput, stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
@@ -84,14 +87,14 @@ class OpenRun:
     """A run's models and samples; its student is a source, which `execution` says how to build.
 
     Attributes:
-        online: the live teacher, in the student's layout or its own; None without one.
+        models: the live teachers by role in the log, in the student's layout or their own.
         teacher: of the training samples: stored, live or with features; None without one.
     """
 
     vocabulary: Vocabulary
     student: ModelSource
     execution: Execution
-    online: OnlineTeacher | OwnLayout | None
+    models: Mapping[str, OnlineTeacher | OwnLayout]
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
@@ -100,13 +103,18 @@ class OpenRun:
         """Return what turns the seconds of a training step into figures."""
         return Throughput.of_run(
             self.student.architecture,
-            self.online.architecture if self.online else None,
+            self.teacher_shape,
             sequence_length=self.samples.data.sequence_length,
             teacher_length=self.samples.teacher_length,
             global_batch_size=train.global_batch_size,
             precision=train.precision,
             device=self.execution.device,
         )
+
+    @property
+    def teacher_shape(self) -> Architecture | None:
+        """The teacher's shape; None with several, where the samples decide which of them run."""
+        return self.models["teacher"].architecture if "teacher" in self.models else None
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
@@ -134,6 +142,7 @@ def open_run(
     stored, online = _open_teacher(
         config, terms, student, (vocabulary, own), groups, execution, resources
     )
+    several = open_several(config, terms, student, vocabulary, groups, execution)
     layers = stage_layers(
         groups.layout,
         student,
@@ -147,9 +156,18 @@ def open_run(
     if own is not None:
         given = (online, student, vocabulary, groups, execution.device)
         online, aligned = own.connect(*given, chunk_tokens=section.chunk_tokens)
-    metrics = _metrics(terms, stored, online)
-    objective = _token_objective(section, terms, metrics, student, vocabulary, groups, aligned)
-    teacher: Teacher | None = stored.teacher if stored else online
+    objective = TokenObjective(
+        ce_weight=section.ce_weight,
+        terms=terms,
+        metrics=_metrics(stored, terms, has_teacher=config.has_teacher),
+        chunk_tokens=section.chunk_tokens,
+        shard=vocab_shard(student, groups, tokens=vocabulary.size),
+        logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
+        groups=groups,
+        aligned=aligned,
+        several=several.loss if several else None,
+    )
+    teacher = _teacher_of(config.teacher, stored, online, several)
     if section.features:
         objective, teacher = _with_features(
             objective, section, config.optimizer, student, online, layers, config.seed
@@ -158,54 +176,59 @@ def open_run(
         vocabulary=vocabulary,
         student=source,
         execution=replace(execution, layers_per_stage=layers),
-        online=online,
+        models=several.models if several else {"teacher": online} if online else {},
         teacher=teacher,
         objective=objective,
-        samples=RunSamples(
-            data=config.data,
-            options=replace(options, teacher=own.reading) if own else options,
-            tokenizer=tokenizer,
-            stored=stored,
-            seed=config.seed,
-            held_out=config.validation.samples,
-            teacher_length=own.sequence_length if own else None,
+        samples=replace(
+            _samples(config, options, tokenizer, stored, own),
             planner=objective.planner,
             units=_unit_rows(online, config.train, groups),
         ),
     )
 
 
-def _metrics(
-    terms: Sequence[Term | ChunkTerm],
+def _samples(
+    config: RunConfig,
+    options: DataOptions,
+    tokenizer: Tokenizer | None,
     stored: Stored | None,
-    online: OnlineTeacher | OwnLayout | None,
+    own: TeacherTokens | None,
+) -> RunSamples:
+    """The samples of a run; `own`: the tokens of a teacher with a tokenizer of its own."""
+    reading = None if own is None else own.reading
+    return RunSamples(
+        data=config.data,
+        options=replace(options, teacher=reading, routing=sample_routing(config)),
+        tokenizer=tokenizer,
+        stored=stored,
+        seed=config.seed,
+        held_out=config.validation.samples,
+        teacher_length=None if own is None else own.sequence_length,
+    )
+
+
+def _metrics(
+    stored: Stored | None, terms: Sequence[Term | ChunkTerm], *, has_teacher: bool
 ) -> tuple[str, ...]:
     """Return the names of the reported metrics besides the losses; none without a teacher."""
     if stored is not None:
         return stored_metrics(stored.settings, terms)
-    return live_metrics(terms) if online is not None else ()
+    return live_metrics(terms) if has_teacher else ()
 
 
-def _token_objective(
-    section: ObjectiveConfig,
-    terms: Sequence[Term | ChunkTerm],
-    metrics: tuple[str, ...],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    groups: Groups,
-    aligned: AlignedLoss | None,
-) -> TokenObjective:
-    """Return the objective without features, with the weights of the first step."""
-    return TokenObjective(
-        ce_weight=section.ce_weight,
-        terms=terms,
-        metrics=metrics,
-        chunk_tokens=section.chunk_tokens,
-        shard=vocab_shard(student, groups, tokens=vocabulary.size),
-        logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
-        groups=groups,
-        aligned=aligned,
-    )
+def _teacher_of(
+    section: ModelConfig | None,
+    stored: Stored | None,
+    online: OnlineTeacher | OwnLayout | None,
+    several: OpenTeachers | None,
+) -> Teacher | None:
+    """The teacher of the training samples, whatever its kind."""
+    if several is not None:
+        return several.teacher
+    rests = section is not None and section.offload
+    if rests and isinstance(online, OnlineTeacher):
+        return RestingTeacher.of(online, key="teacher.offload")
+    return stored.teacher if stored is not None else online
 
 
 def _unit_rows(
@@ -251,7 +274,7 @@ def _open_teacher(
     execution = replace(execution, fp8=teacher_fp8(section), layers_per_stage=layers)
     seed, length = teacher_seed(config.seed), section.sequence_length or config.data.sequence_length
     shard = vocab_shard(of_head, groups, tokens=vocabulary.size)
-    layout, minutes = layout_of(teacher_parallel(config)), config.runtime.timeout_seconds / 60
+    layout = layout_of(teacher_parallel(config))
     if layout == groups.layout.without_virtual_stages():
         return None, OnlineTeacher.of_source(
             source,

@@ -20,7 +20,7 @@ from megatron_distill.config import (
 from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.losses import ChunkTerm, Term, TermTeachers
 from megatron_distill.models.architecture import Architecture, Fp8
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
 from megatron_distill.runtime.collectives import together
@@ -193,9 +193,9 @@ def teacher_seed(seed: int) -> int:
     return seed + _TEACHER_SEED_OFFSET
 
 
-def teacher_fp8(section: ModelConfig | None) -> Fp8 | None:
+def teacher_fp8(section: ModelConfig | None, role: str = "teacher") -> Fp8 | None:
     """Return the number format of a teacher's matrix products; None: that of its precision."""
-    return Fp8(section.fp8, "teacher.fp8") if section is not None and section.fp8 else None
+    return Fp8(section.fp8, f"{role}.fp8") if section is not None and section.fp8 else None
 
 
 def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term | ChunkTerm, ...]:
@@ -215,7 +215,16 @@ def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term |
 def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
-    return kind(**term.values_for(kind), parameters=term.parameters, temperatures=term.temperatures)
+    given = {**term.values_for(kind), "teachers": _teachers(term)}
+    if kind is ChunkTerm:
+        del given["teachers"]
+    return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
+
+
+def _teachers(term: TermConfig) -> TermTeachers | None:
+    if term.teacher is not None:
+        return TermTeachers.of({term.teacher: 1.0})
+    return None if term.teachers is None else TermTeachers.of(term.teachers, term.mixture)
 
 
 def export_source(student: ModelConfig) -> Path | None:

@@ -257,10 +257,10 @@ def _open_training(
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    online, stored = opened.online, opened.samples.stored
+    stored, online = opened.samples.stored, opened.models.get("teacher")
     memory = memory_of_run(
         state,
-        online.model if online else None,
+        [teacher.model for teacher in opened.models.values()],
         opened.execution,
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
@@ -269,7 +269,8 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
     )
     return run_banner(
         config,
-        {"student": state.architecture} | ({"teacher": online.architecture} if online else {}),
+        {"student": state.architecture}
+        | {role: teacher.architecture for role, teacher in opened.models.items()},
         memory,
         stored_samples=stored.samples if stored else 0,
         feature_pairs=len(state.features.pairs) if state.features else 0,
@@ -317,7 +318,7 @@ def run_banner(
     length = config.data.sequence_length
     rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))
     rows += memory_rows(memory, pipeline=config.parallel.pipeline)
-    job = "training" if config.teacher is None else "distillation"
+    job = "distillation" if config.has_teacher else "training"
     return banner_text(f"{job} into {config.output}", rows)
 
 

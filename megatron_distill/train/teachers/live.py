@@ -403,6 +403,13 @@ class OnlineTeacher:
         """
         if self.runs_in_step:
             return OnDemand(len(batches), lambda number: self._run([(number, batches[number])])[0])
+        return self.ahead(batches)
+
+    def ahead(self, batches: Sequence[Batch]) -> Sequence[ModelOutput] | Sequence[None]:
+        """Return the same signals, all computed now.
+
+        Collective: the forward half of `run_schedule` for all micro-batches.
+        """
         outputs = self._run(list(enumerate(batches)))
         return outputs or [None] * len(batches)
 

@@ -32,6 +32,10 @@ MAPS = "objective.features=[{student: 1, teacher: 1, loss: attention}]"
             "parallel.layers_per_stage.teacher = [2]: 1 number, but teacher.parallel.pipeline = 2 "
             "needs one",
         ),
+        (
+            ["teacher.parallel={tensor: 1}", "teacher.offload=true"],
+            "teacher.offload = true: a teacher with a layout of its own keeps its weights",
+        ),
         (["student.parallel.tensor=2"], "student.parallel: the student's layout is parallel"),
     ],
 )

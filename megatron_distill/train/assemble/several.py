@@ -1,0 +1,85 @@
+"""From a configuration to several teachers, their loss, and the routing of samples to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_distill.config import RunConfig, routed_terms
+from megatron_distill.data.routing import Routing
+from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import Teacher
+from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
+from megatron_distill.train.several_loss import SeveralLoss
+from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.resting import RestingTeacher
+from megatron_distill.train.teachers.several import SeveralTeachers
+
+__all__ = ["OpenTeachers", "open_several", "sample_routing"]
+
+
+@dataclass(frozen=True)
+class OpenTeachers:
+    """The teachers of a run with several: their models by role, their signals and their loss."""
+
+    models: Mapping[str, OnlineTeacher]
+    teacher: SeveralTeachers
+    loss: SeveralLoss
+
+
+def open_several(
+    config: RunConfig,
+    terms: Sequence[Term | ChunkTerm],
+    student: Architecture,
+    vocabulary: Vocabulary,
+    groups: Groups,
+    execution: Execution,
+) -> OpenTeachers | None:
+    """Build the teachers one after the other; None without several.
+
+    Raises ConfigError or CheckpointError on all ranks.
+
+    Collective: those of `OnlineTeacher.of_source`, per teacher.
+    """
+    if not config.teachers:
+        return None
+    plain = [term for term in terms if isinstance(term, Term)]
+    models: dict[str, OnlineTeacher] = {}
+    teachers: dict[str, Teacher] = {}
+    for number, (name, section) in enumerate(sorted(config.teachers.items())):
+        key = f"teachers.{name}"
+        models[name] = OnlineTeacher.of_source(
+            resolve_model(config, key, vocabulary),
+            replace(execution, fp8=teacher_fp8(section, key), layers_per_stage=None),
+            seed=teacher_seed(config.seed) + number,
+            sequence_length=config.data.sequence_length,
+            shard=vocab_shard(student, groups, tokens=vocabulary.size),
+            groups=groups,
+            offload_hidden=section.offload_hidden,
+        )
+        teachers[name] = models[name]
+        if section.offload:
+            teachers[name] = RestingTeacher.of(models[name], key=f"{key}.offload")
+    named = {name for term in plain if term.teachers for name in term.teachers.names}
+    several = SeveralTeachers(
+        teachers,
+        named=frozenset(named),
+        has_routed_terms=bool(routed_terms(config)),
+        is_joint=groups.layout.expert > 1,
+    )
+    by_role = {f"teachers.{name}": model for name, model in models.items()}
+    return OpenTeachers(by_role, several, SeveralLoss.of(plain, tuple(models), groups.context))
+
+
+def sample_routing(config: RunConfig) -> Routing | None:
+    """Return the routing of samples to teachers; None where every term names its teachers."""
+    if not routed_terms(config):
+        return None
+    names = tuple(sorted(config.teachers or ()))  # their order in the file changes nothing
+    shares = config.objective.routing_weights
+    weights = None if shares is None else tuple(shares.get(name, 0.0) for name in names)
+    return Routing(names, weights, config.seed)

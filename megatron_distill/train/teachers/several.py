@@ -1,0 +1,80 @@
+"""Several teachers: each runs in the micro-batches whose terms or samples need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.signals import (
+    OnDemand,
+    Signal,
+    Signals,
+    SignalsByTeacher,
+    Teacher,
+    WithFeatures,
+)
+from megatron_distill.train.teachers.resting import RestingTeacher
+
+__all__ = ["SeveralTeachers"]
+
+
+@dataclass(frozen=True)
+class SeveralTeachers:
+    """Teachers by name, in the order of their numbers in a batch.
+
+    A micro-batch has the signals of the teachers that a term names, and of those of its samples. A
+    teacher that no sample of a step needs does not run in that step.
+
+    Attributes:
+        teachers: by name.
+        named: the teachers that a term names; they run on every sample.
+        has_routed_terms: whether a term is trained on the teacher of each sample.
+        is_joint: whether data-parallel ranks run a teacher together, as with experts on several of
+            them: each then runs it where one of them needs it.
+    """
+
+    teachers: Mapping[str, Teacher]
+    named: frozenset[str]
+    has_routed_terms: bool
+    is_joint: bool = False
+
+    def signals(self, batches: Sequence[Batch]) -> Signals:
+        """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
+
+        Collective: those of the teachers that run, one after the other in the order of names. Which
+        of them run follows from the samples, the same on all ranks that run a teacher together.
+        """
+        taken: dict[str, tuple[Mapping[int, int], Signals]] = {}
+        wanted = [self.needed(batch) for batch in batches]
+        running = sorted(frozenset().union(*wanted))
+        for place, name in enumerate(running):
+            # The weights of the next teacher arrive while this one runs; two at most are there.
+            for coming in (self.teachers[name] for name in running[place : place + 2]):
+                if isinstance(coming, RestingTeacher):
+                    coming.begin()
+            own = [number for number, names in enumerate(wanted) if name in names]
+            signals = self.teachers[name].signals([batches[number] for number in own])
+            taken[name] = {number: index for index, number in enumerate(own)}, signals
+
+        def at(micro_batch: int) -> Signal | WithFeatures | None:
+            found: dict[str, Signal] = {}
+            for name in sorted(wanted[micro_batch]):
+                places, signals = taken[name]
+                signal = signals[places[micro_batch]]
+                assert not isinstance(signal, WithFeatures), "features have one teacher"
+                if signal is not None:
+                    found[name] = signal
+            if not found and wanted[micro_batch]:
+                return None
+            return SignalsByTeacher(batches[micro_batch].tokens_bs.numel(), found)
+
+        return OnDemand(len(batches), at)
+
+    def needed(self, batch: Batch) -> frozenset[str]:
+        """The teachers that run on a micro-batch."""
+        if not self.has_routed_terms:
+            return self.named
+        numbers = batch.teachers_of_all if self.is_joint else batch.teacher_numbers
+        names = list(self.teachers)
+        return self.named | {names[number] for number in numbers if number >= 0}

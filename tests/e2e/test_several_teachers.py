@@ -1,0 +1,216 @@
+"""Runs with several teachers: routed, mixed and chosen, in every layout, and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import (
+    COMMON,
+    STUDENT,
+    TEACHER,
+    Inputs,
+    assembled,
+    course,
+    failure,
+    quick_and_slow,
+    records,
+    run,
+    step_records,
+)
+
+STEPS = "train.steps=6"
+NAMES = ("math", "code", "law")
+TERMS = """\
+    - {divergence: forward_kl}
+    - {divergence: reverse_kl, weight: 0.3, temperature: 2.0, teachers: {math: 0.7, code: 0.3}}
+    - {divergence: js_divergence, weight: 0.3, teachers: {math: 1, law: 3}, mixture: geometric}
+    - {divergence: forward_kl, weight: 0.2, teachers: [code, law], mixture: lowest_loss}
+    - {divergence: forward_kl, weight: 0.1, top_k: 8, teacher: law}"""
+ROUTED = "objective.terms=[{divergence: forward_kl}]"
+
+
+def teachers_section() -> str:
+    own = TEACHER.removeprefix("teacher:\n")
+    section = "".join(
+        f"  {name}:\n" + "".join(f"  {line}\n" for line in own.splitlines()) for name in NAMES
+    )
+    return f"teachers:\n{section.replace('hidden_size: 40', 'hidden_size: 48', 1)}"
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    """Three teachers; rows of one file name two of them, those of another are drawn."""
+    rows = [json.loads(line) for line in inputs.corpus.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["domain"] = "math" if number % 3 else "code"
+    path = inputs.folder / "domains.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = COMMON.format(
+        corpus=inputs.corpus, tokenizer=inputs.tokenizer, steps=6, terms=TERMS
+    ).replace(
+        "  sources:\n",
+        f"  sources:\n    - {{format: jsonl, paths: {path}, teacher_field: domain}}\n",
+    )
+    weights = "objective:\n  routing_weights: {law: 1, math: 2}\n"
+    text = STUDENT + teachers_section() + common.replace("objective:\n", weights)
+    written = inputs.folder / "several.yaml"
+    written.write_text(text)
+    return written
+
+
+def assert_same_course(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) == 6
+    for ours, other in zip(found, expected, strict=True):
+        tolerance = 1e-6 if ours["step"] == 1 else 1e-4
+        for name in ("ce_loss", "kd_loss", "grad_norm", "top1_agreement"):
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+        for name, figures in other["teachers"].items():
+            assert ours["teachers"][name] == pytest.approx(figures, rel=10 * tolerance), name
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, config: Path, inputs: Inputs) -> list[dict[str, Any]]:
+    """The run of one rank."""
+    return run(pool, 1, config, inputs.folder / "several-1", *_HELD_OUT)
+
+
+_HELD_OUT = ("validation.samples=4", "validation.interval=6")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "TP2": (2, ("parallel.tensor=2",)),
+    "TP2+sequence": (2, ("parallel.tensor=2", "parallel.sequence=true")),
+    "DP2": (2, ()),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "CP2": (2, ("parallel.context=2",)),
+    "one sample at a time": (1, ("train.micro_batch_size=1",)),
+}
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("TP2+sequence", "DP2")))
+def test_the_layout_changes_nothing(
+    pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    assert_same_course(run(pool, world, config, tmp_path / "run", *overrides), whole)
+
+
+@pytest.mark.slow
+def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
+    # Its samples are on one replica or the other, and its experts on both.
+    overrides = (
+        ROUTED, "train.micro_batch_size=1", "teachers.law.architecture.moe={num_experts: 4}",
+        "teachers.law.architecture.moe.ffn_hidden_size=24",
+    )  # fmt: skip
+    expected = run(pool, 1, config, tmp_path / "one", *overrides)
+    assert_same_course(
+        run(pool, 2, config, tmp_path / "two", *overrides, "parallel.expert=2"), expected
+    )
+
+
+def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) -> None:
+    for record in whole:
+        teachers = record["teachers"]
+        assert set(teachers) == {"math", "code", "law", "code+math", "law+math"}
+        labels = teachers["code+math"]["kd_tokens"]
+        # Each label counts for its own teacher, for the chosen one and for the one of the top-k
+        # term, which is one target with the first where it is the same.
+        own = sum(teachers[name]["kd_tokens"] for name in NAMES)
+        assert 2 * labels <= own <= 3 * labels
+        assert teachers["law+math"]["kd_tokens"] == labels > 0
+        kd = sum(one.get("kd_loss", 0.0) * one["kd_tokens"] / labels for one in teachers.values())
+        assert kd == pytest.approx(record["kd_loss"], rel=1e-5)
+        assert teachers["math"]["top1_agreement"] <= 1
+    validation = records(inputs.folder / "several-1")[-1]["validation"]
+    assert set(validation["teachers"]) == set(whole[0]["teachers"])
+
+
+def test_routing_to_one_teacher_is_the_run_of_that_teacher(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
+    single = inputs.write("single", STUDENT, TEACHER, steps=6)
+    expected = course(run(pool, 1, single, tmp_path / "single"))
+    own = "".join(f"  {line}\n" for line in TEACHER.removeprefix("teacher:\n").splitlines())
+    text = single.read_text().replace(TEACHER, f"teachers:\n  only:\n{own}")
+    of_source = text.replace("{format: jsonl,", "{format: jsonl, teacher: only,")
+    drawn = text.replace("objective:\n", "objective:\n  routing_weights: {only: 2}\n")
+    for name, routed in (("source", of_source), ("drawn", drawn)):
+        written = inputs.folder / f"only_{name}.yaml"
+        written.write_text(routed)
+        found = run(pool, 1, written, tmp_path / name)
+        assert course(found) == expected
+        assert found[0]["teachers"]["only"]["kd_loss"] == pytest.approx(found[0]["kd_loss"])
+
+
+def passes_and_samples(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> list[dict[str, tuple[int, int]]]:
+    """Forward passes of each teacher in each step, and the step's samples of it."""
+    from megatron_distill.train.teachers.live import OnlineTeacher
+    from megatron_distill.train.teachers.several import SeveralTeachers
+
+    with assembled(rank, world, config, overrides) as (_, parts):
+        assert isinstance(parts.teacher, SeveralTeachers)
+        passes: Counter[str] = Counter()
+        for name, teacher in parts.teacher.teachers.items():
+            assert isinstance(teacher, OnlineTeacher)
+            teacher.model.register_forward_hook(
+                lambda *_, name=name: passes.update([name])  # type: ignore[misc]
+            )
+        found = []
+        for step in range(1, 9):
+            passes.clear()
+            batches = parts.loader.take(step).micro_batches
+            for signal in parts.teacher.signals(batches):
+                assert signal is not None
+            names = list(parts.teacher.teachers)
+            samples = Counter(names[n] for batch in batches for n in batch.teacher_numbers)
+            found.append({name: (passes[name], samples[name]) for name in names})
+        return found
+
+
+def test_a_teacher_runs_for_its_samples_alone(pool: Pool, config: Path, tmp_path: Path) -> None:
+    overrides = (
+        f"output={tmp_path}", ROUTED, "train.steps=9", "train.micro_batch_size=1",
+        "objective.routing_weights={law: 1, math: 4}",
+    )  # fmt: skip
+    (steps,) = pool.run(1, passes_and_samples, config, overrides)
+    for step in steps:
+        assert all(passes == samples for passes, samples in step.values())
+        assert sum(passes for passes, _ in step.values()) == 8
+    assert 0 in {passes for step in steps for passes, _ in step.values()}
+    assert {"law", "math", "code"} == {
+        n for step in steps for n, (count, _) in step.items() if count
+    }
+
+
+def test_a_resumed_run_routes_as_before(pool: Pool, config: Path, tmp_path: Path) -> None:
+    saved = ("checkpoint.save=true", "train.micro_batch_size=1")
+    expected = course(run(pool, 1, config, tmp_path / "whole", *saved))
+    run(pool, 1, config, tmp_path / "cut", *saved, stop_after=3)
+    run(pool, 2, config, tmp_path / "cut", "checkpoint.save=true", "train.micro_batch_size=1")
+    found = course(step_records(tmp_path / "cut"))
+    assert found[:3] == expected[:3]
+    for ours, other in zip(found[3:], expected[3:], strict=True):
+        assert ours == pytest.approx(other, rel=1e-5)
+
+
+def test_a_row_of_no_teacher_ends_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
+    rows = [{"text": "one two three", "domain": "math"}, {"text": "four", "domain": "biology"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"data.sources=[{{format: jsonl, paths: {path}, teacher_field: domain}}]"
+    text = failure(pool, 1, config, tmp_path / "run", source)
+    assert f"{path}:2" in text
+    assert "'biology'" in text
+    assert "code, law, math" in text
+    path.write_text(json.dumps({"text": "no domain"}) + "\n")
+    text = failure(pool, 1, config, tmp_path / "run", source)
+    assert f"{path}:1 has no 'domain'" in text

@@ -1,0 +1,79 @@
+"""Rules on several teachers: names, routing, and what cannot be combined with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import check_layout
+from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, complaints, load_tree
+
+SEVERAL = MINIMAL | {
+    "teachers": {"math": {"architecture": ARCHITECTURE}, "code": {"architecture": ARCHITECTURE}}
+}
+TO_MATH = "data.sources.0.teacher=math"
+DRAWN = "objective.routing_weights={math: 1, code: 3}"
+MIXED = "objective.terms=[{teachers: {math: 1, code: 2}}]"
+NAMED = "objective.terms=[{teacher: math}, {teacher: code}]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (DRAWN,),
+        (MIXED,),
+        (NAMED,),
+        (TO_MATH, "objective.terms=[{}, {teachers: [math, code], mixture: lowest_loss}]"),
+        ("data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",),
+    ],
+)
+def test_several_teachers_load(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    config = load_tree(tmp_path, SEVERAL, *overrides)
+    check_layout(config, 1)
+    assert set(config.models) == {"student", "teachers.math", "teachers.code"}
+    assert len(config.objective.terms) >= 1
+
+
+REFUSED = {
+    "teachers.math.hf": ("teacher={hf: x}", DRAWN, "both given"),
+    "no routing": ("seed=1", "data.sources.0: objective.terms.0 names no teacher"),
+    "unknown source": ("data.sources.0.teacher=law", "'law' is none of the teachers"),
+    "unknown term": ("objective.terms=[{teacher: law}]", "objective.terms.0.teacher: 'law'"),
+    "unknown weight": ("objective.routing_weights={math: 1, law: 1}", "'law' is none"),
+    "negative": ("objective.terms=[{teachers: {math: 2, code: -1}}]", "must be 0 or more"),
+    "two": ("objective.terms=[{teacher: math, teachers: {code: 1}}]", "set only one of the two"),
+    "unequal": (
+        "objective.terms=[{teachers: {math: 2, code: 1}, mixture: lowest_loss}]",
+        "no weight is used",
+    ),
+    "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
+    "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
+    "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
+    "alignment": (NAMED, "objective.terms=[{alignment: uld}]", "cannot be one of several"),
+    "store": (DRAWN, "teachers.math={store: x}", "the teachers of one run are models"),
+    "layout": (DRAWN, "teachers.math.parallel={tensor: 1}", "have the student's layout"),
+    "no terms": ("objective.terms=[]", "serve distillation terms only"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions_are_named(tmp_path: Path, case: str) -> None:
+    *overrides, expected = REFUSED[case]
+    assert any(expected in text for text in complaints(load_tree, tmp_path, SEVERAL, *overrides))
+
+
+def test_a_term_without_teachers_cannot_name_one(tmp_path: Path) -> None:
+    (text,) = complaints(load_tree, tmp_path, TAUGHT, "objective.terms=[{teacher: math}]")
+    assert "there is no teacher of that name" in text
+
+
+def test_teachers_are_declined_as_a_teacher_is(tmp_path: Path) -> None:
+    config = load_tree(tmp_path, SEVERAL, NAMED, "teachers=null")
+    assert config.objective.terms == ()
+    assert not config.has_teacher
+
+
+def test_an_unknown_key_of_a_teacher_is_found(tmp_path: Path) -> None:
+    problems = complaints(load_tree, tmp_path, SEVERAL, DRAWN, "teachers.math.ofload=true")
+    assert problems == ["teachers.math.ofload: unknown key; did you mean teachers.math.offload?"]

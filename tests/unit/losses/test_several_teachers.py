@@ -1,0 +1,158 @@
+"""Several teachers in one objective: routed, named, mixed and chosen, against a float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_distill.losses import Term, TermTeachers, fused_linear_objective
+from megatron_distill.losses.terms import Mixture
+from megatron_distill.signals import HiddenState
+from tests.support.several_teachers import LENGTH, Inputs, on_shard, solve
+
+MIXED = {"math": 0.7, "code": 0.3}
+NAMES = ("math", "code", "code", "law")
+
+
+def teachers(mixture: Mixture = "arithmetic", **weights: float) -> TermTeachers:
+    return TermTeachers.of(weights, mixture)
+
+
+TERMS = {
+    "routed": [Term(), Term("reverse_kl", 0.5, temperature=2.0)],
+    "named": [Term(teachers=teachers(math=1)), Term(teachers=teachers(code=1))],
+    "arithmetic": [
+        Term(temperature=2.0, scale_by_temperature_squared=True, teachers=teachers(**MIXED)),
+        Term("reverse_kl", 0.5, teachers=teachers(**MIXED)),
+        Term("js_divergence", 0.3, teachers=teachers(math=1, code=2, law=3)),
+    ],
+    "geometric": [
+        Term(temperature=2.0, teachers=teachers("geometric", **MIXED)),
+        Term("total_variation", 0.5, teachers=teachers("geometric", **MIXED)),
+    ],
+    "lowest": [
+        Term(teachers=teachers("lowest_loss", math=1, code=1, law=1)),
+        Term("reverse_kl", teachers=teachers("lowest_loss", math=1, law=1)),
+    ],
+    "all": [
+        Term(),
+        Term("reverse_kl", teachers=teachers("geometric", **MIXED)),
+        Term(temperature=3.0, teachers=teachers(**MIXED)),
+        Term("squared_hellinger", teachers=teachers("lowest_loss", math=1, code=1)),
+        Term("js_divergence", teachers=teachers(law=1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", TERMS)
+def test_values_and_gradients_are_those_of_the_oracle(kind: str) -> None:
+    inputs = Inputs.random()
+    ours = on_shard(0, 1, inputs, TERMS[kind], NAMES)
+    oracle = solve(inputs, TERMS[kind], NAMES)
+    for name, value in oracle.report.items():
+        assert float(ours.report[name]) == pytest.approx(float(value), rel=1e-11), name
+    assert float(ours.total) == pytest.approx(float(oracle.total), rel=1e-11)
+    torch.testing.assert_close(ours.hidden_gradient, oracle.hidden_gradient, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        ours.weight_gradient[: len(oracle.weight_gradient)],
+        oracle.weight_gradient,
+        rtol=1e-10,
+        atol=1e-13,
+    )
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "geometric", "lowest"])
+def test_gradient_is_that_of_finite_differences(kind: str) -> None:
+    inputs = Inputs.random(3)
+    gradient = on_shard(0, 1, inputs, TERMS[kind], NAMES).hidden_gradient
+    generator = torch.Generator().manual_seed(1)
+    step = torch.randn(inputs.hidden_NH.shape, generator=generator, dtype=torch.float64)
+    totals = [
+        on_shard(
+            0, 1, replace(inputs, hidden_NH=inputs.hidden_NH + sign * 1e-5 * step), TERMS[kind],
+            NAMES,
+        ).total
+        for sign in (1, -1)
+    ]  # fmt: skip
+    slope = float(totals[0] - totals[1]) / 2e-5
+    assert slope == pytest.approx(float((gradient * step).sum()), rel=1e-6)
+
+
+def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls() -> None:
+    inputs = Inputs.random(1)
+    mixed = on_shard(0, 1, inputs, [Term(temperature=2.0, teachers=teachers(**MIXED))], NAMES)
+    single = [
+        Term(weight=weight, temperature=2.0, teachers=teachers(**{name: 1.0}))
+        for name, weight in MIXED.items()
+    ]
+    apart = on_shard(0, 1, inputs, single, NAMES)
+    torch.testing.assert_close(mixed.hidden_gradient, apart.hidden_gradient, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("mixture", ["arithmetic", "geometric", "lowest_loss"])
+def test_equal_teachers_are_one_teacher(mixture: Mixture) -> None:
+    inputs = Inputs.random(2)
+    inputs = replace(inputs, teachers={**inputs.teachers, "code": inputs.teachers["math"]})
+    one = on_shard(0, 1, inputs, [Term(teachers=teachers(math=1))], NAMES)
+    both = on_shard(0, 1, inputs, [Term(teachers=teachers(mixture, **MIXED))], NAMES)
+    assert float(both.total) == pytest.approx(float(one.total), rel=1e-12)
+    torch.testing.assert_close(both.hidden_gradient, one.hidden_gradient, rtol=1e-10, atol=1e-14)
+    if mixture == "lowest_loss":  # ties go to the first name
+        assert float(both.sums["math"].labels) == 0.0
+        assert float(both.sums["code"].labels) == pytest.approx(float(inputs.kd_weights_N.sum()))
+
+
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        ([Term(temperature=2.0)], ("math",) * 4),
+        ([Term(temperature=2.0, teachers=teachers(math=1.0, code=0.0))], NAMES),
+        ([Term(temperature=2.0, teachers=teachers("geometric", math=3.0))], ()),
+    ],
+)
+def test_one_teacher_is_the_plain_objective_to_the_bit(
+    terms: list[Term], names: tuple[str, ...]
+) -> None:
+    inputs = Inputs.random(4)
+    ours = on_shard(0, 1, inputs, terms, names, torch.float32)
+    hidden = inputs.hidden_NH.float().requires_grad_()
+    weight = torch.nn.functional.pad(inputs.weight_GH.float(), (0, 0, 0, 3)).requires_grad_()
+    states, head = inputs.teachers["math"]
+    total, report = fused_linear_objective(
+        hidden,
+        weight[:53],
+        HiddenState(states.float(), head.float()),
+        inputs.labels_N,
+        ce_weights=inputs.ce_weights_N,
+        kd_weights=inputs.kd_weights_N,
+        terms=[Term(temperature=2.0)],
+        chunk_tokens=5,
+    )
+    total.backward()
+    assert torch.equal(ours.total, total)
+    assert hidden.grad is not None
+    assert torch.equal(ours.hidden_gradient, hidden.grad)
+    assert torch.equal(ours.report["kd"], report["kd"])
+    assert torch.equal(ours.sums["math"].kd, report["kd"])
+    assert float(ours.sums["math"].agreement) == float(report["top1_agreement"])
+
+
+def test_sums_of_the_teachers_add_up() -> None:
+    inputs = Inputs.random(5)
+    ours = on_shard(0, 1, inputs, [Term()], NAMES)
+    labels = inputs.kd_weights_N.view(4, LENGTH).sum(1)
+    assert float(ours.sums["math"].labels) == pytest.approx(float(labels[0]))
+    assert float(ours.sums["code"].labels) == pytest.approx(float(labels[1] + labels[2]))
+    whole = sum(float(one.kd) for one in ours.sums.values())
+    assert whole == pytest.approx(float(ours.report["kd"]), rel=1e-12)
+    agreement = sum(float(one.agreement) for one in ours.sums.values())
+    assert agreement == pytest.approx(float(ours.report["top1_agreement"]), rel=1e-12)
+
+
+def test_a_mean_needs_positive_weights_and_names() -> None:
+    with pytest.raises(ValueError, match="at least one teacher"):
+        TermTeachers(())
+    with pytest.raises(ValueError, match="sum one"):
+        TermTeachers((("math", 0.7), ("code", 0.7)))
