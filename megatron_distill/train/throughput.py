@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
@@ -65,15 +64,16 @@ class Throughput:
         sequence_length: int,
         global_batch_size: int,
         precision: Literal["bf16", "fp32"],
+        num_devices: int,
         device: torch.device,
     ) -> Throughput:
-        """The figures of a run of these models on the devices of this world."""
+        """The figures of a run of these models on this number of such devices."""
         flops = step_flops_per_token(student, teacher, sequence_length=sequence_length)
         on_cuda = device.type == "cuda"
         return cls(
             tokens_per_step=global_batch_size * sequence_length,
             flops_per_token=flops.total,
-            num_devices=dist.get_world_size(),
+            num_devices=num_devices,
             device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
             precision=precision,
         )

@@ -209,11 +209,13 @@ def quick_and_slow(cases: Iterable[str], quick: Collection[str]) -> list[Paramet
     return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def configure(rank: int, config_path: Path, overrides: Sequence[str], world: int) -> RunConfig:
+def configure(
+    rank: int, config_path: Path, overrides: Sequence[str], world: int, *, teachers: int = 0
+) -> RunConfig:
     """Prepare a pool worker as the entry script prepares a rank."""
     log.configure(rank, other_ranks_level=40)
     config = load_config(config_path, overrides)
-    check_layout(config, world)
+    check_layout(config, world, teachers=teachers)
     prepare_megatron_core(on_cuda=False)
     torch.set_num_threads(1)
     return config

@@ -43,6 +43,7 @@ from megatron_distill.models.pipeline_stages import (
 )
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups, create_second_groups
+from megatron_distill.runtime.launch import Device
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
@@ -53,6 +54,7 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
+from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_ranks
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -73,6 +75,7 @@ from megatron_distill.train.teachers.live import (
     routes,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import HeldOutAnswers, OwnRanksTeacher
 from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.throughput import stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
@@ -84,6 +87,7 @@ class OpenRun:
 
     Attributes:
         online: the live teacher, in the student's layout or its own; None without one.
+        remote: the live teacher on ranks of its own, None without one.
         teacher: of the training samples: stored, live or with features; None without one.
     """
 
@@ -91,9 +95,23 @@ class OpenRun:
     student: ModelSource
     execution: Execution
     online: OnlineTeacher | OwnLayout | None
+    remote: OwnRanksTeacher | None
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
+
+    @property
+    def teacher_architecture(self) -> Architecture | None:
+        """The shape of a live teacher."""
+        live = self.online or self.remote
+        return None if live is None else live.architecture
+
+    @property
+    def held_values(self) -> int:
+        """Numbers that this rank holds for a teacher beside its model: a head, slots of answers."""
+        if self.remote is not None:
+            return self.remote.held_bytes // self.execution.dtype.itemsize
+        return self.online.head_copy if isinstance(self.online, OwnLayout) else 0
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
@@ -101,9 +119,11 @@ class OpenRun:
 
 
 def open_run(
-    config: RunConfig, execution: Execution, groups: Groups, resources: ExitStack
+    config: RunConfig, execution: Execution, groups: Groups, device: Device, resources: ExitStack
 ) -> OpenRun:
     """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
+
+    A teacher behind `device.bridge` has ranks of its own.
 
     Raises a MegatronDistillError on all ranks.
 
@@ -119,7 +139,9 @@ def open_run(
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
     of_teacher = vocabulary if own is None else own.vocabulary
-    stored, online = _open_teacher(config, terms, student, of_teacher, groups, execution, resources)
+    stored, online, remote = _open_teacher(
+        config, terms, student, of_teacher, groups, execution, device, resources
+    )
     layers = stage_layers(
         groups.layout,
         student,
@@ -132,6 +154,7 @@ def open_run(
     if own is not None:
         online, aligned = own.connect(online, student, vocabulary, groups, chunk_tokens=chunk)
     metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
+    metrics = answer_metrics(config, terms) if remote else metrics
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
@@ -142,7 +165,7 @@ def open_run(
         groups=groups,
         aligned=aligned,
     )
-    teacher: Teacher | None = stored.teacher if stored else online
+    teacher: Teacher | None = stored.teacher if stored else online or remote
     if section.features:
         objective, teacher = _with_features(
             objective, section, config.optimizer, student, online, layers, config.seed
@@ -152,6 +175,7 @@ def open_run(
         student=source,
         execution=replace(execution, layers_per_stage=layers),
         online=online,
+        remote=remote,
         teacher=teacher,
         objective=objective,
         samples=RunSamples(
@@ -184,17 +208,23 @@ def _open_teacher(
     vocabulary: Vocabulary,
     groups: Groups,
     execution: Execution,
+    device: Device,
     resources: ExitStack,
-) -> tuple[Stored | None, OnlineTeacher | OwnLayout | None]:
-    """Open the stores, or build the live teacher; at most one of them exists."""
+) -> tuple[Stored | None, OnlineTeacher | OwnLayout | None, OwnRanksTeacher | None]:
+    """Open the stores, build the live teacher, or reach one elsewhere; at most one exists."""
     section = config.teacher
     if section is None:
-        return None, None
+        return None, None, None
+    if device.bridge is not None:
+        remote = open_own_ranks(
+            config, student, terms, vocabulary, groups, execution, device, resources
+        )
+        return None, None, remote
     if section.store is not None:
         plain = [term for term in terms if isinstance(term, Term)]
         stored = open_stored(config, plain, student, vocabulary, groups, execution.device)
         resources.callback(stored.close)
-        return stored, None
+        return stored, None, None
     layers = config.parallel.layers_per_stage.teacher
     source = resolve_model(config, "teacher", vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
@@ -204,7 +234,7 @@ def _open_teacher(
     shard = vocab_shard(of_head, groups, tokens=vocabulary.size)
     own = layout_of(teacher_parallel(config))
     if own == groups.layout.without_virtual_stages():
-        return None, OnlineTeacher.of_source(
+        shared = OnlineTeacher.of_source(
             source,
             execution,
             seed=seed,
@@ -213,7 +243,8 @@ def _open_teacher(
             groups=groups,
             offload_hidden=section.offload_hidden,
         )
-    return None, OwnLayout.of_source(
+        return None, shared, None
+    apart = OwnLayout.of_source(
         source,
         execution,
         seed=seed,
@@ -223,6 +254,7 @@ def _open_teacher(
         own_groups=create_second_groups(own, timeout_minutes=config.runtime.timeout_seconds / 60),
         offload_hidden=section.offload_hidden,
     )
+    return None, apart, None
 
 
 def open_held_out(
@@ -247,7 +279,10 @@ def open_held_out(
     objective = opened.objective_of(names)
     schedules = build_balancing(section, objective).schedules
     final = schedules.applied(objective, steps_done=sys.maxsize)
-    return HeldOut.of(steps, opened.teacher if has_signals else None, final)
+    teacher = opened.teacher if has_signals else None
+    if opened.remote is not None:
+        teacher = HeldOutAnswers(opened.remote, len(steps))
+    return HeldOut.of(steps, teacher, final)
 
 
 def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:

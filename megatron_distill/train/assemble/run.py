@@ -38,6 +38,7 @@ from megatron_distill.train.assemble.distillation import (
     open_run,
 )
 from megatron_distill.train.assemble.models import export_source, job_groups
+from megatron_distill.train.assemble.own_ranks import meetings, run_teacher
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
 from megatron_distill.train.banner import (
@@ -63,8 +64,8 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.throughput import MemoryOfRank, Throughput
 
 _LOGGER = get_logger(__name__)
@@ -76,7 +77,12 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
+    meet = meetings(device)
+    if device.bridge is not None and device.bridge.is_teacher:
+        run_teacher(config, device)
+        return True
     with (
+        meet("run"),
         permanent_imports(),
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
         ExitStack() as resources,
@@ -90,16 +96,43 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
                 plan.steps,
             )
             return True
+        if isinstance(parts.teacher, OwnRanksTeacher):
+            parts.teacher.start(steps_done=parts.state.step, last_step=plan.steps)
         return train(parts, plan, termination)
 
 
 def _assemble(
     config: RunConfig, device: Device, groups: Groups, resources: ExitStack
 ) -> tuple[Parts, LoopPlan]:
-    """Check, build the models, then read the data; a failure restores the run folder."""
-    found = _checked_folder(config, resources)
-    opened = open_run(config, _execution(config.train, device), groups, resources)
-    samples, online = opened.samples, opened.online
+    """Check, build the models, then read the data; a failure restores the run folder.
+
+    The ranks of a teacher elsewhere meet these three times; see `run_teacher`.
+    """
+    meet = meetings(device)
+    with meet("tokenizer"):
+        found = _checked_folder(config, resources)
+        execution = _execution(config.train, device)
+        opened = open_run(config, execution, groups, device, resources)
+    with meet("student"):
+        parts, plan = _build(config, device, opened, groups, found, resources)
+        if device.bridge is not None and dist.get_rank() == 0:
+            start = {"steps_done": parts.state.step, "last_step": plan.steps}
+            device.bridge.publish("start", {**start, "data": parts.loader.state_dict()})
+    with meet("teacher"):
+        pass  # its ranks open their data
+    return parts, plan
+
+
+def _build(
+    config: RunConfig,
+    device: Device,
+    opened: OpenRun,
+    groups: Groups,
+    found: FolderAsFound,
+    resources: ExitStack,
+) -> tuple[Parts, LoopPlan]:
+    """Build the student, then open the data and the log."""
+    samples = opened.samples
     with together():
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
@@ -139,9 +172,10 @@ def _assemble(
         metrics=metrics,
         throughput=Throughput.of_run(
             state.architecture,
-            online.architecture if online else None,
+            opened.teacher_architecture,
             sequence_length=config.data.sequence_length,
             **config.train.model_dump(include={"global_batch_size", "precision"}),
+            num_devices=device.bridge.roles.size if device.bridge else groups.world.size(),
             device=device.torch_device,
         ),
         reports=PhaseReports(
@@ -264,6 +298,7 @@ def _open_training(
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
     online, stored = opened.online, opened.samples.stored
+    teacher = opened.teacher_architecture
     memory = memory_of_run(
         state,
         online.model if online else None,
@@ -271,24 +306,26 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
         is_distributed=config.optimizer.distributed,
-        head_copy=online.head_copy if isinstance(online, OwnLayout) else 0,
+        head_copy=opened.held_values,
     )
     return run_banner(
         config,
-        {"student": state.architecture} | ({"teacher": online.architecture} if online else {}),
+        {"student": state.architecture} | ({"teacher": teacher} if teacher else {}),
         memory,
         stored_samples=stored.samples if stored else 0,
         feature_pairs=len(state.features.pairs) if state.features else 0,
         world_size=state.student.groups.world.size(),
         start_step=state.step,
-        moved=_moved(config.train, online, state.student.groups),
+        moved=_moved(config.train, opened, state.student.groups),
+        own_ranks=None if opened.remote is None else opened.remote.ranks,
     )
 
 
-def _moved(
-    train: TrainConfig, online: OnlineTeacher | OwnLayout | None, groups: Groups
-) -> str | None:
+def _moved(train: TrainConfig, opened: OpenRun, groups: Groups) -> str | None:
     """Return the bytes that a teacher with its own layout sends in a step; None without one."""
+    online = opened.online
+    if opened.remote is not None:
+        return size(opened.remote.step_bytes)
     if not isinstance(online, OwnLayout):
         return None
     per_pass = train.micro_batch_size * groups.data.size()
@@ -306,11 +343,12 @@ def run_banner(
     world_size: int,
     start_step: int,
     moved: str | None = None,
+    own_ranks: int | None = None,
 ) -> str:
     """Return the lines that describe a run at its start, at most 15.
 
-    shapes: of the models by role; a teacher without one is stored. moved: bytes that a teacher with
-    its own layout sends in a step; None without one.
+    shapes: of the models by role; a teacher without one is stored. moved, own_ranks: see
+    `run_rows`.
     """
     rows = [
         model_row(role, shapes[role], source_in_words(model, shapes[role].num_layers))
@@ -318,7 +356,13 @@ def run_banner(
         else stored_row(model, stored_samples)
         for role, model in config.models.items()
     ]
-    rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs, moved=moved)
+    rows += run_rows(
+        config,
+        world_size=world_size,
+        feature_pairs=feature_pairs,
+        moved=moved,
+        own_ranks=own_ranks,
+    )
     sizes = config.train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
     length = config.data.sequence_length
     rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))

@@ -35,6 +35,7 @@ __all__ = [
     "StoredTeacher",
     "on_device",
     "recorded_signal",
+    "signal_of_records",
     "require_same_tokens",
     "stored_metrics",
 ]
@@ -265,18 +266,35 @@ def recorded_signal(
         unpack(content, is_checked=True) if content else _blank(settings, number)
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
+    return signal_of_records(
+        records, terms, settings, batch.sequence_index_s, vocab_size=vocab_size
+    )
+
+
+def signal_of_records(
+    records: Sequence[SampleRecord],
+    terms: Sequence[Term],
+    settings: CaptureSettings,
+    index_s: NDArray[np.int64],
+    *,
+    vocab_size: int | None = None,
+) -> Recorded:
+    """Return the signal of a micro-batch's records for each term, at some of their positions.
+
+    `vocab_size`: see `recorded_signal`; None: the records have no ids of padding.
+    """
     known: dict[tuple[object, ...], IdSignal] = {}
     by_term = []
     for term in terms:
         key = (term.top_k, *_reading(term, settings))
         if key not in known:
-            read = _read_signal(records, term, settings, batch.sequence_index_s)
-            known[key] = read if settings.vocab_size <= vocab_size else read.within(vocab_size)
+            read = _read_signal(records, term, settings, index_s)
+            has_padding = vocab_size is not None and settings.vocab_size > vocab_size
+            known[key] = read.within(vocab_size) if has_padding else read
         by_term.append(known[key])
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
     if settings.is_complete:
-        index_s = batch.sequence_index_s
         entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
         label_log_prob = _joined(
             [one.label_log_prob_S[index_s] for one in scalars if one is not None]
@@ -304,7 +322,7 @@ def _read_signal(
     """The signal of the records for a term, at this rank's positions."""
     temperature, support = _reading(term, settings)
     whole = settings.kind.signal(records, k=term.top_k, temperature=temperature, support=support)
-    length = settings.sequence_length
+    length = len(records[0].tokens_S1) - 1
     if len(index_s) == length:
         return whole
     rows = np.concatenate([index_s + row * length for row in range(len(records))])
