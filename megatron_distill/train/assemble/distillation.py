@@ -19,6 +19,7 @@ from megatron_distill.config import (
     TrainConfig,
     ValueScheduleConfig,
     check_features,
+    has_own_ranks,
     is_aligned,
     matched_layers,
     teacher_parallel,
@@ -153,12 +154,10 @@ def open_run(
     aligned = None
     if own is not None:
         online, aligned = own.connect(online, student, vocabulary, groups, chunk_tokens=chunk)
-    metrics = stored_metrics(stored.settings) if stored else live_metrics(terms) if online else ()
-    metrics = answer_metrics(config, terms) if remote else metrics
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
-        metrics=metrics,
+        metrics=_metrics(config, terms, stored),
         chunk_tokens=chunk,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
@@ -189,6 +188,17 @@ def open_run(
             units=_unit_rows(online, config.train, groups),
         ),
     )
+
+
+def _metrics(
+    config: RunConfig, terms: Sequence[Term | ChunkTerm], stored: Stored | None
+) -> tuple[str, ...]:
+    """Return the names of the reported metrics besides the losses."""
+    if stored is not None:
+        return stored_metrics(stored.settings)
+    if has_own_ranks(config):
+        return answer_metrics(config, terms)
+    return () if config.teacher is None else live_metrics(terms)
 
 
 def _unit_rows(

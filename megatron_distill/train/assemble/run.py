@@ -155,13 +155,6 @@ def _build(
         _LOGGER.info("%s", _banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
-    profiler = StepProfiler(
-        Path(config.output) / "profile",
-        **config.profile.model_dump(),
-        timers=state.student.timers,
-        device=device.torch_device,
-    )
-    resources.callback(profiler.close)
     parts = Parts(
         state=state,
         teacher=opened.teacher,
@@ -184,10 +177,24 @@ def _build(
             stage=groups.pipeline.rank(),
             device=device.torch_device,
         ),
-        profiler=profiler,
+        profiler=_open_profiler(config, state.student, device, resources),
         device=device.torch_device,
     )
     return parts, loop_plan(config)
+
+
+def _open_profiler(
+    config: RunConfig, student: Student, device: Device, resources: ExitStack
+) -> StepProfiler:
+    """Return the profiler of `profile.steps`; it is closed with the resources."""
+    profiler = StepProfiler(
+        Path(config.output) / "profile",
+        **config.profile.model_dump(),
+        timers=student.timers,
+        device=device.torch_device,
+    )
+    resources.callback(profiler.close)
+    return profiler
 
 
 def _execution(train: TrainConfig, device: Device) -> Execution:

@@ -151,14 +151,15 @@ class AnswerRing:
         return f"{name(source)} to {name(self._bridge.rank)}"
 
     def _receive_all(self) -> None:
-        with self._alone, own_stream(self._device):
-            while (asked := self._work.get()) is not None:
-                place, free = asked
-                try:
+        try:
+            with self._alone, own_stream(self._device):
+                while (asked := self._work.get()) is not None:
+                    place, free = asked
                     place.arrived.set_result(self._receive(place, free))
-                finally:
-                    if not place.arrived.done():  # `take` raises the same
-                        place.arrived.set_exception(ConnectionError("the answer was not received"))
+        finally:  # in a process that goes on, `take` fails too
+            for place in list(self._places.values()):
+                if not place.arrived.done():
+                    place.arrived.set_exception(ConnectionError("the answers have ended"))
 
     def _receive(self, place: _Place, free: torch.cuda.Event | None) -> dict[int, AnswerHeader]:
         sources = self._sources(place)
