@@ -143,14 +143,7 @@ def open_run(
     stored, online, remote = _open_teacher(
         config, terms, student, of_teacher, groups, execution, device, resources
     )
-    layers = stage_layers(
-        groups.layout,
-        student,
-        online.architecture if online else None,
-        given=config.parallel.layers_per_stage.student,
-        sequence_length=config.data.sequence_length,
-        is_recomputed=execution.recompute.layers is None,
-    )
+    layers = _layers(config, student, online, groups, execution)
     aligned = None
     if own is not None:
         online, aligned = own.connect(online, student, vocabulary, groups, chunk_tokens=chunk)
@@ -187,6 +180,24 @@ def open_run(
             teacher_length=None if own is None else own.sequence_length,
             units=_unit_rows(online, config.train, groups),
         ),
+    )
+
+
+def _layers(
+    config: RunConfig,
+    student: Architecture,
+    online: OnlineTeacher | OwnLayout | None,
+    groups: Groups,
+    execution: Execution,
+) -> tuple[int, ...]:
+    """Return the layers of the student's stages; a teacher elsewhere is no work of theirs."""
+    return stage_layers(
+        groups.layout,
+        student,
+        online.architecture if online else None,
+        given=config.parallel.layers_per_stage.student,
+        sequence_length=config.data.sequence_length,
+        is_recomputed=execution.recompute.layers is None,
     )
 
 
