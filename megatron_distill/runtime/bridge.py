@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +46,7 @@ class Bridge:
     rank: int
     roles: Roles
     store: dist.Store
-    group: dist.ProcessGroupGloo
+    group: dist.ProcessGroup
     meet: Callable[[str], AbstractContextManager[None]]
     timeout_seconds: float
 
@@ -78,8 +78,8 @@ class Bridge:
         """
         options = dist.ProcessGroupNCCL.Options()
         place = dist.PrefixStore("bridge/nccl", self.store)
-        group: dist.ProcessGroup = dist.ProcessGroupNCCL(place, self.rank, self.roles.size, options)
-        return group
+        group = dist.ProcessGroupNCCL(place, self.rank, self.roles.size, options)
+        return cast(dist.ProcessGroup, group)  # the stubs know only its common base
 
     def host(self, rank: int) -> str:
         """Return the host of a rank of the launch."""
@@ -108,4 +108,5 @@ def open_bridge(
     """
     place = dist.PrefixStore("bridge", store)
     group = dist.ProcessGroupGloo(place, rank, roles.size, timeout=_PATIENCE)
-    return Bridge(rank, roles, store, group, meet, timeout_seconds)
+    # The stubs do not know that it has the methods of any group.
+    return Bridge(rank, roles, store, cast(dist.ProcessGroup, group), meet, timeout_seconds)

@@ -14,6 +14,7 @@ from megatron_distill.config import (
     FeatureConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    ParallelConfig,
     ProjectorConfig,
     RunConfig,
     TrainConfig,
@@ -143,7 +144,8 @@ def open_run(
     stored, online, remote = _open_teacher(
         config, terms, student, of_teacher, groups, execution, device, resources
     )
-    layers = _layers(config, student, online, groups, execution)
+    length = config.data.sequence_length
+    layers = _layers(config.parallel, student, online, groups, execution, sequence_length=length)
     aligned = None
     if own is not None:
         online, aligned = own.connect(online, student, vocabulary, groups, chunk_tokens=chunk)
@@ -184,19 +186,21 @@ def open_run(
 
 
 def _layers(
-    config: RunConfig,
+    parallel: ParallelConfig,
     student: Architecture,
     online: OnlineTeacher | OwnLayout | None,
     groups: Groups,
     execution: Execution,
+    *,
+    sequence_length: int,
 ) -> tuple[int, ...]:
     """Return the layers of the student's stages; a teacher elsewhere is no work of theirs."""
     return stage_layers(
         groups.layout,
         student,
         online.architecture if online else None,
-        given=config.parallel.layers_per_stage.student,
-        sequence_length=config.data.sequence_length,
+        given=parallel.layers_per_stage.student,
+        sequence_length=sequence_length,
         is_recomputed=execution.recompute.layers is None,
     )
 
@@ -208,7 +212,7 @@ def _metrics(
     if stored is not None:
         return stored_metrics(stored.settings)
     if has_own_ranks(config):
-        return answer_metrics(config, terms)
+        return answer_metrics(config.models["teacher"].transfer, terms)
     return () if config.teacher is None else live_metrics(terms)
 
 

@@ -14,6 +14,8 @@ import torch
 
 from megatron_distill.config import (
     RunConfig,
+    TrainConfig,
+    TransferConfig,
     teacher_parallel,
 )
 from megatron_distill.data.loader import StepLoader
@@ -110,7 +112,7 @@ def answer_plan(
     student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
     teacher_grid = Grid.of(layout_of(teacher_parallel(config)), roles.teacher.ranks)
     train, section = config.train, config.models["teacher"]
-    columns = (Column("hidden", dtype, (teacher.hidden_size,)),)
+    columns: tuple[Column, ...] = (Column("hidden", dtype, (teacher.hidden_size,)),)
     if settings is not None:
         columns = top_k_columns(settings)
         student_grid = replace(student_grid, sequence=False)
@@ -132,10 +134,9 @@ def answer_plan(
 
 
 def _settings(
-    config: RunConfig, terms: Sequence[Term | ChunkTerm], tokens: int
+    transfer: TransferConfig, terms: Sequence[Term | ChunkTerm], *, tokens: int, length: int
 ) -> CaptureSettings | None:
     """Return the settings of sent top-k ids; None where hidden states are sent."""
-    transfer = config.models["teacher"].transfer
     if transfer.what == "hidden":
         return None
     assert transfer.k is not None, "the rules ask for it"
@@ -143,9 +144,7 @@ def _settings(
         raise ConfigError(
             f"teacher.transfer.k = {transfer.k}: the tokenizer has {tokens} tokens; lower it"
         )
-    plain = [term for term in terms if isinstance(term, Term)]
-    length = config.data.sequence_length
-    return sent_settings(plain, k=transfer.k, vocab_size=tokens, sequence_length=length)
+    return sent_settings(_plain(terms), k=transfer.k, vocab_size=tokens, sequence_length=length)
 
 
 def _head_parts(
@@ -159,7 +158,8 @@ def _head_parts(
 def sent_records(config: RunConfig) -> CaptureSettings | None:
     """Return the settings of sent top-k ids before the tokenizer is known."""
     terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
-    return _settings(config, terms, _ANY_VOCABULARY)
+    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    return _settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
 
 
 def open_own_ranks(
@@ -179,7 +179,8 @@ def open_own_ranks(
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
     teacher = resolve_model(config, "teacher", vocabulary).architecture
-    settings = _settings(config, terms, vocabulary.size)
+    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    settings = _settings(transfer, terms, tokens=vocabulary.size, length=length)
     plan = answer_plan(config, bridge.roles, teacher, execution.dtype, settings)
     replica = groups.data.rank()
     # Records of a top-k are read by the host, as those of a store.
@@ -194,7 +195,7 @@ def open_own_ranks(
             device=execution.device,
         )
     if groups.is_last_stage:
-        way, slots = _student_way(config, plan, replica, device, place, resources)
+        way, slots = _student_way(transfer, plan, replica, device, place, resources)
         ring = AnswerRing(
             plan,
             way,
@@ -242,23 +243,22 @@ def _top_k(
     return signal_of_columns(columns, batch, terms, settings, device)
 
 
-def answer_metrics(config: RunConfig, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
     """Return the names of the reported metrics: those of a live teacher, or of its store."""
-    if config.models["teacher"].transfer.what == "hidden":
+    if transfer.what == "hidden":
         return live_metrics(terms)
     return stored_metrics(sent_settings(_plain(terms), k=1, vocab_size=2, sequence_length=1))
 
 
-def _backend(config: RunConfig, device: Device) -> str:
+def _backend(transfer: TransferConfig, device: Device) -> str:
     """Return the way of the answers by name, the same on all ranks."""
-    chosen = config.models["teacher"].transfer.backend
-    if chosen != "auto":
-        return chosen
+    if transfer.backend != "auto":
+        return transfer.backend
     return "nccl" if device.backend == "nccl" else "gloo"
 
 
 def _student_way(
-    config: RunConfig,
+    transfer: TransferConfig,
     plan: AnswerPlan,
     replica: int,
     device: Device,
@@ -266,7 +266,7 @@ def _student_way(
     resources: ExitStack,
 ) -> tuple[AnswerWay, Slots]:
     """Return how a rank of the student receives, and its slots on `place`."""
-    bridge, backend = device.bridge, _backend(config, device)
+    bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
     if backend == "ipc":
         if device.kind == "cuda":
@@ -285,16 +285,16 @@ def _student_way(
     return HostWay(bridge, place), slots
 
 
-def _teacher_way(config: RunConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
+def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
     """Return how a rank of the teacher's last stage sends.
 
     Raises ConfigError: it should share memory with another machine.
     """
-    bridge, backend = device.bridge, _backend(config, device)
+    bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
     if backend == "ipc":
         return SharedMemoryWay(_mapped_slots(plan, bridge))
-    if backend == "nccl" and config.models["teacher"].transfer.what == "hidden":
+    if backend == "nccl" and transfer.what == "hidden":
         return NcclWay(bridge.nccl())
     return HostWay(bridge, device.torch_device)
 
@@ -346,7 +346,8 @@ def run_teacher(config: RunConfig, device: Device) -> None:
         try:
             server.serve()
         except MegatronDistillError as error:
-            device.alone.end_role(error)
+            device.alone.end_role(error)  # the student does not know of it
+            raise
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,8 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
         held_out=config.validation.samples,
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
-    settings = _settings(config, terms, vocabulary.size)
+    length = config.data.sequence_length
+    settings = _settings(section.transfer, terms, tokens=vocabulary.size, length=length)
     plan = answer_plan(config, bridge.roles, source.architecture, execution.dtype, settings)
     parts = _head_parts(plan, source.architecture, student, vocabulary.size)
     return _Opened(teacher, samples, plan, () if settings else parts, settings)
@@ -411,12 +413,12 @@ def _open_server(
     if groups.is_last_stage:
         sender = AnswerSender(
             plan,
-            _teacher_way(config, plan, device),
+            _teacher_way(config.models["teacher"].transfer, plan, device),
             bridge,
             device=device.torch_device,
             alone=device.alone,
         )
-    loader = _open_loader(config, groups, device, opened, held_out=False)
+    loader = _open_loader(config.train, groups, device, opened, held_out=False)
     resources.callback(loader.close)
     loader.load_state_dict(start["data"])
     server = TeacherServer(
@@ -424,45 +426,45 @@ def _open_server(
         bridge=bridge,
         groups=groups,
         teacher=opened.teacher,
-        columns=_sent_columns(config, opened, groups),
+        columns=_sent_columns(config.objective.chunk_tokens, opened, groups),
         loader=loader,
         held_out=(),
         sender=sender,
         device=device.torch_device,
         alone=device.alone,
     )
-    return replace(server, held_out=_held_out(config, groups, device, opened, server.units()))
+    return replace(server, held_out=_held_out(config.train, groups, device, opened, server.units()))
 
 
-def _sent_columns(config: RunConfig, opened: _Opened, groups: Groups) -> Columns:
+def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> Columns:
     if opened.settings is None:
         return lambda hidden_sbh, _: (hidden_sbh.detach(),)
-    return serving_capture(opened.settings, opened.teacher, groups, config.objective.chunk_tokens)
+    return serving_capture(opened.settings, opened.teacher, groups, chunk_tokens)
 
 
 def _held_out(
-    config: RunConfig, groups: Groups, device: Device, opened: _Opened, units: Sequence[int]
+    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, units: Sequence[int]
 ) -> list[list[Batch]]:
     """Read this replica's units of the held-out batches."""
-    count = -(-config.validation.samples // config.train.global_batch_size)
+    count = -(-opened.samples.held_out // train.global_batch_size)
     if not count:
         return []
-    with _open_loader(config, groups, device, opened, held_out=True) as loader:
+    with _open_loader(train, groups, device, opened, held_out=True) as loader:
         return [loader.take_units(step, units) for step in range(1, count + 1)]
 
 
 def _open_loader(
-    config: RunConfig, groups: Groups, device: Device, opened: _Opened, *, held_out: bool
+    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, *, held_out: bool
 ) -> StepLoader:
-    samples, train = opened.samples, config.train
+    samples = opened.samples
     opening = samples.read_held_out if held_out else samples.open_training
     return StepLoader(
         on_first_rank(opening, device=device.torch_device),
-        sequence_length=config.data.sequence_length,
+        sequence_length=samples.data.sequence_length,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         data_parallel_size=opened.plan.units.student_replicas,
-        isolate_documents=config.data.isolate_documents,
+        isolate_documents=samples.data.isolate_documents,
         device=device.torch_device,
         group=groups.world,
         prefetch=0 if held_out else 2,

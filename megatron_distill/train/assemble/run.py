@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
+    ProfileConfig,
     RunConfig,
     RuntimeConfig,
     TrainConfig,
@@ -177,19 +178,19 @@ def _build(
             stage=groups.pipeline.rank(),
             device=device.torch_device,
         ),
-        profiler=_open_profiler(config, state.student, device, resources),
+        profiler=_open_profiler(config.output, config.profile, state.student, device, resources),
         device=device.torch_device,
     )
     return parts, loop_plan(config)
 
 
 def _open_profiler(
-    config: RunConfig, student: Student, device: Device, resources: ExitStack
+    output: str, section: ProfileConfig, student: Student, device: Device, resources: ExitStack
 ) -> StepProfiler:
     """Return the profiler of `profile.steps`; it is closed with the resources."""
     profiler = StepProfiler(
-        Path(config.output) / "profile",
-        **config.profile.model_dump(),
+        Path(output) / "profile",
+        **section.model_dump(),
         timers=student.timers,
         device=device.torch_device,
     )

@@ -120,8 +120,8 @@ class AnswerHeader:
     @classmethod
     def of(cls, sent: Tensor) -> AnswerHeader:
         """Read a received header."""
-        *numbers, asks_to_stop = sent.tolist()
-        return cls(*numbers, asks_to_stop=bool(asks_to_stop))
+        turn, unit, tokens, non_finite, asks_to_stop = sent.tolist()
+        return cls(turn, unit, tokens, non_finite, bool(asks_to_stop))
 
 
 def token_hash(batch: Batch, *, context_rank: int = 0, context_size: int = 1) -> int:

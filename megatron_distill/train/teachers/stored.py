@@ -289,8 +289,9 @@ def signal_of_records(
         key = (term.top_k, *_reading(term, settings))
         if key not in known:
             read = _read_signal(records, term, settings, index_s)
-            has_padding = vocab_size is not None and settings.vocab_size > vocab_size
-            known[key] = read.within(vocab_size) if has_padding else read
+            if vocab_size is not None and settings.vocab_size > vocab_size:
+                read = read.within(vocab_size)
+            known[key] = read
         by_term.append(known[key])
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
