@@ -37,8 +37,8 @@ def require_same_start(launch: Launch, config: JobConfig) -> None:
                 "install the same one on all machines"
             )
         lines = own["configuration"].splitlines()
-        others = theirs["configuration"].splitlines()
-        differing = sorted({*lines} ^ {*others})
+        first_lines = theirs["configuration"].splitlines()
+        differing = sorted({*lines} ^ {*first_lines})
         return (
             f"{where} has another configuration than {launch.roles.name(0)}: "
             f"{'; '.join(line.strip() for line in differing)}; start all ranks with the same file "

@@ -29,7 +29,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The division of a launch of `size` ranks: first the student's, then `teachers` others.
+    """The division of a launch of `size` ranks: first the student's, then `teachers` ranks.
 
     Without teachers every rank is of one world, and ranks are named by their number alone.
     """

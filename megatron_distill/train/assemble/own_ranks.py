@@ -418,6 +418,7 @@ def _open_server(
             device=device.torch_device,
             alone=device.alone,
         )
+        resources.callback(sender.stop)
     loader = _open_loader(config.train, groups, device, opened, held_out=False)
     resources.callback(loader.close)
     loader.load_state_dict(start["data"])

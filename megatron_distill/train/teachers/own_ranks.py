@@ -85,7 +85,7 @@ class AnswerRing:
     def open(self, command: Command) -> None:
         """Expect the answers of a round, whose block is free."""
         free: torch.cuda.Event | None = None
-        if self._device.type == "cuda":  # what still reads the block's last round comes first
+        if self._device.type == "cuda":  # work that reads the block's last round comes first
             free = torch.cuda.Event()
             free.record()
         for number in range(self._plan.units.micro_batches):
@@ -358,6 +358,8 @@ class OwnRanksTeacher:
     def close(self) -> None:
         """End the teacher's ranks, if they have started; waits for the answers under way."""
         if not self._has_started:
+            if self._asking.ring is not None:
+                self._asking.ring.stop()
             return
         self.release()
         for command in self._ahead:

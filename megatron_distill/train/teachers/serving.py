@@ -153,7 +153,7 @@ class TeacherServer:
     Attributes:
         columns: turn the last hidden state of a unit on this rank into the tensors of its answer.
         held_out: this replica's units of each held-out batch.
-        sender: on ranks of the last stage; None elsewhere.
+        sender: on ranks of the last stage, None elsewhere; it is stopped by its owner.
     """
 
     plan: AnswerPlan
@@ -193,8 +193,6 @@ class TeacherServer:
                 batches = self.held_out[command.number - 1]
             if units:
                 self._run(command, units, batches)
-        if self.sender is not None:
-            self.sender.stop()
 
     def _command(self) -> Command:
         sent = torch.empty(4, dtype=torch.int64)
