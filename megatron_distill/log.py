@@ -7,13 +7,14 @@ from typing import TextIO
 __all__ = ["LINE_FORMAT", "configure", "get_logger"]
 
 ROOT = "megatron_distill"
-LINE_FORMAT = "%(asctime)s %(levelname)-7s rank {rank} %(name)s: %(message)s"
+LINE_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 def configure(
     rank: int,
     *,
+    name: str | None = None,
     level: int = logging.INFO,
     other_ranks_level: int = logging.WARNING,
     stream: TextIO | None = None,
@@ -21,11 +22,14 @@ def configure(
     """Send the package's log lines to one stream (stderr) and return the package's logger.
 
     Rank 0 shows records from `level` upwards, every other rank from `other_ranks_level` upwards.
-    A second call replaces the first, so that the rank may be given again once it is known.
+    A second call replaces the first, so that the rank may be given again once it is known. `name`
+    stands in place of the number, as `teacher.0` does.
     """
     logger = logging.getLogger(ROOT)
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(logging.Formatter(LINE_FORMAT.format(rank=rank), TIME_FORMAT))
+    handler.setFormatter(
+        logging.Formatter(LINE_FORMAT.format(name=name or f"rank {rank}"), TIME_FORMAT)
+    )
     for previous in list(logger.handlers):
         logger.removeHandler(previous)
     logger.addHandler(handler)

@@ -6,14 +6,17 @@ No slow import before the signal handlers are set: torch alone takes seconds.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import megatron_distill
+from megatron_distill import log
 from megatron_distill.commands.command import Command, with_launch
+from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
@@ -32,10 +35,15 @@ _SHIPPED: Final = "configs"
 
 @dataclass(frozen=True)
 class Job(Generic[J]):
-    """One kind of job: `load` reads its file, `run` runs it in an initialised world."""
+    """One kind of job: `load` reads its file, `run` runs it in an initialised world.
+
+    `layout` describes its ranks, from their number and that of a teacher's own; None: there is no
+    `--print-layout`.
+    """
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
+    layout: Callable[[J, int, int], str] | None = None
 
     def command(self, *, description: str, example: str) -> Command:
         """Return the job as a command; `example` shows changes to its configuration."""
@@ -45,6 +53,12 @@ class Job(Generic[J]):
             parser.add_argument(
                 "--print-config", action="store_true", help="show the resolved keys, stop"
             )
+            if self.layout is not None:
+                parser.add_argument(
+                    "--print-layout",
+                    metavar="RANKS",
+                    help="show the division of 16 or 2x8 ranks (on 2 machines), stop",
+                )
             parser.add_argument(
                 "words",
                 nargs="*",
@@ -63,6 +77,8 @@ class Job(Generic[J]):
     def _work(self, given: argparse.Namespace) -> int:
         if given.print_config:
             return self._print_config(given)
+        if getattr(given, "print_layout", None) is not None:
+            return self._print_layout(given)
         # From here on a signal takes effect at the end of a step.
         with TerminationRequest() as termination:
             termination.expect_from_torchrun()
@@ -75,24 +91,51 @@ class Job(Generic[J]):
         sys.stdout.write(to_yaml(self.load(config_file(name), overrides)))
         return 0
 
+    def _print_layout(self, given: argparse.Namespace) -> int:
+        from megatron_distill.config import check_layout, teacher_ranks
+
+        assert self.layout is not None
+        nodes, per_node = _machines(given.print_layout)
+        name, overrides = _file_and_overrides(given)
+        config = self.load(config_file(name), overrides)
+        teachers = teacher_ranks(config, ranks_per_node=per_node)
+        check_layout(config, nodes * per_node, teachers=teachers)
+        sys.stdout.write(self.layout(config, nodes * per_node, teachers))
+        return 0
+
     def _join(
         self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
     ) -> None:
-        from megatron_distill.config import check_layout, load_warnings
+        from megatron_distill.commands.same_start import require_same_start
+        from megatron_distill.config import (
+            check_layout,
+            load_warnings,
+            teacher_parallel,
+            teacher_ranks,
+        )
         from megatron_distill.runtime.launch import joined_world
+        from megatron_distill.runtime.roles import TEACHER
 
         name, overrides = _file_and_overrides(given)
         with launch.together("configuration"):
             path = config_file(name)
             config = self.load(path, overrides)
-            check_layout(config, launch.size)
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            teachers = teacher_ranks(config, ranks_per_node=local_ranks)
+            check_layout(config, launch.size, teachers=teachers)
             if launch.rank == 0:
                 for warning in load_warnings(path, overrides, type(config)):
                     _LOGGER.warning("%s", warning)
+        parallel = config.parallel
+        if teachers:
+            launch = replace(launch, teachers=teachers)
+            role = launch.role
+            log.configure(launch.rank - role.first, name=launch.roles.name(launch.rank))
+            with launch.together("identity"):
+                require_same_start(launch, config)
+            parallel = teacher_parallel(config) if role.name == TEACHER else parallel
         with joined_world(
-            **config.runtime.model_dump(),
-            splits_layers=config.parallel.splits_layers,
-            launch=launch,
+            **config.runtime.model_dump(), splits_layers=parallel.splits_layers, launch=launch
         ) as device:
             self.run(config, device, termination)
 
@@ -101,6 +144,18 @@ def _file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:
     if given.config is not None:
         return given.config, given.words
     return given.words[0], given.words[1:]
+
+
+def _machines(text: str) -> tuple[int, int]:
+    """Return machines and ranks of each, from `16` or `2x8`."""
+    parts = text.split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"--print-layout {text}: write a number of ranks, as 16, or machines and ranks of "
+            "each, as 2x8"
+        )
+    *nodes, per_node = map(int, parts)
+    return (nodes[0] if nodes else 1), per_node
 
 
 def _objection(given: argparse.Namespace) -> str | None:

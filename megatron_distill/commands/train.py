@@ -27,7 +27,16 @@ def _train(config: RunConfig, device: Device, termination: TerminationRequest) -
     return run_training(config, device, termination)
 
 
-COMMAND = Job(load=_load, run=_train).command(
+def _layout(config: RunConfig, ranks: int, teachers: int) -> str:
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble.layout_report import layout_report
+
+    return layout_report(config, ranks=ranks, teachers=teachers)
+
+
+COMMAND = Job(load=_load, run=_train, layout=_layout).command(
     description="""Train a student, with a teacher or without.
 
     megatron-distill train tiny.yaml train.steps=10

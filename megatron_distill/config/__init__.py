@@ -15,6 +15,7 @@ from megatron_distill.config.rules.run import (
     with_steps,
 )
 from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
+from megatron_distill.config.rules.teacher_ranks import has_own_ranks, teacher_ranks
 from megatron_distill.config.rules.teachers import routed_terms
 from megatron_distill.config.schema import (
     PARAMETERS,
@@ -43,6 +44,7 @@ from megatron_distill.config.schema import (
     TermConfig,
     TokenizerConfig,
     TrainConfig,
+    TransferConfig,
     ValidationConfig,
     ValueScheduleConfig,
     WandbConfig,
@@ -84,6 +86,7 @@ __all__ = [
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "TransferConfig",
     "ValidationConfig",
     "ValueScheduleConfig",
     "WandbConfig",
@@ -91,6 +94,7 @@ __all__ = [
     "check_features",
     "check_layout",
     "data_row",
+    "has_own_ranks",
     "layout_row",
     "is_aligned",
     "load_capture_config",
@@ -103,6 +107,7 @@ __all__ = [
     "source_in_words",
     "stored_row",
     "teacher_parallel",
+    "teacher_ranks",
     "to_yaml",
     "with_steps",
 ]

@@ -31,16 +31,23 @@ _MOST_SOURCES: Final = 3
 
 
 def run_rows(
-    config: RunConfig, *, world_size: int, feature_pairs: int, moved: str | None = None
+    config: RunConfig,
+    *,
+    world_size: int,
+    feature_pairs: int,
+    moved: str | None = None,
+    own_ranks: int | None = None,
 ) -> Iterator[Row]:
     """Yield layout, objective and data of a run.
 
     moved: bytes of a step's outputs of a teacher with its own layout; None without such a teacher.
+    own_ranks: of the teacher alone; None: it is on all ranks.
     """
     precision = f"{config.train.precision}{_recomputed(config.train)}"
     yield layout_row(config.parallel, world_size, precision)
     if moved is not None:
-        layout = _layout(teacher_parallel(config), world_size)
+        layout = _layout(teacher_parallel(config), own_ranks or world_size)
+        layout = layout if own_ranks is None else f"its own {layout}"
         yield "", f"teacher: {layout}; {moved} of its outputs move in a step"
     terms = config.objective.terms if config.has_teacher else ()
     yield from _objective(config.objective, terms, feature_pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -112,10 +113,7 @@ class StepLoader:
 
         Collective: that of `Wire.exchange`.
         """
-        outcome = self._next_step() if self._source is not None else None
-        data = self._wire.exchange(step, outcome)
-        self._last = data
-        self._samples_taken += self._layout.global_batch_size
+        data = self._advance(step)
         shards = tuple(self._shard(data, index) for index in range(self._layout.micro_batches))
         counts = data.by_source
         return StepBatches(
@@ -146,6 +144,22 @@ class StepLoader:
             data.batch, index, micro_batch_size=size, isolate_documents=isolate
         )
         return replace(shard, units=units)
+
+    def take_units(self, step: int, units: Sequence[int]) -> list[Batch]:
+        """Micro-batches of the next step by number, of any replica; whole, in host memory.
+
+        Unit g has the rows [g m, (g + 1) m) of the global batch, m being the micro-batch size.
+        Raises and communicates as `take_on_host`.
+        """
+        batch, size = self._advance(step).batch, self._layout.micro_batch_size
+        return [
+            micro_batch(
+                batch,
+                slice(unit * size, (unit + 1) * size),
+                isolate_documents=self._isolate_documents,
+            )
+            for unit in units
+        ]
 
     def taken_samples(self) -> list[list[Sample]]:
         """The samples of the last step's micro-batches of this rank, whole and on the host."""
@@ -196,6 +210,14 @@ class StepLoader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _advance(self, step: int) -> StepData:
+        """Exchange the next step's samples and count them."""
+        outcome = self._next_step() if self._source is not None else None
+        data = self._wire.exchange(step, outcome)
+        self._last = data
+        self._samples_taken += self._layout.global_batch_size
+        return data
 
     def _restore(self, source_state: State | None) -> None:
         self.close()

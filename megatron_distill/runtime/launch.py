@@ -11,19 +11,24 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.runtime.bridge import Bridge, open_bridge
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
 from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch, tell_torchrun
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.runtime.roles import Role, Roles
+from megatron_distill.runtime.termination import is_requested
 
 _COLLECTIVES: Final = {
     # A collective that fails or exceeds its timeout ends the process: torch's default.
@@ -73,15 +78,22 @@ def _compute_capability() -> int | None:
 
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
+_LOOK_SECONDS = (0.01, 1.0)  # between looks at the store, first and most
+_STOP_SECONDS = 20.0  # of a meeting once the run is to stop: a peer may have been killed
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's rank and the world size; `store` is None in a world of one process."""
+    """This process's rank and the size of the launch; `store` is None in a world of one process.
+
+    `teachers`: the last ranks of the launch, which have a world of their own; 0: there is one world
+    of all ranks. See `Roles`.
+    """
 
     rank: int
     size: int
     store: dist.Store | None
+    teachers: int = 0
 
     @classmethod
     def from_environment(cls) -> Launch:
@@ -97,13 +109,24 @@ class Launch:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         return cls(rank, size, store)
 
+    @property
+    def roles(self) -> Roles:
+        """The roles of all ranks."""
+        return Roles(self.size, self.teachers)
+
+    @property
+    def role(self) -> Role:
+        """This rank's role."""
+        return self.roles.of(self.rank)
+
     @contextmanager
-    def together(self, name: str) -> Iterator[None]:
+    def together(self, name: str, *, patient: bool = False) -> Iterator[None]:
         """Run a block that may fail on some ranks; its outcome is the same on all ranks.
 
-        `name` identifies the block and is used once. Raises the error of one failed rank.
+        `name` identifies the block and is used once. `patient`: peers may take any time, until the
+        run is to stop. Raises the error of one failed rank.
 
-        Collective: the whole world, through the store or as `collectives.together`.
+        Collective: all ranks of the launch, through the store or as `collectives.together`.
         """
         if self.store is None:
             if dist.is_initialized():
@@ -117,9 +140,23 @@ class Launch:
             yield
         except ERROR_TYPES as error:
             failure = error
-        self._agree(name, failure)
+        self._agree(name, failure, patient=patient)
 
-    def _agree(self, name: str, failure: MegatronDistillError | None) -> None:
+    def require_equal(self, name: str, value: str, *, difference: Callable[[str], str]) -> None:
+        """Raise ConfigError unless the value is that of rank 0; call it inside `together`.
+
+        `difference` returns the error's message from rank 0's value.
+        """
+        if self.store is None:
+            return
+        if self.rank == 0:
+            self.store.set(name, value)
+        self.store.wait([name], timedelta(seconds=_MEETING_SECONDS))
+        first = self.store.get(name).decode()
+        if first != value:
+            raise ConfigError(difference(first))
+
+    def _agree(self, name: str, failure: MegatronDistillError | None, *, patient: bool) -> None:
         assert self.store is not None
         if failure is not None:
             message = json.dumps([ERROR_TYPES.index(type(failure)), str(failure)])
@@ -127,8 +164,13 @@ class Launch:
         if self.store.add(f"{name}/arrived", 1) == self.size:
             self.store.set(f"{name}/all", "here")
         try:
-            self.store.wait([f"{name}/all"], timedelta(seconds=_MEETING_SECONDS))
+            if patient:
+                self._wait(f"{name}/all")
+            else:
+                self.store.wait([f"{name}/all"], timedelta(seconds=_MEETING_SECONDS))
         except dist.DistStoreError:
+            if patient:
+                raise
             arrived = self.store.add(f"{name}/arrived", 0)
             raise ConfigError(
                 f"only {arrived} of {self.size} ranks started within {_MEETING_SECONDS:.0f} s; "
@@ -138,6 +180,23 @@ class Launch:
         if self.store.check([f"{name}/error"]):
             kind, message = json.loads(self.store.get(f"{name}/error"))
             raise ERROR_TYPES[kind](message) from failure
+
+    def _wait(self, key: str) -> None:
+        """Wait for a key without a limit, but not for long once the run is to stop.
+
+        Raises DistStoreError then.
+        """
+        assert self.store is not None
+        stop: float | None = None
+        pause = _LOOK_SECONDS[0]
+        # Not `Store.wait`, during which the thread that watches for failed peers could not look.
+        while not self.store.check([key]):
+            if stop is None and is_requested():
+                stop = time.monotonic() + _STOP_SECONDS
+            if stop is not None and time.monotonic() > stop:
+                raise dist.DistStoreError("the run is to stop, and a rank has not come")
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_SECONDS[1])
 
     def status_of(self, work: Callable[[], None]) -> int:
         """Do the work of a script, write the message of its error, and return the exit status.
@@ -176,12 +235,14 @@ class Device:
     """The device of this process, the backend of its collectives, and how it fails.
 
     `alone` is entered inside everything that cleans up: a rank that fails alone must not wait.
+    `bridge` connects the student's ranks with a teacher's own; None: all ranks are of one world.
     """
 
     kind: str  # "cpu" or "cuda"
     backend: str  # "gloo" or "nccl"
     torch_device: torch.device
     alone: LoneFailure = LoneFailure()
+    bridge: Bridge | None = None
 
 
 def select_device(*, device: str, backend: str) -> Device:
@@ -224,25 +285,27 @@ def claim_device(device: Device, launch: Launch) -> None:
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     if launch.store.add(f"gpu/{node}/{visible}/{device.torch_device.index}", 1) > 1:
         raise ConfigError(
-            f"rank {launch.rank} has the same GPU as another rank of {socket.gethostname()}: "
-            f"CUDA_VISIBLE_DEVICES={visible} in both; give each rank a GPU of its own, or start "
-            "fewer ranks per node"
+            f"{launch.roles.name(launch.rank)} has the same GPU as another rank of "
+            f"{socket.gethostname()}: CUDA_VISIBLE_DEVICES={visible} in both; give each rank a GPU "
+            "of its own, or start fewer ranks per node"
         )
 
 
 def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float) -> None:
     """Initialise the default process group: the torchrun world, or one process without torchrun.
 
+    With two roles each has a default group of its own.
+
     Collective: the whole world, rendezvous.
     """
     if dist.is_initialized():
         return
-    store = launch.store or dist.HashStore()
+    store, role = launch.store or dist.HashStore(), launch.role
     dist.init_process_group(
         device.backend,
-        store=dist.PrefixStore("world", store),
-        rank=launch.rank,
-        world_size=launch.size,
+        store=dist.PrefixStore(f"world/{role.name}", store),
+        rank=launch.rank - role.first,
+        world_size=role.size,
         timeout=timedelta(seconds=timeout_seconds),
         # With its device NCCL connects at once, and splits communicators for further groups.
         device_id=device.torch_device if device.backend == "nccl" else None,
@@ -286,12 +349,12 @@ def joined_world(
         )
     is_ours = not dist.is_initialized()
     store = launch.store if is_ours else None
-    alone = LoneFailure(launch.rank, launch.size, store)
+    alone = LoneFailure(launch.rank, launch.roles, store)
     leaves_together = launch.size == 1
     try:
-        with PeerWatch(rank=launch.rank, store=store), alone:
+        with PeerWatch(rank=launch.rank, roles=launch.roles, store=store), alone:
             start_distributed(selected, launch, timeout_seconds=timeout_seconds)
-            yield replace(selected, alone=alone)
+            yield replace(selected, alone=alone, bridge=_bridge(launch, timeout_seconds))
         leaves_together = True
     except MegatronDistillError:
         leaves_together = True
@@ -300,3 +363,16 @@ def joined_world(
         # An interrupted rank leaves without its peers, for which NCCL would wait.
         if is_ours and leaves_together:
             dist.destroy_process_group()
+
+
+def _bridge(launch: Launch, timeout_seconds: float) -> Bridge | None:
+    if not launch.roles.are_split:
+        return None
+    assert launch.store is not None, "two roles take a launch of several processes"
+    return open_bridge(
+        launch.rank,
+        launch.roles,
+        launch.store,
+        meet=partial(launch.together, patient=True),
+        timeout_seconds=timeout_seconds,
+    )

@@ -42,12 +42,22 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     if failure.exitcode < 0:
         ended_by = signal.Signals(-failure.exitcode)
         reason = "stopped" if ended_by in _ENDING else f"error: rank {rank} died of {ended_by.name}"
-        sys.stderr.write(f"{reason}\n")
+        lost = None if ended_by in _ENDING else _of_survivors(failures)
+        sys.stderr.write(f"{reason}\n" if lost is None else f"{reason}; {lost}\n")
     elif not _was_ended(failure):
         sys.stderr.write(
             f"error: rank {rank} failed with exit status {failure.exitcode}, see above\n"
         )
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def _of_survivors(failures: Mapping[int, ProcessFailure]) -> str | None:
+    """Return the message of a rank that lost a peer: which one, where, and at which step."""
+    for failure in failures.values():
+        message = _own_message(failure)
+        if failure.exitcode == LOST_PEER_STATUS and message is not None:
+            return message.removeprefix("error: ")
+    return None
 
 
 def _order(failure: ProcessFailure) -> int:

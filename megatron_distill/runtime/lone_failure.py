@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +26,10 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
-__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch", "tell_torchrun"]
+__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch", "Progress", "host_key", "tell_torchrun"]
 
 
 def tell_torchrun(text: str) -> bool:
@@ -55,9 +57,15 @@ LOST_PEER_STATUS: Final = 75  # of a rank that failed because of another one
 _EXCHANGE_SECONDS: Final = 3.0
 _WATCH_SECONDS: Final = 5.0  # 200 requests per second at the store of 1,000 ranks
 _FAILED: Final = "failed"
-_SHOWN: Final = 8
 # gloo raises plain RuntimeErrors; each has the place in its source.
 _GLOO_SOURCE: Final = "gloo/transport"
+
+
+@dataclass
+class Progress:
+    """The step that a rank is at, for the message of its failure; None before the first."""
+
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,11 +75,14 @@ class LoneFailure:
     Errors that all ranks raise together, and interruptions, leave the block. So does every error
     if there is no store: in a world of one, or in a process group of the caller. After an
     interruption a collective may fail because a peer has left already: that is no failure either.
+
+    With two roles a message names role, host and step.
     """
 
     rank: int = 0
-    size: int = 1
+    roles: Roles = Roles(1)
     store: dist.Store | None = None
+    progress: Progress = field(default_factory=Progress)
 
     def __enter__(self) -> None:
         return None
@@ -99,11 +110,38 @@ class LoneFailure:
     def _report_failure(self, error: BaseException) -> None:
         """Write the traceback, and one line for torchrun's report."""
         sys.stderr.write("".join(traceback.format_exception(error)))
-        text = f"error: rank {self.rank} failed: {_one_line(error)}; its traceback is above"
+        text = f"error: {self._place()} failed{self._at_step()}: {_one_line(error)}"
+        text = f"{text}; its traceback is above"
         if not tell_torchrun(text):
             sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         self._tell_peers()
+
+    def end_role(self, error: MegatronDistillError) -> None:
+        """End the process for an error of all ranks of this role, which the other role lacks.
+
+        One rank writes the message; the process ends with the status of a failure.
+        """
+        assert self.store is not None, "a role is of a launch with a store"
+        try:
+            if self.rank == self.roles.of(self.rank).first:
+                text = f"error: {self._place()} failed{self._at_step()}: {error}"
+                if not tell_torchrun(text):
+                    sys.stderr.write(f"{text}\n")
+                self._tell_peers()
+            else:
+                time.sleep(_EXCHANGE_SECONDS)
+            sys.stderr.flush()
+        finally:
+            os._exit(FAILED_STATUS)
+
+    def _place(self) -> str:
+        name = self.roles.name(self.rank)
+        return f"{name} on {socket.gethostname()}" if self.roles.are_split else name
+
+    def _at_step(self) -> str:
+        step = self.progress.step
+        return "" if step is None else f" at step {step}"
 
     def _tell_peers(self) -> None:
         assert self.store is not None
@@ -114,7 +152,8 @@ class LoneFailure:
         """Write where this rank waited; one rank collects that of all ranks, and writes it last."""
         assert self.store is not None
         place = _place(error)
-        sys.stderr.write(f"rank {self.rank} waited in {place} and failed: {_one_line(error)}\n")
+        name = f"{self.roles.name(self.rank)}{self._at_step()}"
+        sys.stderr.write(f"{name} waited in {place} and failed: {_one_line(error)}\n")
         sys.stderr.flush()
         with suppress(dist.DistError):
             self.store.set(f"waited/{self.rank}", place)
@@ -135,32 +174,47 @@ class LoneFailure:
         assert self.store is not None
         waiting: dict[str, list[int]] = defaultdict(list)
         silent = []
-        for rank in range(self.size):
+        for rank in range(self.roles.size):
             if self.store.check([f"waited/{rank}"]):
                 waiting[self.store.get(f"waited/{rank}").decode()].append(rank)
             else:
                 silent.append(rank)
-        places = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in waiting.items())
-        text = f"error: a rank was lost, or did not answer within runtime.timeout_seconds. {places}"
+        names = self.roles.names
+        places = "; ".join(f"{names(ranks)} in {place}" for place, ranks in waiting.items())
+        text = (
+            f"error: a rank was lost{self._at_step()}, or did not answer within "
+            f"runtime.timeout_seconds. {places}"
+        )
         if not silent:
             return f"{text}. All ranks waited: compare where"
-        return f"{text}. No answer from {_ranks(silent)}: look at its output and its machine"
+        hosts = self._hosts(silent)
+        return f"{text}. No answer from {names(silent)}{hosts}: look at its output and its machine"
+
+    def _hosts(self, ranks: list[int]) -> str:
+        """Return the hosts of some ranks in words, where `PeerWatch` has noted them."""
+        assert self.store is not None
+        keys = [host_key(rank) for rank in ranks]
+        found = {self.store.get(key).decode() for key in keys if self.store.check([key])}
+        return f" on {', '.join(sorted(found))}" if found else ""
 
 
 class PeerWatch:
     """A block during which a thread ends this process soon after another rank has failed.
 
-    It looks every few seconds; without a store it does nothing.
+    It looks every few seconds; without a store it does nothing. With two roles it notes its host.
     """
 
-    def __init__(self, *, rank: int, store: dist.Store | None) -> None:
+    def __init__(self, *, rank: int, roles: Roles, store: dist.Store | None) -> None:
         self._rank = rank
+        self._roles = roles
         self._store = store
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
 
     def __enter__(self) -> None:
         if self._store is not None:
+            if self._roles.are_split:
+                self._store.set(host_key(self._rank), socket.gethostname())
             self._thread.start()
 
     def __exit__(
@@ -179,13 +233,19 @@ class PeerWatch:
                 if self._store.check([_FAILED]):
                     failed = self._store.get(_FAILED).decode()
                     if failed != str(self._rank):
-                        _end_after(failed, self._rank)
+                        name = self._roles.name
+                        _end_after(name(int(failed)), name(self._rank))
                     return
 
 
-def _end_after(failed: str, rank: int) -> None:
+def host_key(rank: int) -> str:
+    """Return the key of a rank's host in the rendezvous store."""
+    return f"host/{rank}"
+
+
+def _end_after(failed: str, name: str) -> None:
     try:
-        sys.stderr.write(f"rank {rank} ends, because rank {failed} has failed\n")
+        sys.stderr.write(f"{name} ends, because {failed} has failed\n")
         sys.stderr.flush()
     finally:
         os._exit(LOST_PEER_STATUS)
@@ -213,12 +273,6 @@ def _place(error: BaseException) -> str:
             break
     where = f"{caller.name}, {Path(caller.filename).name}:{caller.lineno}"
     return where if called is None else f"{called} ({where})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -91,3 +91,22 @@ def was_interrupted() -> bool:
     handler = signal.getsignal(signal.SIGTERM)
     request = getattr(handler, "__self__", None)
     return isinstance(request, Interruption) and request.received
+
+
+def is_requested() -> bool:
+    """Return whether a `TerminationRequest` is in force here and has had its signal."""
+    request = _request()
+    return request is not None and request.received
+
+
+def request_termination() -> None:
+    """Record a signal that another process of the launch had, as if it were this one's."""
+    request = _request()
+    if request is not None and not request.received:
+        request.signal_number = signal.SIGTERM
+
+
+def _request() -> TerminationRequest | None:
+    handler = signal.getsignal(signal.SIGTERM)
+    request = getattr(handler, "__self__", None)
+    return request if isinstance(request, TerminationRequest) else None

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
@@ -66,9 +65,10 @@ class Throughput:
         teacher_length: int | None = None,
         global_batch_size: int,
         precision: Literal["bf16", "fp32"],
+        num_devices: int,
         device: torch.device,
     ) -> Throughput:
-        """The figures of a run of these models on the devices of this world.
+        """The figures of a run of these models on this number of such devices.
 
         teacher_length: of the teacher's sequences in tokens of its own; None with one tokenizer.
         """
@@ -79,7 +79,7 @@ class Throughput:
         return cls(
             tokens_per_step=global_batch_size * sequence_length,
             flops_per_token=flops.total,
-            num_devices=dist.get_world_size(),
+            num_devices=num_devices,
             device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
             precision=precision,
         )

@@ -224,11 +224,13 @@ def configure(
     overrides: Sequence[str],
     world: int,
     load: Callable[..., Any] = load_config,
+    *,
+    teachers: int = 0,
 ) -> Any:
     """Prepare a pool worker as the entry script prepares a rank; returns the configuration."""
     log.configure(rank, other_ranks_level=40)
     config = load(config_path, overrides)
-    check_layout(config, world)
+    check_layout(config, world, teachers=teachers)
     prepare_megatron_core(on_cuda=False)
     torch.set_num_threads(1)
     return config

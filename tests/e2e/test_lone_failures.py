@@ -94,11 +94,13 @@ def command(launcher: str, config: Path, output: Path, *overrides: str) -> list[
 
 
 @contextmanager
-def started(folder: Path, words: Sequence[str], fault: str, **variables: str) -> Iterator[Faulty]:
-    """Start a run with a fault; nothing of it is left at the end."""
+def started(
+    folder: Path, words: Sequence[str], fault: str, *, hook: str = FAULTY_RANK, **variables: str
+) -> Iterator[Faulty]:
+    """Start a run with a fault, which `hook` brings about; nothing of it is left at the end."""
     faults = folder / "faults"
     faults.mkdir()
-    (faults / "sitecustomize.py").write_text(FAULTY_RANK.replace("FAULT\n", f"{fault}\n"))
+    (faults / "sitecustomize.py").write_text(hook.replace("FAULT\n", f"{fault}\n"))
     shared = environment(FAULT_FILE=str(folder / "fault"), **variables)
     shared["PYTHONPATH"] = f"{faults}{os.pathsep}{shared['PYTHONPATH']}"
     log = folder / "log"

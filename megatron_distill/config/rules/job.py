@@ -279,11 +279,16 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
 )
 
 
-def layout_problems(job: JobConfig, world_size: int) -> Iterator[Problem]:
-    """Find reasons why the layouts do not fit this number of processes."""
-    yield from _processes(job.parallel, world_size)
-    if parallel_key(job, "teacher") != "parallel":
-        yield from under_key(_processes(teacher_parallel(job), world_size), "teacher.parallel")
+def layout_problems(job: JobConfig, world_size: int, *, teachers: int = 0) -> Iterator[Problem]:
+    """Find reasons why the layouts do not fit this number of processes.
+
+    `teachers`: how many of these run the teacher alone.
+    """
+    students = world_size - teachers
+    yield from _processes(job.parallel, students)
+    if teachers or parallel_key(job, "teacher") != "parallel":
+        found = _processes(teacher_parallel(job), teachers or students)
+        yield from under_key(found, "teacher.parallel")
 
 
 def _processes(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
@@ -330,6 +335,11 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
                 f"teacher.{name}: the teacher of this capture has the student's tokens; set "
                 f"data.{name} instead, or capture.aligned=true for terms with an alignment",
             )
+    for name in ("ranks", "nodes"):
+        value = None if teacher is None else getattr(teacher, name)
+        if value is not None:
+            reason = "in a capture, whose ranks all run the teacher"
+            yield without_effect(f"teacher.{name}", value, reason, instead=None)
     if store.job >= store.jobs:
         yield Problem(
             ("store.job", "store.jobs"),

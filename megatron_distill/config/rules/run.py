@@ -22,6 +22,7 @@ from megatron_distill.config.rules.objective import (
     objective_problems,
 )
 from megatron_distill.config.rules.teacher_parallel import under_key
+from megatron_distill.config.rules.teacher_ranks import role_problems, teacher_ranks_problems
 from megatron_distill.config.rules.teachers import teacher_problems
 from megatron_distill.config.schema import (
     ArchitectureConfig,
@@ -42,18 +43,22 @@ __all__ = [
 ]
 
 
-def check_layout(config: JobConfig, world_size: int) -> None:
+def check_layout(config: JobConfig, world_size: int, *, teachers: int = 0) -> None:
     """Check every rule over several keys, including those on the number of processes.
+
+    `teachers`: how many of these run the teacher alone.
 
     Raises ConfigError: one message with all problems, each naming key, value and remedy. Settings
     without effect raise nothing; `load_config` replaces them.
     """
     problems = rule_problems(config)
-    layout = list(layout_problems(config, world_size))
-    parallel = config.parallel
-    fits = world_size % (parallel.tensor * parallel.pipeline * parallel.context) == 0
-    if isinstance(config, RunConfig) and fits:
-        layout += _batch_problems(config, world_size)
+    layout = list(role_problems(config, world_size, teachers))
+    if not layout:
+        students, parallel = world_size - teachers, config.parallel
+        layout += layout_problems(config, world_size, teachers=teachers)
+        fits = students % (parallel.tensor * parallel.pipeline * parallel.context) == 0
+        if isinstance(config, RunConfig) and fits:
+            layout += _batch_problems(config, students)
     processes = counted(world_size, "process", "processes")
     raise_problems(f"this configuration on {processes}", problems + layout)
 
@@ -313,6 +318,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     objective_problems,
     alignment_problems,
     balance_problems,
+    teacher_ranks_problems,
     _length,
     _schedule,
     _optimizer,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.schema import ModelConfig, RunConfig, SourceConfig, TermConfig
 from megatron_distill.config.schema.data import ConversationFormat
 
@@ -77,7 +78,8 @@ def _without(config: RunConfig) -> Iterator[Problem]:
             "teacher.offload = true: with objective.features the teacher runs beside the student, "
             "layer by layer; set teacher.offload=false",
         )
-    if config.teacher is not None and config.teacher.offload and config.teacher.parallel:
+    alone = config.teacher
+    if alone is not None and alone.offload and alone.parallel and not has_own_ranks(config):
         yield Problem(
             ("teacher.offload", "teacher.parallel"),
             "teacher.offload = true: a teacher with a layout of its own keeps its weights on the "
@@ -183,12 +185,13 @@ def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
             f"{key}.store: the teachers of one run are models; set {key}.hf or {key}.checkpoint, "
             "or train on the store alone with teacher.store",
         )
-    if model.parallel is not None:
-        yield Problem(
-            (f"{key}.parallel", "teachers"),
-            f"{key}.parallel: several teachers have the student's layout; remove it, or set "
-            "teacher in place of teachers",
-        )
+    for name in ("parallel", "ranks", "nodes"):
+        if getattr(model, name) is not None:
+            yield Problem(
+                (f"{key}.{name}", "teachers"),
+                f"{key}.{name}: several teachers have the student's layout and its ranks; remove "
+                "it, or set teacher in place of teachers",
+            )
     for name in ("tokenizer", "sequence_length"):
         if getattr(model, name) is not None:
             yield Problem(

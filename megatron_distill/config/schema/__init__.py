@@ -13,6 +13,7 @@ from megatron_distill.config.schema.model import (
     RopeScalingConfig,
     StoreSourceConfig,
     TeacherParallelConfig,
+    TransferConfig,
 )
 from megatron_distill.config.schema.objective import (
     PARAMETERS,
@@ -75,6 +76,7 @@ __all__ = [
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "TransferConfig",
     "ValidationConfig",
     "ValueScheduleConfig",
     "WandbConfig",

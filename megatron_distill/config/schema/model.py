@@ -17,6 +17,7 @@ __all__ = [
     "RopeScalingConfig",
     "StoreSourceConfig",
     "TeacherParallelConfig",
+    "TransferConfig",
 ]
 
 Norm = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
@@ -292,6 +293,25 @@ class TeacherParallelConfig(Section):
     )
 
 
+class TransferConfig(Section):
+    """Answers of a teacher on ranks of its own, on their way to the student's ranks."""
+
+    what: Literal["hidden", "top_k"] = Field(
+        default="hidden",
+        description="`hidden`: the last hidden states, for exact losses over the whole vocabulary; "
+        "`top_k`: the `k` most probable ids of each token, for terms that a store of them serves.",
+    )
+    k: int | None = Field(
+        default=None, ge=1, examples=[64], description="Ids per token, with `what: top_k`."
+    )
+    backend: Literal["auto", "nccl", "ipc", "gloo"] = Field(
+        default="auto",
+        description="`gloo`: through host memory and the network; `nccl`: between GPUs; `ipc`: "
+        "shared memory of one machine, on a CPU. `auto`: `nccl` where `runtime.backend` is that, "
+        "else `gloo`.",
+    )
+
+
 class ModelConfig(Section):
     """A model: its shape, or the source of its weights (`hf` or `checkpoint`)."""
 
@@ -365,6 +385,26 @@ class ModelConfig(Section):
         description="Teacher only: keep the weights of its layers in pinned host memory and copy "
         "them to the GPU once in each step that needs them. The teacher runs before the student; "
         "its hidden states of the step then wait on the GPU.",
+    )
+    ranks: int | None = Field(
+        default=None,
+        ge=1,
+        examples=[8],
+        description="Teacher only: the last ranks of the launch run the teacher and no student; "
+        "null: all ranks run both.",
+    )
+    nodes: int | None = Field(
+        default=None, ge=1, examples=[1], description="Teacher only: the same, as whole machines."
+    )
+    steps_ahead: int = Field(
+        default=1,
+        ge=0,
+        description="Teacher only, on ranks of its own: steps that it may be ahead of the student. "
+        "The student's last stage holds the answers of one more step.",
+    )
+    transfer: TransferConfig = Field(
+        default=TransferConfig(),
+        description="Teacher only, on ranks of its own: how its answers reach the student.",
     )
 
     @field_validator("store", mode="before")

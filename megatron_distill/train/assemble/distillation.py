@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 
 from megatron_distill.config import (
     FeatureConfig,
-    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ProjectorConfig,
@@ -22,18 +21,14 @@ from megatron_distill.config import (
     check_features,
     is_aligned,
     matched_layers,
-    teacher_parallel,
 )
-from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.sources import DataOptions
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import (
-    ChunkTerm,
     FeaturePair,
     RatioBalance,
     ScoreRule,
-    Term,
     ValueSchedule,
 )
 from megatron_distill.models.architecture import Architecture, Execution
@@ -44,20 +39,19 @@ from megatron_distill.models.pipeline_stages import (
     ranks_of_layers,
 )
 from megatron_distill.ops import LogitRule
-from megatron_distill.runtime.groups import Groups, create_second_groups
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.launch import Device
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
-    layout_of,
     resolve_model,
-    teacher_fp8,
-    teacher_seed,
 )
-from megatron_distill.train.assemble.several import OpenTeachers, open_several, sample_routing
+from megatron_distill.train.assemble.several import sample_routing
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.assemble.stored import Stored, open_stored
+from megatron_distill.train.assemble.stored import Stored
+from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
     FeatureLosses,
@@ -72,12 +66,10 @@ from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.teachers.live import (
     FeatureTeacher,
     OnlineTeacher,
-    live_metrics,
     routes,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
-from megatron_distill.train.teachers.resting import RestingTeacher
-from megatron_distill.train.teachers.stored import stored_metrics
+from megatron_distill.train.teachers.own_ranks import HeldOutAnswers
 from megatron_distill.train.throughput import Throughput, stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
 
@@ -87,34 +79,32 @@ class OpenRun:
     """A run's models and samples; its student is a source, which `execution` says how to build.
 
     Attributes:
-        models: the live teachers by role in the log, in the student's layout or their own.
+        kinds: the teacher by its kind.
         teacher: of the training samples: stored, live or with features; None without one.
     """
 
     vocabulary: Vocabulary
     student: ModelSource
     execution: Execution
-    models: Mapping[str, OnlineTeacher | OwnLayout]
+    kinds: OpenTeacher
     teacher: Teacher | None
     objective: TokenObjective
     samples: RunSamples
 
     def throughput(self, train: TrainConfig) -> Throughput:
         """Return what turns the seconds of a training step into figures."""
+        remote = self.kinds.remote
         return Throughput.of_run(
             self.student.architecture,
-            self.teacher_shape,
+            # Of several teachers the samples decide which run: their work is not counted.
+            self.kinds.shapes.get("teacher"),
             sequence_length=self.samples.data.sequence_length,
             teacher_length=self.samples.teacher_length,
             global_batch_size=train.global_batch_size,
             precision=train.precision,
+            num_devices=self.objective.groups.world.size() + (remote.ranks if remote else 0),
             device=self.execution.device,
         )
-
-    @property
-    def teacher_shape(self) -> Architecture | None:
-        """The teacher's shape; None with several, where the samples decide which of them run."""
-        return self.models["teacher"].architecture if "teacher" in self.models else None
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
         """Return the objective with separate metrics of the sources, where they are several."""
@@ -122,7 +112,7 @@ class OpenRun:
 
 
 def open_run(
-    config: RunConfig, execution: Execution, groups: Groups, resources: ExitStack
+    config: RunConfig, execution: Execution, groups: Groups, device: Device, resources: ExitStack
 ) -> OpenRun:
     """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
 
@@ -139,14 +129,13 @@ def open_run(
     own: TeacherTokens | None = None
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
-    stored, online = _open_teacher(
-        config, terms, student, (vocabulary, own), groups, execution, resources
+    kinds = open_teacher(
+        config, terms, student, (vocabulary, own), groups, execution, device, resources
     )
-    several = open_several(config, terms, student, vocabulary, groups, execution)
     layers = stage_layers(
         groups.layout,
         student,
-        online.architecture if online else None,
+        kinds.online.architecture if kinds.online else None,  # one elsewhere is no work of these
         given=config.parallel.layers_per_stage.student,
         sequence_length=config.data.sequence_length,
         teacher_length=own.sequence_length if own else None,
@@ -154,35 +143,35 @@ def open_run(
     )
     aligned = None
     if own is not None:
-        given = (online, student, vocabulary, groups, execution.device)
+        given = (kinds.online, student, vocabulary, groups, execution.device)
         online, aligned = own.connect(*given, chunk_tokens=section.chunk_tokens)
+        kinds = replace(kinds, online=online)
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
-        metrics=_metrics(stored, terms, has_teacher=config.has_teacher),
+        metrics=kinds.metrics(config.teacher, terms),
         chunk_tokens=section.chunk_tokens,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
         groups=groups,
         aligned=aligned,
-        several=several.loss if several else None,
+        several=kinds.several.loss if kinds.several else None,
     )
-    teacher = _teacher_of(config.teacher, stored, online, several)
+    teacher = kinds.signals(config.teacher)
     if section.features:
         objective, teacher = _with_features(
-            objective, section, config.optimizer, student, online, layers, config.seed
+            objective, section, config.optimizer, student, kinds.online, layers, config.seed
         )
+    samples = _samples(config, options, tokenizer, kinds.stored, own)
     return OpenRun(
         vocabulary=vocabulary,
         student=source,
         execution=replace(execution, layers_per_stage=layers),
-        models=several.models if several else {"teacher": online} if online else {},
+        kinds=kinds,
         teacher=teacher,
         objective=objective,
         samples=replace(
-            _samples(config, options, tokenizer, stored, own),
-            planner=objective.planner,
-            units=_unit_rows(online, config.train, groups),
+            samples, planner=objective.planner, units=kinds.unit_rows(config.train, groups)
         ),
     )
 
@@ -204,98 +193,6 @@ def _samples(
         seed=config.seed,
         held_out=config.validation.samples,
         teacher_length=None if own is None else own.sequence_length,
-    )
-
-
-def _metrics(
-    stored: Stored | None, terms: Sequence[Term | ChunkTerm], *, has_teacher: bool
-) -> tuple[str, ...]:
-    """Return the names of the reported metrics besides the losses; none without a teacher."""
-    if stored is not None:
-        return stored_metrics(stored.settings, terms)
-    return live_metrics(terms) if has_teacher else ()
-
-
-def _teacher_of(
-    section: ModelConfig | None,
-    stored: Stored | None,
-    online: OnlineTeacher | OwnLayout | None,
-    several: OpenTeachers | None,
-) -> Teacher | None:
-    """The teacher of the training samples, whatever its kind."""
-    if several is not None:
-        return several.teacher
-    rests = section is not None and section.offload
-    if rests and isinstance(online, OnlineTeacher):
-        return RestingTeacher.of(online, key="teacher.offload")
-    return stored.teacher if stored is not None else online
-
-
-def _unit_rows(
-    online: OnlineTeacher | OwnLayout | None, train: TrainConfig, groups: Groups
-) -> UnitRows | None:
-    """Return the units of a step that a teacher with its own layout runs on this rank."""
-    if not isinstance(online, OwnLayout):
-        return None
-    per_pass = train.micro_batch_size * groups.data.size()
-    return online.unit_rows(train.global_batch_size // per_pass)
-
-
-def _open_teacher(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    tokens: tuple[Vocabulary, TeacherTokens | None],
-    groups: Groups,
-    execution: Execution,
-    resources: ExitStack,
-) -> tuple[Stored | None, OnlineTeacher | OwnLayout | None]:
-    """Open the stores, or build the live teacher; at most one of them exists.
-
-    tokens: the student's vocabulary, and the teacher's own tokens if it has some.
-    """
-    section = config.teacher
-    if section is None:
-        return None, None
-    of_student, own = tokens
-    vocabulary = of_student if own is None else own.vocabulary
-    if section.store is not None:
-        student_tokenizer = None if own is None else of_student.identity
-        stored = open_stored(
-            *(config, terms, student, vocabulary, groups, execution.device),
-            student_tokenizer=student_tokenizer,
-        )
-        resources.callback(stored.close)
-        return stored, None
-    layers = config.parallel.layers_per_stage.teacher
-    source = resolve_model(config, "teacher", vocabulary)
-    # The head's rows are those of the student's vocabulary, unless the teacher has another one.
-    of_head = source.architecture if is_aligned(config) else student
-    execution = replace(execution, fp8=teacher_fp8(section), layers_per_stage=layers)
-    seed, length = teacher_seed(config.seed), section.sequence_length or config.data.sequence_length
-    shard = vocab_shard(of_head, groups, tokens=vocabulary.size)
-    layout = layout_of(teacher_parallel(config))
-    if layout == groups.layout.without_virtual_stages():
-        return None, OnlineTeacher.of_source(
-            source,
-            execution,
-            seed=seed,
-            sequence_length=length,
-            shard=shard,
-            groups=groups,
-            offload_hidden=section.offload_hidden,
-        )
-    return None, OwnLayout.of_source(
-        source,
-        execution,
-        seed=seed,
-        sequence_length=length,
-        shard=shard,
-        groups=groups,
-        own_groups=create_second_groups(
-            layout, timeout_minutes=config.runtime.timeout_seconds / 60
-        ),
-        offload_hidden=section.offload_hidden,
     )
 
 
@@ -321,7 +218,10 @@ def open_held_out(
     objective = opened.objective_of(names)
     schedules = build_balancing(section, objective).schedules
     final = schedules.applied(objective, steps_done=sys.maxsize)
-    return HeldOut.of(steps, opened.teacher if has_signals else None, final)
+    teacher = opened.teacher if has_signals else None
+    if opened.kinds.remote is not None:
+        teacher = HeldOutAnswers(opened.kinds.remote, len(steps))
+    return HeldOut.of(steps, teacher, final)
 
 
 def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balancing:

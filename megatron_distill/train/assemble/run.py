@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
+    ProfileConfig,
     RunConfig,
     RuntimeConfig,
     TrainConfig,
@@ -38,6 +39,7 @@ from megatron_distill.train.assemble.distillation import (
     open_run,
 )
 from megatron_distill.train.assemble.models import export_source, job_groups
+from megatron_distill.train.assemble.own_ranks import meetings, run_teacher
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
 from megatron_distill.train.banner import (
@@ -63,8 +65,7 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.live import OnlineTeacher
-from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.throughput import MemoryOfRank
 
 _LOGGER = get_logger(__name__)
@@ -76,7 +77,12 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
+    meet = meetings(device)
+    if device.bridge is not None and device.bridge.is_teacher:
+        run_teacher(config, device)
+        return True
     with (
+        meet("run"),
         permanent_imports(),
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
         ExitStack() as resources,
@@ -90,15 +96,42 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
                 plan.steps,
             )
             return True
+        if isinstance(parts.teacher, OwnRanksTeacher):
+            parts.teacher.start(steps_done=parts.state.step, last_step=plan.steps)
         return train(parts, plan, termination)
 
 
 def _assemble(
     config: RunConfig, device: Device, groups: Groups, resources: ExitStack
 ) -> tuple[Parts, LoopPlan]:
-    """Check, build the models, then read the data; a failure restores the run folder."""
-    found = _checked_folder(config, resources)
-    opened = open_run(config, _execution(config.train, device), groups, resources)
+    """Check, build the models, then read the data; a failure restores the run folder.
+
+    The ranks of a teacher elsewhere meet these three times; see `run_teacher`.
+    """
+    meet = meetings(device)
+    with meet("tokenizer"):
+        found = _checked_folder(config, resources)
+        execution = _execution(config.train, device)
+        opened = open_run(config, execution, groups, device, resources)
+    with meet("student"):
+        parts, plan = _build(config, device, opened, groups, found, resources)
+        if device.bridge is not None and dist.get_rank() == 0:
+            start = {"steps_done": parts.state.step, "last_step": plan.steps}
+            device.bridge.publish("start", {**start, "data": parts.loader.state_dict()})
+    with meet("teacher"):
+        pass  # its ranks open their data
+    return parts, plan
+
+
+def _build(
+    config: RunConfig,
+    device: Device,
+    opened: OpenRun,
+    groups: Groups,
+    found: FolderAsFound,
+    resources: ExitStack,
+) -> tuple[Parts, LoopPlan]:
+    """Build the student, then open the data and the log."""
     samples = opened.samples
     with together():
         if samples.tokenizer is not None:
@@ -122,13 +155,6 @@ def _assemble(
         _LOGGER.info("%s", _banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
-    profiler = StepProfiler(
-        Path(config.output) / "profile",
-        **config.profile.model_dump(),
-        timers=state.student.timers,
-        device=device.torch_device,
-    )
-    resources.callback(profiler.close)
     parts = Parts(
         state=state,
         teacher=opened.teacher,
@@ -144,10 +170,24 @@ def _assemble(
             stage=groups.pipeline.rank(),
             device=device.torch_device,
         ),
-        profiler=profiler,
+        profiler=_open_profiler(config.output, config.profile, state.student, device, resources),
         device=device.torch_device,
     )
     return parts, loop_plan(config)
+
+
+def _open_profiler(
+    output: str, section: ProfileConfig, student: Student, device: Device, resources: ExitStack
+) -> StepProfiler:
+    """Return the profiler of `profile.steps`; it is closed with the resources."""
+    profiler = StepProfiler(
+        Path(output) / "profile",
+        **section.model_dump(),
+        timers=student.timers,
+        device=device.torch_device,
+    )
+    resources.callback(profiler.close)
+    return profiler
 
 
 def _execution(train: TrainConfig, device: Device) -> Execution:
@@ -257,38 +297,28 @@ def _open_training(
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    stored, online = opened.samples.stored, opened.models.get("teacher")
+    kinds, groups = opened.kinds, state.student.groups
     memory = memory_of_run(
         state,
-        [teacher.model for teacher in opened.models.values()],
+        [teacher.model for teacher in kinds.models.values()],
         opened.execution,
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
         is_distributed=config.optimizer.distributed,
-        head_copy=online.head_copy if isinstance(online, OwnLayout) else 0,
+        head_copy=kinds.held_values(opened.execution),
     )
+    moved = kinds.moved_bytes(config.train, groups)
     return run_banner(
         config,
-        {"student": state.architecture}
-        | {role: teacher.architecture for role, teacher in opened.models.items()},
+        {"student": state.architecture, **kinds.shapes},
         memory,
-        stored_samples=stored.samples if stored else 0,
+        stored_samples=kinds.stored.samples if kinds.stored else 0,
         feature_pairs=len(state.features.pairs) if state.features else 0,
-        world_size=state.student.groups.world.size(),
+        world_size=groups.world.size(),
         start_step=state.step,
-        moved=_moved(config.train, online, state.student.groups),
+        moved=None if moved is None else size(moved),
+        own_ranks=None if kinds.remote is None else kinds.remote.ranks,
     )
-
-
-def _moved(
-    train: TrainConfig, online: OnlineTeacher | OwnLayout | None, groups: Groups
-) -> str | None:
-    """Return the bytes that a teacher with its own layout sends in a step; None without one."""
-    if not isinstance(online, OwnLayout):
-        return None
-    per_pass = train.micro_batch_size * groups.data.size()
-    micro_batches = train.global_batch_size // per_pass
-    return size(online.moved_bytes(micro_batches, train.micro_batch_size))
 
 
 def run_banner(
@@ -301,11 +331,12 @@ def run_banner(
     world_size: int,
     start_step: int,
     moved: str | None = None,
+    own_ranks: int | None = None,
 ) -> str:
     """Return the lines that describe a run at its start, at most 15.
 
-    shapes: of the models by role; a teacher without one is stored. moved: bytes that a teacher with
-    its own layout sends in a step; None without one.
+    shapes: of the models by role; a teacher without one is stored. moved, own_ranks: see
+    `run_rows`.
     """
     rows = [
         model_row(role, shapes[role], source_in_words(model, shapes[role].num_layers))
@@ -313,7 +344,13 @@ def run_banner(
         else stored_row(model, stored_samples)
         for role, model in config.models.items()
     ]
-    rows += run_rows(config, world_size=world_size, feature_pairs=feature_pairs, moved=moved)
+    rows += run_rows(
+        config,
+        world_size=world_size,
+        feature_pairs=feature_pairs,
+        moved=moved,
+        own_ranks=own_ranks,
+    )
     sizes = config.train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
     length = config.data.sequence_length
     rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))

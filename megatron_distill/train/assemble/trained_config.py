@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_distill.config import RunConfig, check_layout, load_config
+from megatron_distill.config import ModelConfig, RunConfig, check_layout, load_config
 from megatron_distill.errors import ConfigError
 
 __all__ = ["NO_RUN", "add_run_arguments", "load_trained_run", "run_and_overrides"]
@@ -68,5 +68,17 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
     config = load_config(file, [*_ONE_PROCESS, *own, *overrides])
+    config = _with_shared_ranks(config)
     check_layout(config, world_size)
     return config
+
+
+def _with_shared_ranks(config: RunConfig) -> RunConfig:
+    """Let the teacher run on the ranks of the student."""
+    if config.teacher is None:
+        return config
+    shared = {
+        name: ModelConfig.model_fields[name].default
+        for name in ("ranks", "nodes", "steps_ahead", "transfer")
+    }
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update=shared)})

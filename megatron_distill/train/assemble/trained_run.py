@@ -37,7 +37,7 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     ):
         # Nothing is trained, so nothing is recomputed.
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        opened = open_run(config, execution, groups, resources)
+        opened = open_run(config, execution, groups, device, resources)
         chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers

@@ -35,6 +35,7 @@ __all__ = [
     "StoredTeacher",
     "on_device",
     "recorded_signal",
+    "signal_of_records",
     "require_same_tokens",
     "stored_metrics",
 ]
@@ -288,12 +289,35 @@ def recorded_signal(
         unpack(content, is_checked=True) if content else _blank(settings, number)
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
+    return signal_of_records(
+        records,
+        terms,
+        settings,
+        batch.sequence_index_s,
+        vocab_size=vocab_size,
+        labels_bs=batch.labels_bs,
+    )
+
+
+def signal_of_records(
+    records: Sequence[SampleRecord],
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings,
+    index_s: NDArray[np.int64],
+    *,
+    vocab_size: int | None = None,
+    labels_bs: NDArray[np.int64] | None = None,
+) -> Recorded:
+    """Return the signal of a micro-batch's records for each term, at some of their positions.
+
+    `vocab_size`: see `recorded_signal`; None: the records have no ids of padding. `labels_bs`: for
+    terms on the labels alone.
+    """
     known: dict[tuple[object, ...], IdSignal] = {}
     by_term: list[IdSignal] = []
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
     if settings.is_complete:
-        index_s = batch.sequence_index_s
         entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
         label_log_prob = _joined(
             [one.label_log_prob_S[index_s] for one in scalars if one is not None]
@@ -301,14 +325,17 @@ def recorded_signal(
     for term in terms:
         if _is_of_labels(term):
             assert label_log_prob is not None, "the store was asked for it"
-            by_term.append(_of_labels(batch, label_log_prob))
+            assert labels_bs is not None
+            by_term.append(_of_labels(labels_bs, label_log_prob))
             continue
         # Common tokens are chosen from all stored ids.
         k = term.top_k if isinstance(term, Term) else None
         key = (k, *_reading(term, settings))
         if key not in known:
-            read = _read_signal(records, term, k, settings, batch.sequence_index_s)
-            known[key] = read if settings.vocab_size <= vocab_size else read.within(vocab_size)
+            read = _read_signal(records, term, k, settings, index_s)
+            if vocab_size is not None and settings.vocab_size > vocab_size:
+                read = read.within(vocab_size)
+            known[key] = read
         by_term.append(known[key])
     return Recorded(tuple(by_term), entropy, label_log_prob)
 
@@ -318,9 +345,9 @@ def _is_of_labels(term: Term | ChunkTerm) -> bool:
     return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
 
 
-def _of_labels(batch: HostBatch, label_log_prob: torch.Tensor) -> TopK:
+def _of_labels(labels_bs: NDArray[np.int64], label_log_prob: torch.Tensor) -> TopK:
     """The label of each token, and all further ids as the tail."""
-    labels = torch.from_numpy(batch.labels_bs.reshape(-1, 1))
+    labels = torch.from_numpy(labels_bs.reshape(-1, 1))
     log_tail = torch.expm1(label_log_prob.double().clamp(max=0.0)).neg().log()
     return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
 
@@ -346,7 +373,7 @@ def _read_signal(
     """The signal of the records for a term, on k ids, at this rank's positions."""
     temperature, support = _reading(term, settings)
     whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
-    length = settings.sequence_length
+    length = len(records[0].tokens_S1) - 1
     if np.array_equal(index_s, np.arange(length)):
         return whole
     rows = np.concatenate([index_s + row * length for row in range(len(records))])

@@ -52,7 +52,11 @@ REFUSED = {
     "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
     "alignment": (NAMED, "objective.terms=[{alignment: uld}]", "cannot be one of several"),
     "store": (DRAWN, "teachers.math={store: x}", "the teachers of one run are models"),
-    "layout": (DRAWN, "teachers.math.parallel={tensor: 1}", "have the student's layout"),
+    "layout": (
+        DRAWN,
+        "teachers.math.parallel={tensor: 1}",
+        "layout and its ranks",
+    ),
     "no terms": ("objective.terms=[]", "serve distillation terms only"),
 }
 

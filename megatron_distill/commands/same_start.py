@@ -1,0 +1,59 @@
+"""Comparison of the ranks of a launch before they start: code and configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megatron_distill
+
+if TYPE_CHECKING:
+    from megatron_distill.config.schema import JobConfig
+    from megatron_distill.runtime.launch import Launch
+
+__all__ = ["require_same_start"]
+
+
+def require_same_start(launch: Launch, config: JobConfig) -> None:
+    """Raise ConfigError unless this rank has the code and the configuration of rank 0.
+
+    Student and teacher recompute the same units from both, so that a difference would go unnoticed
+    until an answer is for other tokens. Call it inside `Launch.together`.
+    """
+    from megatron_distill.config import to_yaml
+
+    own = {"sources": _sources_digest(), "configuration": to_yaml(config)}
+    name = launch.roles.name(launch.rank)
+
+    def difference(first: str) -> str:
+        theirs = json.loads(first)
+        where = f"{name} on {socket.gethostname()}"
+        if theirs["sources"] != own["sources"]:
+            return (
+                f"{where} runs another version of megatron-distill than {launch.roles.name(0)}; "
+                "install the same one on all machines"
+            )
+        lines = own["configuration"].splitlines()
+        first_lines = theirs["configuration"].splitlines()
+        differing = sorted({*lines} ^ {*first_lines})
+        return (
+            f"{where} has another configuration than {launch.roles.name(0)}: "
+            f"{'; '.join(line.strip() for line in differing)}; start all ranks with the same file "
+            "and the same changes"
+        )
+
+    launch.require_equal("identity/value", json.dumps(own), difference=difference)
+
+
+def _sources_digest() -> str:
+    """Return a digest of the package's modules."""
+    assert megatron_distill.__file__ is not None
+    package = Path(megatron_distill.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(str(path.relative_to(package)).encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,135 @@
+"""The division of a launch in words: ranks, bytes between them, memory, balance. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from megatron_distill.config import ParallelConfig, RunConfig, teacher_parallel
+from megatron_distill.errors import counted
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.launch import PRECISIONS
+from megatron_distill.runtime.progress import size
+from megatron_distill.runtime.roles import Role, Roles
+from megatron_distill.train.assemble.models import has_model, read_model
+from megatron_distill.train.assemble.own_ranks import answer_plan, sent_records
+from megatron_distill.train.teachers.answers import AnswerPlan
+from megatron_distill.train.throughput import StepFlops, step_flops_per_token
+
+__all__ = ["layout_report"]
+
+_BALANCED: Final = 1.25  # a side that is busy for less than this part of the other's time waits
+
+
+def layout_report(config: RunConfig, *, ranks: int, teachers: int) -> str:
+    """Return which rank does which part, and with a teacher's own ranks what they exchange.
+
+    `teachers`: how many of the ranks run the teacher alone. Raises ConfigError or CheckpointError:
+    a model does not exist or does not fit.
+    """
+    roles = Roles(ranks, teachers)
+    student = read_model(config, "student", None).architecture
+    teacher = None
+    if config.teacher is not None and has_model(config.teacher):
+        teacher = read_model(config, "teacher", None).architecture
+    lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]
+    if teachers and teacher is not None:
+        lines += _ranks(roles.teacher, teacher_parallel(config))
+        plan = answer_plan(
+            config, roles, teacher, PRECISIONS[config.train.precision], sent_records(config)
+        )
+        lines += _exchange(plan, roles)
+    if teacher is not None:
+        flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
+        lines += _balance(flops, roles, teacher, config)
+    return "\n".join(lines) + "\n"
+
+
+def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield one line per pipeline stage of each replica."""
+    per_replica = parallel.tensor * parallel.context
+    replicas = role.size // (per_replica * parallel.pipeline)
+    yield (
+        f"{role.name}: {counted(role.size, 'rank')} = tensor {parallel.tensor} x context "
+        f"{parallel.context} x pipeline {parallel.pipeline} x data {replicas}"
+        + (", sequence parallel" if parallel.sequence else "")
+    )
+    for replica in range(replicas):
+        for stage in range(parallel.pipeline):
+            first = per_replica * (replica + replicas * stage)
+            last = first + per_replica - 1
+            names = f"{role.name}.{first}"
+            names += "" if last == first else f" to {role.name}.{last}"
+            launched = f"{role.first + first}" + (
+                "" if last == first else f" to {role.first + last}"
+            )
+            yield f"  {names:<28} (rank {launched}): replica {replica}, stage {stage}"
+
+
+def _exchange(plan: AnswerPlan, roles: Roles) -> Iterator[str]:
+    routes = plan.step_bytes()
+    yield (
+        f"answers: {size(sum(routes.values()))} per step, {plan.bytes_per_token:,} bytes per token "
+        f"and receiving rank; {counted(plan.units.micro_batches, 'unit')} per step and replica of "
+        "the student"
+    )
+    for (source, destination), count in sorted(routes.items()):
+        yield f"  {roles.name(source)} to {roles.name(destination)}: {size(count)} per step"
+    rank = plan.needs(0)[0].rank
+    yield (
+        f"slots: {size(plan.slot_bytes(rank, 0))} on each rank of the student's last stage, for "
+        f"{counted(plan.blocks, 'step')} (teacher.steps_ahead = {plan.steps_ahead})"
+    )
+
+
+def _balance(
+    flops: StepFlops, roles: Roles, teacher: Architecture, config: RunConfig
+) -> Iterator[str]:
+    """Yield the ranks that the teacher would need for both sides to take the same time."""
+    wanted = flops.teacher_forward / (flops.student_forward + flops.student_backward)
+    share = wanted / (1 + wanted)
+    yield (
+        f"balance: a step's forward pass of the teacher ({counted(teacher.num_layers, 'layer')}) "
+        f"takes {wanted:.2f} times the operations of the student's forward and backward pass"
+    )
+    total = roles.size
+    unit = _ranks_of_copy(teacher_parallel(config))
+    of_student = _ranks_of_copy(config.parallel)
+    best = min(
+        range(unit, total, unit),
+        key=lambda ranks: (
+            _slower(wanted, total - ranks, ranks)
+            if (total - ranks) % of_student == 0
+            else float("inf")
+        ),
+        default=0,
+    )
+    if not best or (total - best) % of_student:
+        yield f"  these layouts leave no division of {counted(total, 'rank')}"
+        return
+    alone = _slower(wanted, total - best, best) / (1 + wanted) * total
+    yield (
+        f"  of {counted(total, 'rank')} the teacher's share is {share * total:.1f}; recommended: "
+        f"teacher.ranks={best}, {alone:.2f} times the time of shared ranks at equal efficiency"
+    )
+    if roles.are_split:
+        of_teacher, own = wanted / roles.teacher.size, 1 / roles.student.size
+        slower = "teacher" if of_teacher > own else "student"
+        ratio = max(of_teacher, own) / min(of_teacher, own)
+        waits = "student" if slower == "teacher" else "teacher"
+        verdict = (
+            f"the {waits} waits for the {slower}" if ratio > _BALANCED else "the sides are balanced"
+        )
+        yield (
+            f"  here: {roles.teacher.size} of the teacher and {roles.student.size} of the "
+            f"student; the {slower}'s step takes {ratio:.2f} times the other's: {verdict}"
+        )
+
+
+def _ranks_of_copy(parallel: ParallelConfig) -> int:
+    return parallel.tensor * parallel.context * parallel.pipeline
+
+
+def _slower(wanted: float, students: int, teachers: int) -> float:
+    """Return the time of the slower side, in student steps on one rank."""
+    return max(1 / students, wanted / teachers)

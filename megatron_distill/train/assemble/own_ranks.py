@@ -1,0 +1,474 @@
+"""From a configuration to a teacher on ranks of its own: both sides of the bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import torch
+
+from megatron_distill.config import (
+    RunConfig,
+    TrainConfig,
+    TransferConfig,
+    teacher_parallel,
+)
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.collectives import on_first_rank
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.signals import Signal
+from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.data import RunSamples
+from megatron_distill.train.assemble.models import (
+    build_terms,
+    job_groups,
+    layout_of,
+    resolve_model,
+    teacher_fp8,
+    teacher_seed,
+)
+from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.loop import permanent_imports
+from megatron_distill.train.teachers.answer_ways import (
+    AnswerWay,
+    HostWay,
+    NcclWay,
+    SharedMemoryWay,
+    Slots,
+    create_shared,
+    map_shared,
+    private_slots,
+)
+from megatron_distill.train.teachers.answers import AnswerPlan, Column
+from megatron_distill.train.teachers.live import ModelOutput, OnlineTeacher, live_metrics
+from megatron_distill.train.teachers.moved_head import head_messages
+from megatron_distill.train.teachers.own_ranks import (
+    AnswerRing,
+    Asking,
+    OwnRanksTeacher,
+    RemoteHead,
+)
+from megatron_distill.train.teachers.sent_topk import (
+    sent_settings,
+    serving_capture,
+    signal_of_columns,
+    top_k_columns,
+)
+from megatron_distill.train.teachers.serving import (
+    AnswerSender,
+    Columns,
+    TeacherServer,
+    send_head,
+)
+from megatron_distill.train.teachers.stored import stored_metrics
+from megatron_distill.train.teachers.units import Grid, Message, Units
+
+__all__ = [
+    "answer_metrics",
+    "answer_plan",
+    "meetings",
+    "open_own_ranks",
+    "run_teacher",
+    "sent_records",
+]
+
+
+_ANY_VOCABULARY: Final = 1 << 30
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+def meetings(device: Device) -> Callable[[str], AbstractContextManager[None]]:
+    """Return `Bridge.meet`; without a bridge its blocks are those of one world."""
+    bridge = device.bridge
+    return bridge.meet if bridge is not None else lambda _: nullcontext()
+
+
+def answer_plan(
+    config: RunConfig,
+    roles: Roles,
+    teacher: Architecture,
+    dtype: torch.dtype,
+    settings: CaptureSettings | None,
+) -> AnswerPlan:
+    """Return who sends which rows to whom; pure, and the same on all ranks.
+
+    `settings`: of sent top-k ids, which every tensor rank needs for all positions; None: hidden
+    states are sent, split along the sequence as the models leave them.
+    """
+    student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
+    teacher_grid = Grid.of(layout_of(teacher_parallel(config)), roles.teacher.ranks)
+    train, section = config.train, config.models["teacher"]
+    columns: tuple[Column, ...] = (Column("hidden", dtype, (teacher.hidden_size,)),)
+    if settings is not None:
+        columns = top_k_columns(settings)
+        student_grid = replace(student_grid, sequence=False)
+        teacher_grid = replace(teacher_grid, sequence=False)
+    units = Units(
+        micro_batches=train.global_batch_size // (train.micro_batch_size * student_grid.replicas),
+        student_replicas=student_grid.replicas,
+        teacher_replicas=teacher_grid.replicas,
+    )
+    return AnswerPlan(
+        units,
+        teacher_grid,
+        student_grid,
+        length=config.data.sequence_length,
+        sequences=train.micro_batch_size,
+        columns=columns,
+        steps_ahead=section.steps_ahead,
+    )
+
+
+def _settings(
+    transfer: TransferConfig, terms: Sequence[Term | ChunkTerm], *, tokens: int, length: int
+) -> CaptureSettings | None:
+    """Return the settings of sent top-k ids; None where hidden states are sent."""
+    if transfer.what == "hidden":
+        return None
+    assert transfer.k is not None, "the rules ask for it"
+    if transfer.k > tokens:
+        raise ConfigError(
+            f"teacher.transfer.k = {transfer.k}: the tokenizer has {tokens} tokens; lower it"
+        )
+    return sent_settings(_plain(terms), k=transfer.k, vocab_size=tokens, sequence_length=length)
+
+
+def _head_parts(
+    plan: AnswerPlan, teacher: Architecture, student: Architecture, tokens: int
+) -> tuple[Message, ...]:
+    sizes = ((teacher, plan.teacher.tensor), (student, plan.student.tensor))
+    rows = [shape.padded_vocab_size(size) // size for shape, size in sizes]
+    return head_messages(plan.teacher, plan.student, rows=(rows[0], rows[1]), size=tokens)
+
+
+def sent_records(config: RunConfig) -> CaptureSettings | None:
+    """Return the settings of sent top-k ids before the tokenizer is known."""
+    terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
+    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    return _settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
+
+
+def open_own_ranks(
+    config: RunConfig,
+    student: Architecture,
+    terms: Sequence[Term | ChunkTerm],
+    vocabulary: Vocabulary,
+    groups: Groups,
+    execution: Execution,
+    device: Device,
+    resources: ExitStack,
+) -> OwnRanksTeacher:
+    """Open the student's side; nothing is sent before `OwnRanksTeacher.start`.
+
+    Raises ConfigError on all ranks of the student.
+    """
+    bridge = device.bridge
+    assert bridge is not None, "the caller has looked"
+    teacher = resolve_model(config, "teacher", vocabulary).architecture
+    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    settings = _settings(transfer, terms, tokens=vocabulary.size, length=length)
+    plan = answer_plan(config, bridge.roles, teacher, execution.dtype, settings)
+    replica = groups.data.rank()
+    # Records of a top-k are read by the host, as those of a store.
+    place = execution.device if settings is None else torch.device("cpu")
+    ring, weight = None, None
+    if groups.is_last_stage and settings is None:
+        shard = vocab_shard(student, groups, tokens=vocabulary.size)
+        weight = torch.empty(
+            shard.stop - shard.start,
+            teacher.hidden_size,
+            dtype=execution.dtype,
+            device=execution.device,
+        )
+    if groups.is_last_stage:
+        way, slots = _student_way(transfer, plan, replica, device, place, resources)
+        ring = AnswerRing(
+            plan,
+            way,
+            bridge,
+            replica=replica,
+            device=place,
+            alone=device.alone,
+            slots=slots,
+        )
+    parts = _head_parts(plan, teacher, student, vocabulary.size)
+    head = RemoteHead(weight, teacher, groups)
+    found = OwnRanksTeacher(
+        Asking(plan, bridge, ring),
+        teacher,
+        partial(_output, head)
+        if settings is None
+        else partial(_top_k, _plain(terms), settings, execution.device),
+        weight=weight,
+        head_parts=parts if settings is None else (),
+        last_step=config.train.steps,
+        alone=device.alone,
+    )
+    resources.callback(found.close)
+    return found
+
+
+def _plain(terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
+    return tuple(term for term in terms if isinstance(term, Term))
+
+
+def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> Signal:
+    """Return the signal of sent hidden states."""
+    (hidden_sbh,) = columns
+    return ModelOutput(batch.tokens_bs.numel(), lambda: hidden_sbh, head)
+
+
+def _top_k(
+    terms: Sequence[Term],
+    settings: CaptureSettings,
+    device: torch.device,
+    columns: Sequence[torch.Tensor],
+    batch: Batch,
+) -> Signal:
+    """Return the signal of sent top-k ids."""
+    return signal_of_columns(columns, batch, terms, settings, device)
+
+
+def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+    """Return the names of the reported metrics: those of a live teacher, or of its store."""
+    if transfer.what == "hidden":
+        return live_metrics(terms)
+    settings = sent_settings(_plain(terms), k=1, vocab_size=2, sequence_length=1)
+    return stored_metrics(settings, terms)
+
+
+def _backend(transfer: TransferConfig, device: Device) -> str:
+    """Return the way of the answers by name, the same on all ranks."""
+    if transfer.backend != "auto":
+        return transfer.backend
+    return "nccl" if device.backend == "nccl" else "gloo"
+
+
+def _student_way(
+    transfer: TransferConfig,
+    plan: AnswerPlan,
+    replica: int,
+    device: Device,
+    place: torch.device,
+    resources: ExitStack,
+) -> tuple[AnswerWay, Slots]:
+    """Return how a rank of the student receives, and its slots on `place`."""
+    bridge, backend = device.bridge, _backend(transfer, device)
+    assert bridge is not None
+    if backend == "ipc":
+        if device.kind == "cuda":
+            raise ConfigError(
+                "teacher.transfer.backend = 'ipc' is shared memory between processes on a CPU; set "
+                "it to nccl or gloo on GPUs"
+            )
+        path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
+        slots = create_shared(path, plan, bridge.rank, replica)
+        resources.callback(path.unlink, missing_ok=True)
+        bridge.publish(f"slots/{bridge.rank}", str(path))
+        return SharedMemoryWay({bridge.rank: slots}), slots
+    slots = private_slots(plan, bridge.rank, replica, place)
+    if backend == "nccl" and place.type == "cuda":
+        return NcclWay(bridge.nccl()), slots
+    return HostWay(bridge, place), slots
+
+
+def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
+    """Return how a rank of the teacher's last stage sends.
+
+    Raises ConfigError: it should share memory with another machine.
+    """
+    bridge, backend = device.bridge, _backend(transfer, device)
+    assert bridge is not None
+    if backend == "ipc":
+        return SharedMemoryWay(_mapped_slots(plan, bridge))
+    if backend == "nccl" and transfer.what == "hidden":
+        return NcclWay(bridge.nccl())
+    return HostWay(bridge, device.torch_device)
+
+
+def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
+    found: dict[int, Slots] = {}
+    for unit in plan.units.of_wave(range(plan.units.micro_batches)):
+        for rank in plan.sent(unit, bridge.rank):
+            if rank in found:
+                continue
+            here, there = bridge.host(bridge.rank), bridge.host(rank)
+            if here != there:
+                raise ConfigError(
+                    f"teacher.transfer.backend = 'ipc': {bridge.roles.name(bridge.rank)} is on "
+                    f"{here} and {bridge.roles.name(rank)} on {there}, which share no memory; set "
+                    "it to gloo or nccl"
+                )
+            path = Path(bridge.published(f"slots/{rank}"))
+            found[rank] = map_shared(path, plan, rank, plan.replica_of(unit))
+    return found
+
+
+def run_teacher(config: RunConfig, device: Device) -> None:
+    """Run the teacher on this rank until the student ends.
+
+    Raises a MegatronDistillError on all ranks of the launch together.
+    """
+    bridge = device.bridge
+    assert bridge is not None, "the rank's role says so"
+    with (
+        bridge.meet("run"),
+        permanent_imports(),
+        job_groups(
+            teacher_parallel(config), config.runtime, seed=config.seed, trains=False
+        ) as groups,
+        ExitStack() as resources,
+        device.alone,
+    ):
+        with bridge.meet("tokenizer"):
+            pass  # the student's first rank may have to train it
+        with bridge.meet("student"):
+            opened = _open_teacher(config, groups, device)
+        start = bridge.published("start")
+        with bridge.meet("teacher"):
+            server = _open_server(config, groups, device, opened, start, resources)
+        if start["steps_done"] >= start["last_step"]:
+            return
+        send_head(opened.teacher, opened.head_parts, bridge)
+        try:
+            server.serve()
+        except MegatronDistillError as error:
+            device.alone.end_role(error)  # the student does not know of it
+            raise
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The teacher's model, its samples, and the plan of its answers."""
+
+    teacher: OnlineTeacher
+    samples: RunSamples
+    plan: AnswerPlan
+    head_parts: tuple[Message, ...]
+    settings: CaptureSettings | None
+
+
+def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
+    """Open the tokenizer and build the model. Raises on all ranks of the teacher."""
+    bridge, section = device.bridge, config.models["teacher"]
+    assert bridge is not None
+    options = data_options(config.data, Path(config.output), shows_progress=False)
+    tokenizer, vocabulary = open_tokenizer(config, options)
+    student = resolve_model(config, "student", vocabulary).architecture
+    source = resolve_model(config, "teacher", vocabulary)
+    execution = Execution(
+        PRECISIONS[config.train.precision],
+        device.torch_device,
+        fp8=teacher_fp8(section),
+        layers_per_stage=config.parallel.layers_per_stage.teacher,
+    )
+    teacher = OnlineTeacher.of_source(
+        source,
+        execution,
+        seed=teacher_seed(config.seed),
+        sequence_length=config.data.sequence_length,
+        shard=vocab_shard(source.architecture, groups, tokens=vocabulary.size),
+        groups=groups,
+    )
+    samples = RunSamples(
+        data=config.data,
+        options=options,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        held_out=config.validation.samples,
+    )
+    terms = build_terms(config.objective.terms, vocabulary.size)
+    length = config.data.sequence_length
+    settings = _settings(section.transfer, terms, tokens=vocabulary.size, length=length)
+    plan = answer_plan(config, bridge.roles, source.architecture, execution.dtype, settings)
+    parts = _head_parts(plan, source.architecture, student, vocabulary.size)
+    return _Opened(teacher, samples, plan, () if settings else parts, settings)
+
+
+def _open_server(
+    config: RunConfig,
+    groups: Groups,
+    device: Device,
+    opened: _Opened,
+    start: dict[str, Any],
+    resources: ExitStack,
+) -> TeacherServer:
+    """Open the samples where the student begins. Raises DataError on all ranks of the teacher."""
+    plan, bridge = opened.plan, device.bridge
+    assert bridge is not None
+    sender = None
+    if groups.is_last_stage:
+        sender = AnswerSender(
+            plan,
+            _teacher_way(config.models["teacher"].transfer, plan, device),
+            bridge,
+            device=device.torch_device,
+            alone=device.alone,
+        )
+        resources.callback(sender.stop)
+    loader = _open_loader(config.train, groups, device, opened, held_out=False)
+    resources.callback(loader.close)
+    loader.load_state_dict(start["data"])
+    server = TeacherServer(
+        plan=plan,
+        bridge=bridge,
+        groups=groups,
+        teacher=opened.teacher,
+        columns=_sent_columns(config.objective.chunk_tokens, opened, groups),
+        loader=loader,
+        held_out=(),
+        sender=sender,
+        device=device.torch_device,
+        alone=device.alone,
+    )
+    return replace(server, held_out=_held_out(config.train, groups, device, opened, server.units()))
+
+
+def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> Columns:
+    if opened.settings is None:
+        return lambda hidden_sbh, _: (hidden_sbh.detach(),)
+    return serving_capture(opened.settings, opened.teacher, groups, chunk_tokens)
+
+
+def _held_out(
+    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, units: Sequence[int]
+) -> list[list[Batch]]:
+    """Read this replica's units of the held-out batches."""
+    count = -(-opened.samples.held_out // train.global_batch_size)
+    if not count:
+        return []
+    with _open_loader(train, groups, device, opened, held_out=True) as loader:
+        return [loader.take_units(step, units) for step in range(1, count + 1)]
+
+
+def _open_loader(
+    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, *, held_out: bool
+) -> StepLoader:
+    samples = opened.samples
+    opening = samples.read_held_out if held_out else samples.open_training
+    return StepLoader(
+        on_first_rank(opening, device=device.torch_device),
+        sequence_length=samples.data.sequence_length,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        data_parallel_size=opened.plan.units.student_replicas,
+        isolate_documents=samples.data.isolate_documents,
+        device=device.torch_device,
+        group=groups.world,
+        prefetch=0 if held_out else 2,
+        sources=len(samples.names(held_out=held_out)),
+    )

@@ -1,0 +1,266 @@
+"""Answers of a teacher on ranks of its own: who sends which rows to whom, and what goes with them.
+
+The student asks for one round at a time: a training step, or a held-out batch. A round has one
+answer for each unit. Both sides compute the same plan from the two layouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.train.teachers.units import Grid, Holding, Message, Units, messages
+
+__all__ = [
+    "COMMAND_TAG",
+    "HEADER_TAG",
+    "HEAD_TAG",
+    "ROWS_TAG",
+    "AnswerHeader",
+    "AnswerPlan",
+    "AnswerError",
+    "Column",
+    "Command",
+    "Request",
+    "token_hash",
+]
+
+COMMAND_TAG: Final = 1
+HEADER_TAG: Final = 2
+ROWS_TAG: Final = 3
+HEAD_TAG: Final = 4
+
+_HASH_BYTES: Final = 7  # fits an int64 without its sign
+
+
+class AnswerError(RuntimeError):
+    """A teacher's answer is late, of other tokens, or not finite; it names unit, round and ranks.
+
+    It arises on one rank alone, and ends the launch as any failure of one rank does.
+    """
+
+
+class Request(IntEnum):
+    """The kinds of commands from the student's first rank to every rank of the teacher."""
+
+    STOP = 0
+    STEP = 1
+    HELD_OUT = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A request for a round: its number, counted over both kinds, and its slots at the student.
+
+    Attributes:
+        number: the step, or the held-out batch, both counted from 1.
+        block: which of the student's blocks of slots the answers go to.
+    """
+
+    request: Request
+    number: int = 0
+    turn: int = 0
+    block: int = 0
+
+    def tensor(self) -> Tensor:
+        """The command as it is sent, int64 [4]."""
+        return torch.tensor([self.request, self.number, self.turn, self.block])
+
+    @classmethod
+    def of(cls, sent: Tensor) -> Command:
+        """Read a received command."""
+        request, number, turn, block = sent.tolist()
+        return cls(Request(request), number, turn, block)
+
+    @property
+    def place(self) -> str:
+        """The round in words."""
+        return {
+            Request.STOP: "the end",
+            Request.STEP: f"step {self.number}",
+            Request.HELD_OUT: f"held-out batch {self.number}",
+        }[self.request]
+
+
+@dataclass(frozen=True)
+class AnswerHeader:
+    """Sent before the rows of a unit from one rank to another.
+
+    Attributes:
+        tokens: `token_hash` of the unit at the receiver's positions.
+        non_finite: number of values that are not finite on the sending rank.
+        asks_to_stop: whether the sender was asked to stop, by SIGTERM or SIGINT.
+    """
+
+    turn: int
+    unit: int
+    tokens: int
+    non_finite: int
+    asks_to_stop: bool = False
+
+    @classmethod
+    def empty(cls) -> Tensor:
+        """A tensor to receive a header, int64 [5]."""
+        return torch.empty(5, dtype=torch.int64)
+
+    def tensor(self) -> Tensor:
+        """The header as it is sent, int64 [5]."""
+        values = self.turn, self.unit, self.tokens, self.non_finite, int(self.asks_to_stop)
+        return torch.tensor(values)
+
+    @classmethod
+    def of(cls, sent: Tensor) -> AnswerHeader:
+        """Read a received header."""
+        turn, unit, tokens, non_finite, asks_to_stop = sent.tolist()
+        return cls(turn, unit, tokens, non_finite, bool(asks_to_stop))
+
+
+def token_hash(batch: Batch, *, context_rank: int = 0, context_size: int = 1) -> int:
+    """Return a hash of a micro-batch's sample numbers and tokens at a context rank's positions.
+
+    A batch that is sharded already is taken as it is. Reads the host copy only.
+    """
+    host = batch.on_host
+    tokens_bs = host.tokens_bs
+    if context_size > 1 and tokens_bs.shape[1] == host.document_ids_bS.shape[1]:
+        index_s = zigzag_index(tokens_bs.shape[1], rank=context_rank, size=context_size)
+        tokens_bs = tokens_bs[:, index_s]
+    found = hashlib.blake2b(digest_size=_HASH_BYTES)
+    for tensor in (host.sample_ids_b, tokens_bs):
+        found.update(tensor.contiguous().numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor of an answer: its dtype, and its shape after rows and sequences.
+
+    `has_logarithms`: of probabilities, which may be zero.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_logarithms: bool = False
+
+    def empty(self, rows: int, sequences: int, device: torch.device) -> Tensor:
+        """A tensor [s, b, ...] for a unit's rows on one rank."""
+        return torch.empty(rows, sequences, *self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a position."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """The rows of every unit that go from the teacher's last stage to the student's.
+
+    Ranks are those of the bridge. `columns` are the tensors of an answer. `steps_ahead` rounds may
+    be under way while one is in use.
+    """
+
+    units: Units
+    teacher: Grid
+    student: Grid
+    length: int
+    sequences: int
+    columns: tuple[Column, ...]
+    steps_ahead: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of rounds that the student's last stage has room for."""
+        return self.steps_ahead + 1
+
+    def needs(self, replica: int) -> tuple[Holding, ...]:
+        """Return the positions of a unit that each rank of a student replica's last stage needs."""
+        return self.student.holdings(self.length, replica=replica)
+
+    def need(self, rank: int, replica: int) -> Holding:
+        """Return the positions that one rank of the student's last stage needs."""
+        (own,) = [one for one in self.needs(replica) if one.rank == rank]
+        return own
+
+    def replica_of(self, unit: int) -> int:
+        """Return the student replica of a unit."""
+        return unit % self.units.student_replicas
+
+    def messages(self, unit: int) -> tuple[Message, ...]:
+        """Return the messages of a unit's rows."""
+        return _messages(
+            self.teacher,
+            self.student,
+            self.length,
+            self.units.teacher_replica(unit),
+            self.replica_of(unit),
+        )
+
+    def sent(self, unit: int, rank: int) -> dict[int, list[Message]]:
+        """Return the messages of a unit from one rank, by destination."""
+        return _grouped(
+            (message.destination, message)
+            for message in self.messages(unit)
+            if message.source == rank
+        )
+
+    def received(self, unit: int, rank: int) -> dict[int, list[Message]]:
+        """Return the messages of a unit to one rank, by source."""
+        return _grouped(
+            (message.source, message)
+            for message in self.messages(unit)
+            if message.destination == rank
+        )
+
+    def context_rank(self, rank: int) -> int:
+        """Return the context-parallel rank of a rank of the student."""
+        place = self.student.ranks.index(rank)
+        return place // self.student.tensor % self.student.context
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a position of an answer."""
+        return sum(column.bytes_per_token for column in self.columns)
+
+    def slot_bytes(self, rank: int, replica: int) -> int:
+        """Return the memory of all slots on a rank of the student's last stage."""
+        rows = self.need(rank, replica).rows
+        unit = rows * self.sequences * self.bytes_per_token
+        return self.blocks * self.units.micro_batches * unit
+
+    def step_bytes(self) -> dict[tuple[int, int], int]:
+        """Return the bytes of a step by route: from a rank of the teacher to one of the student."""
+        found: dict[tuple[int, int], int] = {}
+        for unit in self.units.of_wave(range(self.units.micro_batches)):
+            for message in self.messages(unit):
+                route = message.source, message.destination
+                size = message.rows * self.sequences * self.bytes_per_token
+                found[route] = found.get(route, 0) + size
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _messages(
+    teacher: Grid, student: Grid, length: int, teacher_replica: int, student_replica: int
+) -> tuple[Message, ...]:
+    return messages(
+        teacher.holdings(length, replica=teacher_replica),
+        student.holdings(length, replica=student_replica),
+    )
+
+
+def _grouped(pairs: Iterable[tuple[int, Message]]) -> dict[int, list[Message]]:
+    found: dict[int, list[Message]] = {}
+    for rank, message in pairs:
+        found.setdefault(rank, []).append(message)
+    return found

@@ -1,0 +1,241 @@
+"""The teacher's side of ranks of its own: it recomputes the units, runs them, and sends answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from megatron_distill.data.loader import StepLoader
+from megatron_distill.models.gpt import run_model
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.bridge import Bridge, Sending
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.lone_failure import LoneFailure
+from megatron_distill.runtime.termination import is_requested
+from megatron_distill.train.step import run_schedule
+from megatron_distill.train.teachers.answer_ways import AnswerWay, SlotPlace, own_stream
+from megatron_distill.train.teachers.answers import (
+    COMMAND_TAG,
+    HEAD_TAG,
+    HEADER_TAG,
+    AnswerHeader,
+    AnswerPlan,
+    Command,
+    Request,
+    token_hash,
+)
+from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.units import Message
+
+__all__ = ["AnswerSender", "TeacherServer", "send_head"]
+
+Columns = Callable[[Tensor, Batch], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    command: Command
+    unit: int
+    columns: Sequence[Tensor]
+    non_finite: Tensor
+    hashes: Mapping[int, int]  # by context rank of the student
+    computed: torch.cuda.Event | None
+
+
+class AnswerSender:
+    """A thread that sends answers in order, while the model computes the next.
+
+    It ends the process with `alone` where a message fails. Answers wait on the device for their
+    turn: at most those of one round, since the student has room for every round that it asks for.
+    """
+
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        way: AnswerWay,
+        bridge: Bridge,
+        *,
+        device: torch.device,
+        alone: LoneFailure,
+    ) -> None:
+        self._device = device
+        self._plan = plan
+        self._way = way
+        self._bridge = bridge
+        self._alone = alone
+        self._work: Queue[_Answer | None] = Queue()
+        self._thread = Thread(target=self._send_all, name="answers", daemon=True)
+        self._thread.start()
+
+    def put(self, command: Command, unit: int, columns: Sequence[Tensor], batch: Batch) -> None:
+        """Send a unit's answer; `batch` is whole, as on the host."""
+        # A tail of no mass is -inf.
+        bad = self._non_finite(columns)
+        computed: torch.cuda.Event | None = None
+        if bad.is_cuda:
+            bad = bad.to("cpu", non_blocking=True)
+            computed = torch.cuda.Event()
+            computed.record()
+        size = self._plan.student.context
+        hashes = {
+            rank: token_hash(batch, context_rank=rank, context_size=size) for rank in range(size)
+        }
+        self._work.put(_Answer(command, unit, columns, bad, hashes, computed))
+
+    def stop(self) -> None:
+        """End the thread once every answer has been sent."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _non_finite(self, columns: Sequence[Tensor]) -> Tensor:
+        """Count the values that an answer may not have, on the device."""
+        counts = []
+        for column, kind in zip(columns, self._plan.columns, strict=True):
+            if kind.has_logarithms:  # that of no mass is -inf
+                counts.append((column.isnan() | column.isposinf()).sum())
+            elif column.is_floating_point():
+                counts.append((~column.isfinite()).sum())
+        return torch.stack(counts).sum()
+
+    def _send_all(self) -> None:
+        with self._alone, own_stream(self._device):
+            while (answer := self._work.get()) is not None:
+                self._send(answer)
+
+    def _send(self, answer: _Answer) -> None:
+        if answer.computed is not None:
+            answer.computed.synchronize()
+        micro_batch = answer.unit // self._plan.units.student_replicas
+        under_way: list[Sending] = []
+        for rank, parts in self._plan.sent(answer.unit, self._bridge.rank).items():
+            header = AnswerHeader(
+                answer.command.turn,
+                answer.unit,
+                answer.hashes[self._plan.context_rank(rank)],
+                int(answer.non_finite),
+                asks_to_stop=is_requested(),
+            ).tensor()
+            place = SlotPlace(rank, answer.command.block, micro_batch)
+            send_rows = partial(self._way.send, answer.columns, parts, place)
+            if self._way.writes_slots:
+                under_way += send_rows()
+            under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
+            if not self._way.writes_slots:
+                under_way += send_rows()
+        for sending in under_way:
+            sending.wait()
+
+
+def send_head(teacher: OnlineTeacher, parts: Sequence[Message], bridge: Bridge) -> None:
+    """Send this rank's rows of the output head to the student's last stage.
+
+    Collective: the bridge, the rows of the head per rank of the student's last stage.
+    """
+    weight = teacher.head_weight
+    if weight is None:
+        return
+    host = weight.detach().cpu().contiguous()
+    own = [part for part in parts if part.source == bridge.rank]
+    for sending in [bridge.send(host[part.sent], part.destination, tag=HEAD_TAG) for part in own]:
+        sending.wait()
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """Runs the units of each round that the student asks for, until it ends.
+
+    Attributes:
+        columns: turn the last hidden state of a unit on this rank into the tensors of its answer.
+        held_out: this replica's units of each held-out batch.
+        sender: on ranks of the last stage, None elsewhere; it is stopped by its owner.
+    """
+
+    plan: AnswerPlan
+    bridge: Bridge
+    groups: Groups
+    teacher: OnlineTeacher
+    columns: Columns
+    loader: StepLoader
+    held_out: Sequence[Sequence[Batch]]
+    sender: AnswerSender | None
+    device: torch.device
+    alone: LoneFailure
+
+    def units(self) -> tuple[int, ...]:
+        """The units of a round that this replica runs; some twice where experts need it."""
+        units, replica = self.plan.units, self.groups.data.rank()
+        every = range(units.micro_batches)
+        if self.groups.layout.expert > 1:
+            return units.evened(every, replica)
+        return units.of_teacher(every, replica)
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Answer every round.
+
+        Raises DataError on all ranks of the teacher.
+
+        Collective: the bridge, one command and this rank's messages of a round; the teacher's
+        world, those of the loader and of its model's forward pass.
+        """
+        units = self.units()
+        while (command := self._command()).request != Request.STOP:
+            if command.request == Request.STEP:
+                self.alone.progress.step = command.number
+                batches: Sequence[Batch] = self.loader.take_units(command.number, units)
+            else:
+                batches = self.held_out[command.number - 1]
+            if units:
+                self._run(command, units, batches)
+
+    def _command(self) -> Command:
+        sent = torch.empty(4, dtype=torch.int64)
+        self.bridge.receive(sent, 0, tag=COMMAND_TAG).wait()
+        return Command.of(sent)
+
+    def _run(self, command: Command, units: Sequence[int], batches: Sequence[Batch]) -> None:
+        answered: set[int] = set()
+        items = []
+        for unit, batch in zip(units, batches, strict=True):
+            items.append((unit, batch, unit not in answered and self._is_own(unit)))
+            answered.add(unit)
+        run_schedule(
+            partial(self._forward, command=command),
+            [self.teacher.model],
+            items,
+            groups=self.groups,
+            micro_batch_size=self.plan.sequences,
+            sequence_length=self.plan.length,
+            forward_only=True,
+            collect_outputs=True,
+        )
+
+    def _is_own(self, unit: int) -> bool:
+        return self.plan.units.teacher_replica(unit) == self.groups.data.rank()
+
+    def _forward(
+        self,
+        iterator: Iterator[tuple[int, Batch, bool]],
+        model: torch.nn.Module,
+        *,
+        command: Command,
+    ) -> tuple[Tensor, Callable[..., None]]:
+        unit, whole, is_sent = next(iterator)
+        context = self.groups.context
+        shard = whole.context_shard(context.rank(), context.size()).with_trained_rows()
+        batch = shard.to(self.device)
+        output = run_model(model, batch, context_size=context.size())
+
+        def collected(hidden_sbh: Tensor, *, non_loss_data: bool) -> None:
+            assert non_loss_data
+            columns = self.columns(hidden_sbh, batch)
+            if is_sent and self.sender is not None:
+                self.sender.put(command, unit, columns, whole)
+
+        return output, collected

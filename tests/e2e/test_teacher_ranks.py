@@ -1,0 +1,254 @@
+"""A teacher on ranks of its own gives the course of the same run on shared ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_distill.runtime.launch import Device, Launch, joined_world
+from megatron_distill.runtime.termination import TerminationRequest
+from tests.distributed.pool import Pool
+from tests.e2e.processes import run_python
+from tests.e2e.runs import (
+    SECONDS,
+    Inputs,
+    StopAfter,
+    configure,
+    quick_and_slow,
+    records,
+    run,
+)
+
+SHORT = ("train.steps=6", "validation.samples=16", "validation.interval=3")
+QUANTITIES = ("ce_loss", "kd_loss", "total_loss", "grad_norm")
+
+
+@contextmanager
+def roles(rank: int, world: int, teachers: int) -> Iterator[Device]:
+    """Join the world of this rank's role in a pool worker, whose own group returns afterwards."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    place = dist.PrefixStore("launch", store)
+    try:
+        with joined_world(
+            device="cpu",
+            backend="gloo",
+            threads=1,
+            timeout_seconds=SECONDS,
+            launch=Launch(rank, world, place, teachers),
+        ) as device:
+            yield device
+    finally:
+        again = dist.PrefixStore("again", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+
+
+def train_in_roles(
+    rank: int,
+    world: int,
+    config_path: Path,
+    overrides: Sequence[str],
+    teachers: int,
+    stop_after: int | None,
+) -> bool:
+    """Run one training with a teacher on the last ranks; returns whether the student finished."""
+    config = configure(rank, config_path, overrides, world, teachers=teachers)
+    from megatron_distill.train.assemble.run import run_training
+
+    stop: TerminationRequest = StopAfter(stop_after)
+    with roles(rank, world, teachers) as device:
+        return run_training(config, device, stop)
+
+
+def run_apart(
+    pool: Pool,
+    students: int,
+    teachers: int,
+    config: Path,
+    output: Path,
+    *overrides: str,
+    stop_after: int | None = None,
+) -> list[dict[str, Any]]:
+    """Train with a teacher on ranks of its own and return every record."""
+    world = students + teachers
+    changes = [f"output={output}", f"teacher.ranks={teachers}", *overrides]
+    pool.run(world, train_in_roles, config, changes, teachers, stop_after, timeout=SECONDS)
+    return records(output)
+
+
+def assert_same(
+    found: Sequence[dict[str, Any]],
+    expected: Sequence[dict[str, Any]],
+    *,
+    first: float,
+    later: float,
+) -> None:
+    """Compare losses and gradients of steps and validations, within relative distances."""
+    assert len(found) == len(expected)
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        ours, theirs = ours.get("validation", ours), theirs.get("validation", theirs)
+        for name in QUANTITIES:
+            if name in theirs:
+                tolerance = first if index == 0 else later
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (index, name)
+
+
+def shared(pool: Pool, world: int, config: Path, output: Path, *overrides: str) -> list[Any]:
+    """Return every record of the run on shared ranks."""
+    run(pool, world, config, output, *overrides)
+    return records(output)
+
+
+TENSOR, PIPELINE, CONTEXT = "tensor=2", "pipeline=2", "context=2"
+STUDENT_TP2, STUDENT_SP = "parallel.tensor=2", "parallel.sequence=true"
+OWN_TP1 = "teacher.parallel={tensor: 1}"
+# Ranks of the student and of the teacher, and their layouts.
+LAYOUTS: dict[str, tuple[int, int, Sequence[str]]] = {
+    "1 and 1": (1, 1, ()),
+    "TP2 and 1": (2, 1, ("parallel.tensor=2", OWN_TP1)),
+    "TP2+sequence and 1": (2, 1, ("parallel.tensor=2", "parallel.sequence=true", OWN_TP1)),
+    "1 and TP2": (1, 2, ("teacher.parallel={tensor: 2}",)),
+    "1 and TP2+sequence": (1, 2, ("teacher.parallel={tensor: 2, sequence: true}",)),
+    "DP2 and 1": (2, 1, ()),
+    "1 and DP2": (1, 2, ()),
+    "DP2 and DP2": (2, 2, ()),
+    "1 and DP3": (1, 3, ()),
+    "PP2 and 1": (2, 1, ("parallel.pipeline=2", "teacher.parallel={pipeline: 1}")),
+    "PP2+virtual and 1": (
+        2,
+        1,
+        ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "teacher.parallel={pipeline: 1}"),
+    ),
+    "1 and PP2": (1, 2, ("teacher.parallel={pipeline: 2}",)),
+    "CP2 and 1": (2, 1, ("parallel.context=2", "teacher.parallel={context: 1}")),
+    "1 and CP2": (1, 2, ("teacher.parallel={context: 2}",)),
+}
+QUICK = ("TP2+sequence and 1", "1 and DP3")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    students, teachers, layout = LAYOUTS[case]
+    config = inputs.folder / "dense.yaml"
+    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, *layout)
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT)
+    assert_same(found, expected, first=2e-6, later=2e-4)
+    if case == "1 and 1":
+        assert_same(found, expected, first=0.0, later=0.0)
+
+
+WAYS = {
+    "0 ahead": ("teacher.steps_ahead=0",),
+    "2 ahead": ("teacher.steps_ahead=2",),
+    "shared memory": ("teacher.transfer.backend=ipc",),
+    "shared memory, 2 ahead": ("teacher.steps_ahead=2", "teacher.transfer.backend=ipc"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_neither_steps_ahead_nor_the_way_change_a_bit(
+    pool: Pool, inputs: Inputs, tmp_path: Path, way: str
+) -> None:
+    config, layout = inputs.folder / "dense.yaml", LAYOUTS["TP2+sequence and 1"][2]
+    expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *SHORT, *layout)
+    found = run_apart(pool, 2, 1, config, tmp_path / "other", *SHORT, *layout, *WAYS[way])
+    assert_same(found, expected, first=0.0, later=0.0)
+
+
+TOP_K = (
+    "objective.terms=[{top_k: 8}, {top_k: 6, temperature: 2.0, divergence: reverse_kl}, "
+    "{top_k: 8, temperature: 3.0, support: renormalized}]"
+)
+SENT = "teacher.transfer={what: top_k, k: 8}"
+
+
+@pytest.mark.parametrize(
+    ("students", "teachers", "layout"),
+    [
+        pytest.param(1, 1, (), id="1 and 1"),
+        pytest.param(2, 1, LAYOUTS["TP2+sequence and 1"][2], id="TP2", marks=pytest.mark.slow),
+        pytest.param(1, 2, LAYOUTS["1 and TP2+sequence"][2], id="own TP2", marks=pytest.mark.slow),
+        pytest.param(2, 2, ("parallel.context=2",), id="CP2 and CP2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sent_top_k_gives_the_losses_of_a_live_one(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    students: int,
+    teachers: int,
+    layout: Sequence[str],
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    given = (*SHORT, TOP_K, *layout)
+    found = run_apart(pool, students, teachers, config, tmp_path / "apart", SENT, *given)
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, TOP_K)
+    assert_same(found, expected, first=2e-6, later=2e-4)
+    assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["magnitude", "gradient_norm"])
+def test_a_step_that_runs_the_student_twice_reads_its_answers_twice(
+    pool: Pool, inputs: Inputs, tmp_path: Path, mode: str
+) -> None:
+    config, balanced = inputs.folder / "dense.yaml", f"objective.balance.mode={mode}"
+    found = run_apart(pool, 1, 1, config, tmp_path / "apart", *SHORT, balanced)
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, balanced)
+    assert_same(found, expected, first=0.0, later=0.0)
+
+
+@pytest.mark.slow
+def test_experts_of_a_teacher_are_spread_over_its_replicas(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    # Three units of the student's step on two replicas: one runs a unit again.
+    experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
+    odd = ("train.global_batch_size=6", "teacher.parallel={expert: 2}")
+    config = inputs.folder / "dense.yaml"
+    found = run_apart(pool, 1, 2, config, tmp_path / "apart", *SHORT, experts, *odd)
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, experts, odd[0])
+    assert_same(found, expected, first=2e-6, later=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 16], ids=["fast teacher", "slow teacher"])
+def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers: int) -> None:
+    many = ("train.steps=200", f"teacher.architecture.num_layers={layers}")
+    found = run_apart(pool, 1, 1, inputs.folder / "dense.yaml", tmp_path / "apart", *many)
+    assert len(found) == 200
+    peaks = [record["peak_memory_bytes"] for record in found]
+    assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
+    waited = sum(record["teacher_seconds"] for record in found[40:])
+    total = sum(record["step_seconds"] for record in found[40:])
+    assert (waited > 0.3 * total) == (layers == 16), (waited, total)
+
+
+@pytest.mark.slow
+def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    saved = ("train.steps=12", "checkpoint.save=true")
+    run_apart(pool, 1, 1, config, output, *saved, stop_after=4)
+    run(pool, 1, config, output, *saved, stop_after=4)
+    after = run_apart(pool, 2, 2, config, output, *saved)
+    expected = shared(pool, 1, config, tmp_path / "shared", *saved)
+    assert [record["step"] for record in after] == list(range(1, 13))
+    assert_same(after, expected, first=0.0, later=2e-5)
+
+
+@pytest.mark.slow
+def test_two_replicas_ask_three_under_torchrun(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
+    given = (f"output={output}", "teacher.ranks=3", *SHORT)
+    program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "5")
+    run_python(*program, *given, seconds=SECONDS)
+    expected = shared(pool, 2, config, tmp_path / "shared", *SHORT)
+    assert_same(records(output), expected, first=0.0, later=0.0)

@@ -1,0 +1,127 @@
+"""A rank of either role that fails ends the launch, and one line names it; SIGTERM saves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.processes import SIGNALLING_TORCHRUN, torchrun
+from tests.e2e.runs import Inputs, checkpoints, course, run
+from tests.e2e.test_lone_failures import command, started
+
+APART = "teacher.ranks=1"
+SECONDS_TO_THE_END = 60.0
+SILENT_SECONDS = 6
+
+# Python imports this in every process; one role's rank fails at the third command.
+FAULTY_ROLE = """
+import os
+if os.environ.get("RANK") == "RANK_NUMBER":
+    import signal, sys, time
+    from pathlib import Path
+    from megatron_distill.runtime.bridge import Bridge
+    usual, asked = Bridge.METHOD, 0
+    def failing(self, tensor, peer, *, tag):
+        global asked
+        asked += tag == 1
+        if asked == 3:
+            Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
+            FAULT
+        return usual(self, tensor, peer, tag=tag)
+    Bridge.METHOD = failing
+"""
+HOOKS = {
+    role: FAULTY_ROLE.replace("RANK_NUMBER", rank).replace("METHOD", method)
+    for role, rank, method in (("student", "0", "send"), ("teacher", "1", "receive"))
+}
+FAULTS = {
+    "exception": "raise LookupError('no such thing')",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+def words(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
+    """The command line of a student's and a teacher's rank."""
+    return command("processes", inputs.folder / "dense.yaml", output, APART, *overrides)
+
+
+def fail(
+    inputs: Inputs, folder: Path, fault: str, *overrides: str, role: str = "teacher"
+) -> tuple[str, float]:
+    """Run until a role's fault has ended it; returns the output and the seconds to the end."""
+    given = words(inputs, folder / "run", *overrides)
+    with started(folder, given, fault, hook=HOOKS[role]) as launch:
+        launch.wait_for_the_fault()
+        assert launch.process.wait(timeout=240) != 0
+        failed = float(launch.fault.read_text().split()[1])
+        return launch.output(), time.time() - failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", HOOKS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_rank_ends_the_launch(
+    inputs: Inputs, tmp_path: Path, fault: str, role: str
+) -> None:
+    text, seconds = fail(inputs, tmp_path, FAULTS[fault], role=role)
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = text.splitlines()[-1]
+    assert cause.startswith("error: "), text
+    assert f"{role}.0 on " in cause, text
+    assert re.search(r"at step [123]\b", cause), text
+    assert ("LookupError" if fault == "exception" else "died of SIGKILL") in cause
+
+
+@pytest.mark.slow
+def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
+    short = f"runtime.timeout_seconds={SILENT_SECONDS}"
+    text, _ = fail(inputs, tmp_path, "time.sleep(600)", short)
+    (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "no answer for unit " in cause, text
+    assert "route teacher.0 to student.0" in cause
+    assert cause.startswith("error: student.0 on ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ("teacher.architecture.init_std=1.0e+30", "values that are not finite"),
+        ("teacher.checkpoint=runs/nothing", "teacher.checkpoint"),
+    ],
+)
+def test_a_teacher_without_answers_is_reported_once(
+    inputs: Inputs, tmp_path: Path, change: str, cause: str
+) -> None:
+    given = words(inputs, tmp_path / "run", change)
+    with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
+        assert launch.process.wait(timeout=240) == 1
+        text = launch.output()
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert cause in line, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1], ids=["student", "teacher"])
+def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, rank: int
+) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    steps = ("train.steps=60", "checkpoint.save=true")
+    given = ["--config", str(config), f"output={output}", APART, *steps]
+    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as launch:
+        launch.wait_until(lambda: (output / "metrics.jsonl").exists())
+        os.kill(launch.ranks()[rank].pid, signal.SIGTERM)
+        assert launch.wait() == 0
+        assert launch.statuses() == ["0", "0"]
+    (saved,) = checkpoints(output)
+    assert int(saved.removeprefix("step_")) < 60
+    after = run(pool, 1, config, output, *steps)
+    expected = run(pool, 1, config, tmp_path / "shared", *steps)
+    assert course(after) == course(expected)

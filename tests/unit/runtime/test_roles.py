@@ -1,0 +1,37 @@
+"""Roles of a launch, and its ranks' comparison before they start."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_distill.commands.same_start import require_same_start
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.launch import Launch
+from megatron_distill.runtime.roles import Roles
+from tests.support.sample_configs import TAUGHT, load_tree
+
+
+def test_the_last_ranks_are_the_teacher() -> None:
+    roles = Roles(6, teachers=2)
+    assert [roles.name(rank) for rank in (0, 3, 4, 5)] == [
+        "student.0", "student.3", "teacher.0", "teacher.1",
+    ]  # fmt: skip
+    assert list(roles.student.ranks) + list(roles.teacher.ranks) == list(range(6))
+    assert roles.names([1, 5]) == "student.1, teacher.1"
+
+
+def test_without_a_teacher_ranks_have_numbers() -> None:
+    roles = Roles(20)
+    assert roles.of(19) == roles.student
+    assert roles.names([1]) == "rank 1"
+    assert roles.names(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_a_rank_with_another_configuration_is_named(tmp_path) -> None:
+    store = dist.HashStore()
+    first, second = (Launch(rank, 2, store, teachers=1) for rank in (0, 1))
+    require_same_start(first, load_tree(tmp_path, TAUGHT))
+    require_same_start(second, load_tree(tmp_path, TAUGHT))
+    with pytest.raises(ConfigError, match=r"teacher\.0 on .* than student\.0: .*steps: 4"):
+        require_same_start(second, load_tree(tmp_path, TAUGHT, "train.steps=4"))

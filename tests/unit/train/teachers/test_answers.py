@@ -1,0 +1,88 @@
+"""Answers of a teacher on ranks of its own: bytes, hashes and headers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_distill.runtime.batch import Batch
+from megatron_distill.train.teachers.answers import (
+    AnswerHeader,
+    AnswerPlan,
+    Column,
+    Command,
+    Request,
+    token_hash,
+)
+from megatron_distill.train.teachers.units import Grid, Units
+
+
+def batch_of(rows: int, length: int) -> Batch:
+    cells = torch.arange(rows * length).view(rows, length)
+    return Batch(
+        tokens_bs=cells,
+        labels_bs=cells + 1,
+        ce_mask_bs=cells % 3 == 0,
+        kd_mask_bs=cells % 5 == 0,
+        position_ids_bs=cells % length,
+        document_ids_bS=torch.zeros_like(cells),
+        sequence_index_s=torch.arange(length),
+        sample_ids_b=torch.arange(rows),
+        isolate_documents=False,
+    )
+
+
+def plan_of(*, steps_ahead: int = 1, sequence: bool = False) -> AnswerPlan:
+    """Four student ranks, TP2 in two replicas, and a teacher of TP2 in three replicas."""
+    return AnswerPlan(
+        Units(micro_batches=6, student_replicas=2, teacher_replicas=3),
+        teacher=Grid(2, 1, 1, 3, sequence, tuple(range(4, 10))),
+        student=Grid(2, 1, 1, 2, sequence, tuple(range(4))),
+        length=16,
+        sequences=3,
+        columns=(Column("hidden", torch.bfloat16, (40,)),),
+        steps_ahead=steps_ahead,
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_slots_and_bytes_are_those_of_the_formulas(steps_ahead: int, sequence: bool) -> None:
+    plan = plan_of(steps_ahead=steps_ahead, sequence=sequence)
+    unit = 16 * 3 * 40 * 2 // (2 if sequence else 1)
+    assert plan.slot_bytes(rank=1, replica=0) == (steps_ahead + 1) * 6 * unit
+    routes = plan.step_bytes()
+    for rank in range(4):
+        assert sum(size for (_, to), size in routes.items() if to == rank) == 6 * unit
+    # The units of each student replica go to all three teachers' replicas in turn.
+    assert {source for source, _ in routes} == set(range(4, 10))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_unit_has_one_hash_on_both_sides(size: int) -> None:
+    whole = batch_of(2, 16)
+    for rank in range(size):
+        shard = whole.context_shard(rank, size)
+        assert token_hash(shard) == token_hash(whole, context_rank=rank, context_size=size)
+
+
+def test_a_hash_is_of_tokens_and_samples() -> None:
+    whole = batch_of(2, 16)
+    tokens_bs = whole.tokens_bs.clone()
+    tokens_bs[1, 7] += 1
+    others = (
+        replace(whole, tokens_bs=tokens_bs),
+        replace(whole, sample_ids_b=whole.sample_ids_b + 1),
+    )
+    assert len({token_hash(one) for one in (whole, *others)}) == 3
+    assert 0 < token_hash(whole) < 1 << 63
+
+
+def test_commands_and_headers_arrive_as_they_are_sent() -> None:
+    command = Command(Request.HELD_OUT, number=3, turn=9, block=1)
+    assert Command.of(command.tensor()) == command
+    header = AnswerHeader(9, 4, token_hash(batch_of(1, 8)), 2, asks_to_stop=True)
+    assert header.tensor().shape == AnswerHeader.empty().shape
+    assert AnswerHeader.of(header.tensor()) == header
