@@ -173,7 +173,10 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     )
     found = build_vocabulary_map(*tokenizers)
     tokens = TeacherTokens(vocabularies[1], LENGTH, None, found)
-    online, aligned = tokens.connect(online, shapes[0], vocabularies[0], groups, chunk_tokens=None)
+    teacher, aligned = tokens.connect(
+        online, shapes[0], vocabularies[0], groups, run.device, chunk_tokens=None
+    )
+    assert teacher is not None, "it was given"
     started = time.perf_counter()
     planned = (aligned.planner.planned(batch) for batch in whole.micro_batches)
     batches = replace(whole, micro_batches=tuple(one.with_trained_rows() for one in planned))
@@ -192,7 +195,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     return Ours(
         step=OwnStep(
             student=Student(chunks, wrapped, groups, LENGTH, timers),
-            teacher=online,
+            teacher=teacher,
             objective=objective,
             training=training_state(wrapped, dtype=run.dtype),
         ),
