@@ -114,6 +114,7 @@ class OwnLayout:
         groups: the student's.
         own_groups: the teacher's.
         outputs: that move: the last hidden state, and features.
+        offload_hidden: `host_states` exist on the student's last stage; all ranks run waves.
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
     """
@@ -126,6 +127,7 @@ class OwnLayout:
     ways: Ways
     sequence_length: int
     outputs: tuple[Output, ...]
+    offload_hidden: bool = False
     host_states: HostStates | None = None
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
@@ -175,6 +177,7 @@ class OwnLayout:
             ways=ways,
             sequence_length=sequence_length,
             outputs=(Output(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
+            offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
         )
 
@@ -246,8 +249,7 @@ class OwnLayout:
 
     def _waves(self, units: Units) -> Iterator[range]:
         """Yield the micro-batches whose units run together."""
-        is_whole = not self.runs_in_step and self.host_states is None
-        size = units.micro_batches if is_whole else units.wave
+        size = units.wave if self.runs_in_step or self.offload_hidden else units.micro_batches
         for start in range(0, units.micro_batches, size):
             yield range(start, min(start + size, units.micro_batches))
 
@@ -333,7 +335,7 @@ class OwnLayout:
             dtype=config.params_dtype,
             device=next(self.model.parameters()).device,
         )
-        if self.runs_in_step or self.host_states is not None:
+        if self.runs_in_step or self.offload_hidden:
             return make()
         if (output, micro_batch) not in self.buffers:
             self.buffers[output, micro_batch] = make()
