@@ -200,3 +200,21 @@ def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
         peaks.append([peak for _, _, peak in found])
     few, many = peaks
     assert all(b <= 1.05 * a for a, b in zip(few, many, strict=True)), peaks
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_change_the_teachers_layout(pool: Pool, inputs: Inputs) -> None:
+    shared, config = (
+        ("schedule.warmup_steps=1", "checkpoint.save=true"),
+        inputs.folder / "dense.yaml",
+    )
+    whole = run(pool, 2, config, inputs.folder / "unbroken", *shared, "train.steps=4", PIPELINE)
+    folder = inputs.folder / "resumed"
+    layouts = (PIPELINE, "teacher.parallel={pipeline: 1}"), (PIPELINE, "teacher.parallel=null")
+    for number, overrides in enumerate(layouts):
+        stop = 2 if number == 0 else None
+        run(pool, 2, config, folder, *shared, "train.steps=4", *overrides, stop_after=stop)
+    found = [record for record in records(folder) if "validation" not in record]
+    assert [[record[n] for n in NAMES] for record in found] == [
+        [record[n] for n in NAMES] for record in whole
+    ]
