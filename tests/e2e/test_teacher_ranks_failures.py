@@ -92,7 +92,7 @@ def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ("teacher.architecture.init_std=1.0e+30", "values that are not finite"),
+        ("teacher.architecture.embedding_scale=1.0e+39", "values that are not finite"),
         ("teacher.checkpoint=runs/nothing", "teacher.checkpoint"),
     ],
 )
