@@ -176,7 +176,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     teacher, aligned = tokens.connect(
         online, shapes[0], vocabularies[0], groups, run.device, chunk_tokens=None
     )
-    assert teacher is not None, "it was given"
+    assert isinstance(teacher, OnlineTeacher), "it is in the layout of the student"
     started = time.perf_counter()
     planned = (aligned.planner.planned(batch) for batch in whole.micro_batches)
     batches = replace(whole, micro_batches=tuple(one.with_trained_rows() for one in planned))
