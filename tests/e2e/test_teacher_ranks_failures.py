@@ -93,7 +93,7 @@ def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path:
     ("change", "cause"),
     [
         ("teacher.architecture.embedding_scale=1.0e+39", "values that are not finite"),
-        ("teacher.checkpoint=runs/nothing", "teacher.checkpoint"),
+        ("teacher.checkpoint=runs/nothing", "runs/nothing contains no complete checkpoint"),
     ],
 )
 def test_a_teacher_without_answers_is_reported_once(
