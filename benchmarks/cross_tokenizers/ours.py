@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cross_tokenizers.texts import LENGTH, Texts
 from benchmarks.steps.own_step import OwnStep
-from benchmarks.steps.subject import OPTIMIZER, training_state
+from benchmarks.steps.subject import OPTIMIZER, TrainingState, training_state
 from megatron_distill.align import VocabularyMap
 from megatron_distill.align.build_map import build_vocabulary_map
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
@@ -159,10 +159,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     shapes = [source.architecture for source in sources]
     vocabularies = [Vocabulary.of(tokenizer) for tokenizer in tokenizers]
     run = Execution(dtype=torch.float32, device=device)
-    chunks = sources[0].build(run, groups=groups, seed=1)
-    wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
-    timers = PhaseTimers(device)
-    connect_schedule(wrapped, OPTIMIZER, positions=whole.positions, timers=timers)
+    student, training = _student(sources[0], run, groups, positions=whole.positions)
     online = OnlineTeacher.of_source(
         sources[1],
         run,
@@ -194,10 +191,10 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
     common = found.common()
     return Ours(
         step=OwnStep(
-            student=Student(chunks, wrapped, groups, LENGTH, timers),
+            student=student,
             teacher=teacher,
             objective=objective,
-            training=training_state(wrapped, dtype=run.dtype),
+            training=training,
         ),
         batches=batches,
         aligned=aligned,
@@ -213,6 +210,17 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
             "pairs": batches.pairs,
         },
     )
+
+
+def _student(
+    source: ModelSource, run: Execution, groups: Groups, *, positions: int
+) -> tuple[Student, TrainingState]:
+    chunks = source.build(run, groups=groups, seed=1)
+    wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
+    timers = PhaseTimers(run.device)
+    connect_schedule(wrapped, OPTIMIZER, positions=positions, timers=timers)
+    student = Student(chunks, wrapped, groups, LENGTH, timers)
+    return student, training_state(wrapped, dtype=run.dtype)
 
 
 def _map_rows(found: VocabularyMap) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -143,14 +143,19 @@ def test_a_store_serves_a_student_of_another_padding(
 def checked(rank: int, world: int, folder: Path, tokenizer: str, tokens: int, rows: int) -> str:
     from megatron_distill.data.tokenizers.open import Vocabulary
     from megatron_distill.store import StoreReader
-    from megatron_distill.train.assemble.stored import _check_tokenizer, _check_vocabulary
+    from megatron_distill.train.assemble.stored import TokensOfRun
     from tests.distributed.megatron_world import small_architecture
 
     with StoreReader.open(folder) as reader:
-        vocabulary = Vocabulary(tokens, tokenizer)
+        run = TokensOfRun(
+            Vocabulary(tokens, tokenizer),
+            small_architecture(vocab_size=rows),
+            length=reader.settings.sequence_length,
+            student_tokenizer=None,
+            student_length=None,
+        )
         try:
-            _check_tokenizer(reader, vocabulary)
-            _check_vocabulary(reader, vocabulary, small_architecture(vocab_size=rows))
+            run.check(reader)
         except StoreError as error:
             return str(error)
         return ""

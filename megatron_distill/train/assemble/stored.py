@@ -96,7 +96,7 @@ def open_stored(
     """
     section = config.teacher
     assert section is not None, "the caller has looked"
-    fits = _Fit(
+    fits = TokensOfRun(
         vocabulary,
         student,
         section.sequence_length or config.data.sequence_length,
@@ -131,8 +131,8 @@ def open_stored(
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """The tokens that records must have.
+class TokensOfRun:
+    """The tokens of a run, which the records of its stores must have.
 
     Attributes:
         vocabulary: of the teacher's tokens.
@@ -204,7 +204,7 @@ class _Fit:
             )
 
 
-def _open(entries: Sequence[StoreSourceConfig], fits: _Fit) -> StoreSet:
+def _open(entries: Sequence[StoreSourceConfig], fits: TokensOfRun) -> StoreSet:
     """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
     for entry in entries:
