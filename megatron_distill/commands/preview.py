@@ -65,6 +65,7 @@ def _preview(
     from megatron_distill.data.tokenizers.open import Vocabulary
     from megatron_distill.train.assemble.alignment import read_teacher
     from megatron_distill.train.assemble.models import build_terms
+    from megatron_distill.train.assemble.several import sample_routing
     from megatron_distill.train.assemble.sources import (
         data_options,
         read_tokenizer,
@@ -88,7 +89,7 @@ def _preview(
         source = open_training(
             source_specs(data.sources),
             tokenizer=tokenizer,
-            options=replace(options, teacher=teacher),
+            options=replace(options, teacher=teacher, routing=sample_routing(config)),
             seed=config.seed,
         )
     console = Console(width=width, highlight=False, soft_wrap=True)

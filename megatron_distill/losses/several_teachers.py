@@ -133,6 +133,7 @@ def several_teachers_objective(
     is_routed = any(term.teachers is None for term in terms)
     for name, rows in samples.parts() if is_routed else [(None, samples.rows)]:
         coefficient = ce_coefficient
+        reported: set[str] = set()
         for number, (target, own) in enumerate(_targets(terms, name).items()):
             if target is not None and target[0].mixture == "lowest_loss":
                 one, entries, sums = passes.of_choice(
@@ -141,9 +142,14 @@ def several_teachers_objective(
             else:
                 one, entries, sums = passes.of_target(target, own, signals, rows, coefficient)
             total = one if total is None else total + one
-            if number:  # the label loss and the metrics are in the first pass
+            if number:  # the label loss and the metrics are in the first pass that has them
                 wanted = {"kd", *(term.name for term in own)}
-                entries = {key: value for key, value in entries.items() if key in wanted}
+                entries = {
+                    key: value
+                    for key, value in entries.items()
+                    if key in wanted or key not in reported
+                }
+            reported |= entries.keys()
             coefficient = 0.0
             for key, value in entries.items():
                 report[key] = report[key] + value if key in report else value

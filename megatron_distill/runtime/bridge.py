@@ -24,6 +24,7 @@ __all__ = ["Bridge", "Sending", "open_bridge"]
 # A rank that waits longer than a collective's timeout is no failure here: a teacher waits while
 # the student validates or saves. Its failure closes the connection.
 _PATIENCE: Final = timedelta(days=30)
+_STOP: Final = "teacher/asks-to-stop"
 
 
 class Sending(Protocol):
@@ -77,9 +78,20 @@ class Bridge:
         Collective: all ranks of the launch, rendezvous.
         """
         options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_seconds)  # noqa: SLF001 - has no other name
         place = dist.PrefixStore("bridge/nccl", self.store)
         group = dist.ProcessGroupNCCL(place, self.rank, self.roles.size, options)
         return cast(dist.ProcessGroup, group)  # the stubs know only its common base
+
+    def ask_to_stop(self) -> None:
+        """Let the student stop after its step; any rank of the teacher may ask."""
+        self.store.set(_STOP, "asked")
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether a rank of the teacher has asked the student to stop."""
+        found: bool = self.store.check([_STOP])
+        return found
 
     def host(self, rank: int) -> str:
         """Return the host of a rank of the launch."""

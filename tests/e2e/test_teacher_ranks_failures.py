@@ -63,14 +63,21 @@ def fail(
         return launch.output(), time.time() - failed
 
 
+def shared_files() -> set[Path]:
+    """The files of shared slots on this machine."""
+    return set(Path("/dev/shm").glob("megatron-distill-*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("role", HOOKS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_rank_ends_the_launch(
     inputs: Inputs, tmp_path: Path, fault: str, role: str
 ) -> None:
-    text, seconds = fail(inputs, tmp_path, FAULTS[fault], role=role)
+    before = shared_files()
+    text, seconds = fail(inputs, tmp_path, FAULTS[fault], "teacher.transfer.backend=ipc", role=role)
     assert seconds < SECONDS_TO_THE_END, text
+    assert not shared_files() - before
     cause = text.splitlines()[-1]
     assert cause.startswith("error: "), text
     assert f"{role}.0 on " in cause, text

@@ -340,6 +340,9 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
         if value is not None:
             reason = "in a capture, whose ranks all run the teacher"
             yield without_effect(f"teacher.{name}", value, reason, instead=None)
+    if teacher is not None and teacher.offload:
+        reason = "in a capture, which has no student beside the teacher"
+        yield without_effect("teacher.offload", value=True, reason=reason, instead=False)
     if store.job >= store.jobs:
         yield Problem(
             ("store.job", "store.jobs"),

@@ -7,7 +7,13 @@ from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
-from megatron_distill.config.schema import ModelConfig, RunConfig, SourceConfig, TermConfig
+from megatron_distill.config.schema import (
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+    TermConfig,
+    TransferConfig,
+)
 from megatron_distill.config.schema.data import ConversationFormat
 
 __all__ = ["TARGET_KEYS", "routed_terms", "target_of", "teacher_problems"]
@@ -192,6 +198,12 @@ def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
                 f"{key}.{name}: several teachers have the student's layout and its ranks; remove "
                 "it, or set teacher in place of teachers",
             )
+    reason = f"without {key}.ranks"
+    if model.steps_ahead != 1:
+        yield without_effect(f"{key}.steps_ahead", model.steps_ahead, reason, instead=1)
+    for name, value in model.transfer.model_dump(exclude_defaults=True).items():
+        default = TransferConfig.model_fields[name].default
+        yield without_effect(f"{key}.transfer.{name}", value, reason, instead=default)
     for name in ("tokenizer", "sequence_length"):
         if getattr(model, name) is not None:
             yield Problem(

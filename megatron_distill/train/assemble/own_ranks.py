@@ -26,7 +26,7 @@ from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge
-from megatron_distill.runtime.collectives import on_first_rank
+from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.roles import Roles
@@ -185,7 +185,7 @@ def open_own_ranks(
     replica = groups.data.rank()
     # Records of a top-k are read by the host, as those of a store.
     place = execution.device if settings is None else torch.device("cpu")
-    ring, weight = None, None
+    ring, weight, file = None, None, None
     if groups.is_last_stage and settings is None:
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
         weight = torch.empty(
@@ -195,7 +195,7 @@ def open_own_ranks(
             device=execution.device,
         )
     if groups.is_last_stage:
-        way, slots = _student_way(transfer, plan, replica, device, place, resources)
+        way, slots, file = _student_way(transfer, plan, replica, device, place, resources)
         ring = AnswerRing(
             plan,
             way,
@@ -217,6 +217,7 @@ def open_own_ranks(
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
         alone=device.alone,
+        shared_file=file,
     )
     resources.callback(found.close)
     return found
@@ -265,8 +266,8 @@ def _student_way(
     device: Device,
     place: torch.device,
     resources: ExitStack,
-) -> tuple[AnswerWay, Slots]:
-    """Return how a rank of the student receives, and its slots on `place`."""
+) -> tuple[AnswerWay, Slots, Path | None]:
+    """Return how a rank of the student receives, its slots on `place`, and their file if shared."""
     bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
     if backend == "ipc":
@@ -279,11 +280,11 @@ def _student_way(
         slots = create_shared(path, plan, bridge.rank, replica)
         resources.callback(path.unlink, missing_ok=True)
         bridge.publish(f"slots/{bridge.rank}", str(path))
-        return SharedMemoryWay({bridge.rank: slots}), slots
+        return SharedMemoryWay({bridge.rank: slots}), slots, path
     slots = private_slots(plan, bridge.rank, replica, place)
     if backend == "nccl" and place.type == "cuda":
-        return NcclWay(bridge.nccl()), slots
-    return HostWay(bridge, place), slots
+        return NcclWay(bridge.nccl()), slots, None
+    return HostWay(bridge, place), slots, None
 
 
 def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
@@ -407,14 +408,20 @@ def _open_server(
     start: dict[str, Any],
     resources: ExitStack,
 ) -> TeacherServer:
-    """Open the samples where the student begins. Raises DataError on all ranks of the teacher."""
+    """Open the samples where the student begins.
+
+    Raises ConfigError or DataError on all ranks of the teacher.
+    """
     plan, bridge = opened.plan, device.bridge
     assert bridge is not None
-    sender = None
-    if groups.is_last_stage:
+    way = sender = None
+    with together():
+        if groups.is_last_stage:
+            way = _teacher_way(config.models["teacher"].transfer, plan, device)
+    if way is not None:
         sender = AnswerSender(
             plan,
-            _teacher_way(config.models["teacher"].transfer, plan, device),
+            way,
             bridge,
             device=device.torch_device,
             alone=device.alone,

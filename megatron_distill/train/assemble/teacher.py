@@ -177,7 +177,7 @@ def _live(
             groups=groups,
             offload_hidden=section.offload_hidden,
         )
-    minutes = config.runtime.timeout_seconds / 60
+    seconds = config.runtime.timeout_seconds
     return OwnLayout.of_source(
         source,
         execution,
@@ -185,6 +185,7 @@ def _live(
         sequence_length=length,
         shard=shard,
         groups=groups,
-        own_groups=create_second_groups(layout, timeout_minutes=minutes),
+        own_groups=create_second_groups(layout, timeout_minutes=seconds / 60),
+        timeout_seconds=seconds,
         offload_hidden=section.offload_hidden,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -143,6 +144,7 @@ class OwnLayout:
         shard: VocabShard,
         groups: Groups,
         own_groups: Groups,
+        timeout_seconds: float,
         offload_hidden: bool = False,
     ) -> OwnLayout:
         """Build the frozen model in its layout; its head moves to the columns of `shard` once.
@@ -155,7 +157,7 @@ class OwnLayout:
             (model,) = source.build(execution, groups=own_groups, seed=seed, interleaved=False)
         model.requires_grad_(False)
         model.eval()
-        group = _message_group(execution.device)
+        group = _message_group(execution.device, timeout_seconds)
         ways = Ways(own_groups, groups, group)
         own = vocab_shard(source.architecture, own_groups, tokens=shard.size)
         head = move_head(
@@ -398,12 +400,12 @@ def _stays(own: Tensor, found: Sequence[Message], rank: int) -> bool:
     return needed == [Message(rank, 0, rank, 0, own.shape[0])]
 
 
-def _message_group(device: torch.device) -> dist.ProcessGroup:
+def _message_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup:
     """Return a group of all ranks for messages, connected.
 
     Collective: world, creation of a group; the new group, one all-reduce of 4 bytes.
     """
-    group = dist.new_group()
+    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
     assert group is not None
     dist.all_reduce(torch.zeros((), device=device), group=group)
     return group

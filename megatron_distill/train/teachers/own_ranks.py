@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
@@ -227,6 +228,8 @@ class Asking:
     def _send(self, command: Command) -> None:
         if self.bridge.rank != 0:
             return
+        if self.bridge.is_asked_to_stop:
+            request_termination()
         # A message of the last but one round has arrived: its answers have.
         del self._under_way[: -2 * self.plan.blocks]
         tensor = command.tensor()
@@ -255,6 +258,7 @@ class OwnRanksTeacher:
 
     Attributes:
         architecture: the teacher's shape.
+        shared_file: of the slots, removed at the start; None without one.
     """
 
     def __init__(
@@ -267,6 +271,7 @@ class OwnRanksTeacher:
         head_parts: Sequence[Message],
         last_step: int,
         alone: LoneFailure,
+        shared_file: Path | None = None,
     ) -> None:
         self._asking = asking
         self.architecture = architecture
@@ -278,6 +283,7 @@ class OwnRanksTeacher:
         self._step = 0
         self._used: Command | None = None
         self._ahead: deque[Command] = deque()
+        self._shared_file = shared_file
         self._has_started = False
 
     @property
@@ -303,6 +309,9 @@ class OwnRanksTeacher:
         Collective: the bridge, the rows of the head to each rank of the student's last stage.
         """
         self._step, self._last_step, self._has_started = steps_done, last_step, True
+        if self._shared_file is not None:
+            # All sides have mapped it: without a name its memory ends with the processes.
+            self._shared_file.unlink(missing_ok=True)
         weight = self._weight
         if weight is None:
             return

@@ -52,7 +52,7 @@ class AnswerSender:
     """A thread that sends answers in order, while the model computes the next.
 
     It ends the process with `alone` where a message fails. Answers wait on the device for their
-    turn: at most those of one round, since the student has room for every round that it asks for.
+    turn: at most those of the rounds that the student has asked for, since it has room for them.
     """
 
     def __init__(
@@ -186,6 +186,8 @@ class TeacherServer:
         """
         units = self.units()
         while (command := self._command()).request != Request.STOP:
+            if is_requested():
+                self.bridge.ask_to_stop()
             if command.request == Request.STEP:
                 self.alone.progress.step = command.number
                 batches: Sequence[Batch] = self.loader.take_units(command.number, units)
@@ -229,6 +231,8 @@ class TeacherServer:
         unit, whole, is_sent = next(iterator)
         context = self.groups.context
         shard = whole.context_shard(context.rank(), context.size()).with_trained_rows()
+        if self.device.type == "cuda":
+            shard = shard.pinned()  # else the host would wait for the stream
         batch = shard.to(self.device)
         output = run_model(model, batch, context_size=context.size())
 

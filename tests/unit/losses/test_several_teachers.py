@@ -46,6 +46,15 @@ TERMS = {
 }
 
 
+def test_a_metric_is_that_of_the_first_term_that_has_it() -> None:
+    whole = Term(teachers=teachers(math=1))
+    ranked = Term("reverse_kl", top_k=4, teachers=teachers(code=1))
+    inputs = Inputs.random()
+    alone = on_shard(0, 1, inputs, [ranked], NAMES).report["topk_mass"]
+    for terms in ([whole, ranked], [ranked, whole]):
+        assert on_shard(0, 1, inputs, terms, NAMES).report["topk_mass"] == alone > 0
+
+
 @pytest.mark.parametrize("kind", TERMS)
 def test_values_and_gradients_are_those_of_the_oracle(kind: str) -> None:
     inputs = Inputs.random()
