@@ -215,16 +215,13 @@ def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term |
 def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
-    given = {**term.values_for(kind), "teachers": _teachers(term)}
-    if kind is ChunkTerm:
-        del given["teachers"]
-    return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
-
-
-def _teachers(term: TermConfig) -> TermTeachers | None:
-    if term.teacher is not None:
-        return TermTeachers.of({term.teacher: 1.0})
-    return None if term.teachers is None else TermTeachers.of(term.teachers, term.mixture)
+    given = term.values_for(kind)
+    given |= {"parameters": term.parameters, "temperatures": term.temperatures}
+    if kind is Term and term.teacher is not None:
+        given["teachers"] = TermTeachers.of({term.teacher: 1.0})
+    elif kind is Term and term.teachers is not None:
+        given["teachers"] = TermTeachers.of(term.teachers, term.mixture)
+    return kind(**given)
 
 
 def export_source(student: ModelConfig) -> Path | None:

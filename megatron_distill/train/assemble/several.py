@@ -9,11 +9,11 @@ from megatron_distill.config import RunConfig, routed_terms
 from megatron_distill.data.routing import Routing
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
+from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
@@ -36,17 +36,16 @@ def open_several(
     terms: Sequence[Term | ChunkTerm],
     student: Architecture,
     vocabulary: Vocabulary,
-    groups: Groups,
-    execution: Execution,
-) -> OpenTeachers | None:
-    """Build the teachers one after the other; None without several.
+    site: Site,
+) -> OpenTeachers:
+    """Build the teachers of `teachers` one after the other.
 
     Raises ConfigError or CheckpointError on all ranks.
 
     Collective: those of `OnlineTeacher.of_source`, per teacher.
     """
-    if not config.teachers:
-        return None
+    assert config.teachers is not None, "the caller has looked"
+    groups, execution = site.groups, site.execution
     plain = [term for term in terms if isinstance(term, Term)]
     models: dict[str, OnlineTeacher] = {}
     teachers: dict[str, Teacher] = {}
