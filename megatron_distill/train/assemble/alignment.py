@@ -41,7 +41,7 @@ from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoi
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 
-__all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
+__all__ = ["Live", "TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
 
 # None: a teacher from a store.
 Live = TypeVar("Live", OnlineTeacher | OwnLayout, None)

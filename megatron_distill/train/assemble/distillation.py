@@ -38,7 +38,6 @@ from megatron_distill.models.pipeline_stages import (
 )
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
@@ -49,6 +48,7 @@ from megatron_distill.train.assemble.several import sample_routing
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
     FeatureLosses,
@@ -121,7 +121,7 @@ def open_run(config: RunConfig, site: Site) -> OpenRun:
         options = replace(options, teacher=own.reading)
     if config.teachers:
         options = replace(options, routing=sample_routing(config))
-    teacher = open_teacher(config, terms, student, vocabulary, own, site)
+    teacher = open_teacher(config, TeacherFit(terms, student, vocabulary, own), site)
     online = teacher.models.get("teacher")  # one elsewhere is no work of these ranks
     layers = stage_layers(
         groups.layout,
@@ -144,10 +144,7 @@ def open_run(config: RunConfig, site: Site) -> OpenRun:
         several=teacher.several,
     )
     if section.features:
-        objective, signals = _with_features(
-            objective, section, config.optimizer, student, online, layers, config.seed
-        )
-        teacher = replace(teacher, signals=signals)
+        objective, teacher = _with_features(config, objective, teacher, student, layers)
     samples = RunSamples(
         data=config.data,
         options=options,
@@ -222,27 +219,28 @@ def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedu
 
 
 def _with_features(
+    config: RunConfig,
     objective: TokenObjective,
-    section: ObjectiveConfig,
-    optimizer: OptimizerConfig,
+    teacher: OpenTeacher,
     student: Architecture,
-    online: OnlineTeacher | OwnLayout | None,
     layers: tuple[int, ...],
-    seed: int,
-) -> tuple[TokenObjective, Teacher]:
+) -> tuple[TokenObjective, OpenTeacher]:
     """Add the feature losses to both sides; `layers` of each of the student's stages."""
-    assert online is not None, "the rules ask for a live teacher"
+    online = teacher.models["teacher"]  # the rules ask for a live one
     device = next(online.model.parameters()).device
-    features = _build_features(section, optimizer, student, online, seed, device)
+    features = _build_features(
+        config.objective, config.optimizer, student, online, config.seed, device
+    )
     ranks = online.groups.layout.pipeline
     of_student = ranks_of_layers(layers, ranks)
     weights = tuple(pair.weight for pair in features.pairs)
     with_features = replace(objective, features=features, feature_weights=weights)
     if isinstance(online, OwnLayout):
-        return with_features, online.with_features(features.pairs, of_student)
+        in_own_layout = online.with_features(features.pairs, of_student)
+        return with_features, replace(teacher, signals=in_own_layout)
     of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
     ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
-    return with_features, FeatureTeacher(online, ways)
+    return with_features, replace(teacher, signals=FeatureTeacher(online, ways))
 
 
 def _build_features(

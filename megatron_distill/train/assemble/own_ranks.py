@@ -21,7 +21,6 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
-from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture, Execution
@@ -45,6 +44,7 @@ from megatron_distill.train.assemble.models import (
 )
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.loop import permanent_imports
 from megatron_distill.train.teachers.answer_ways import (
     AnswerWay,
@@ -159,17 +159,12 @@ def sent_records(config: RunConfig) -> CaptureSettings | None:
     return _settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
 
 
-def open_own_ranks(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    site: Site,
-) -> OwnRanksTeacher:
+def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
     """Open the student's side; nothing is sent before `OwnRanksTeacher.start`.
 
     Raises ConfigError on all ranks of the student.
     """
+    terms, student, vocabulary = fit.terms, fit.student, fit.vocabulary
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"

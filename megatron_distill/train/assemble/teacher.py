@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron_distill.config import ModelConfig, RunConfig, TrainConfig, teacher_parallel
 from megatron_distill.data.collation import UnitRows
-from megatron_distill.data.tokenizers.open import Vocabulary
-from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.groups import create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.assemble.alignment import Live, TeacherTokens
 from megatron_distill.train.assemble.models import (
     layout_of,
     resolve_model,
@@ -26,6 +24,7 @@ from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_r
 from megatron_distill.train.assemble.several import open_several
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stored import Stored, open_stored
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -67,72 +66,28 @@ class OpenTeacher:
     held_values: int = 0
 
 
-def open_teacher(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    own: TeacherTokens | None,
-    site: Site,
-) -> OpenTeacher:
+def open_teacher(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     """Open the stores, build the live teacher or teachers, or reach one elsewhere.
 
-    own: the tokens of a teacher with a tokenizer of its own. Raises ConfigError, CheckpointError or
-    StoreError on all ranks.
+    Raises ConfigError, CheckpointError or StoreError on all ranks.
     """
     section = config.teacher
     if config.teachers:
-        return _several(config, terms, student, vocabulary, site)
+        return _several(config, fit, site)
     if section is None:
         return OpenTeacher()
     if site.device.bridge is not None:
-        return _on_own_ranks(config, section, terms, student, vocabulary, site)
+        return _on_own_ranks(config, section, fit, site)
     if section.store is not None:
-        return _stored(config, terms, student, vocabulary, own, site)
-    return _live(config, section, terms, student, vocabulary, own, site)
-
-
-def _live(
-    config: RunConfig,
-    section: ModelConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    own: TeacherTokens | None,
-    site: Site,
-) -> OpenTeacher:
-    """Build the model, in the student's layout or its own."""
-    groups, tokens = site.groups, vocabulary if own is None else own.vocabulary
-    source = resolve_model(config, "teacher", tokens)
-    build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
-    layout = layout_of(teacher_parallel(config))
-    if layout != groups.layout.without_virtual_stages():
-        minutes = config.runtime.timeout_seconds / 60
-        own_groups = create_second_groups(layout, timeout_minutes=minutes)
-        build = partial(OwnLayout.of_source, own_groups=own_groups)
-    layers = config.parallel.layers_per_stage.teacher
-    # The head's rows are those of the student's vocabulary, unless the teacher has another one.
-    of_head = student if own is None else source.architecture
-    online = build(
-        source,
-        replace(site.execution, fp8=teacher_fp8(section), layers_per_stage=layers),
-        seed=teacher_seed(config.seed),
-        sequence_length=section.sequence_length or config.data.sequence_length,
-        shard=vocab_shard(of_head, groups, tokens=tokens.size),
-        groups=groups,
-        offload_hidden=section.offload_hidden,
-    )
-    aligned = None
-    if own is not None:
-        device, chunk_tokens = site.execution.device, config.objective.chunk_tokens
-        online, aligned = own.connect(
-            online, student, vocabulary, groups, device, chunk_tokens=chunk_tokens
-        )
+        return _stored(config, fit, site)
+    online, aligned = _live(config, section, fit, site), None
+    if fit.own is not None:
+        online, aligned = _connected(fit.own, online, config.objective.chunk_tokens, fit, site)
     opened = OpenTeacher(
         signals=online,
-        metrics=live_metrics(terms),
+        metrics=live_metrics(fit.terms),
         models={"teacher": online},
-        shapes={"teacher": source.architecture},
+        shapes={"teacher": online.architecture},
         aligned=aligned,
     )
     if isinstance(online, OwnLayout):
@@ -140,6 +95,41 @@ def _live(
     if section.offload:
         return replace(opened, signals=RestingTeacher.of(online, key="teacher.offload"))
     return opened
+
+
+def _live(
+    config: RunConfig, section: ModelConfig, fit: TeacherFit, site: Site
+) -> OnlineTeacher | OwnLayout:
+    """Build the model, in the student's layout or its own."""
+    tokens = fit.vocabulary if fit.own is None else fit.own.vocabulary
+    source = resolve_model(config, "teacher", tokens)
+    build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
+    layout = layout_of(teacher_parallel(config))
+    if layout != site.groups.layout.without_virtual_stages():
+        minutes = config.runtime.timeout_seconds / 60
+        own_groups = create_second_groups(layout, timeout_minutes=minutes)
+        build = partial(OwnLayout.of_source, own_groups=own_groups)
+    layers = config.parallel.layers_per_stage.teacher
+    # The head's rows are those of the student's vocabulary, unless the teacher has another one.
+    of_head = fit.student if fit.own is None else source.architecture
+    return build(
+        source,
+        replace(site.execution, fp8=teacher_fp8(section), layers_per_stage=layers),
+        seed=teacher_seed(config.seed),
+        sequence_length=section.sequence_length or config.data.sequence_length,
+        shard=vocab_shard(of_head, site.groups, tokens=tokens.size),
+        groups=site.groups,
+        offload_hidden=section.offload_hidden,
+    )
+
+
+def _connected(
+    own: TeacherTokens, online: Live, chunk_tokens: int | None, fit: TeacherFit, site: Site
+) -> tuple[Live, AlignedLoss]:
+    device = site.execution.device
+    return own.connect(
+        online, fit.student, fit.vocabulary, site.groups, device, chunk_tokens=chunk_tokens
+    )
 
 
 def _with_movement(opened: OpenTeacher, online: OwnLayout, train: TrainConfig) -> OpenTeacher:
@@ -154,47 +144,35 @@ def _with_movement(opened: OpenTeacher, online: OwnLayout, train: TrainConfig) -
     )
 
 
-def _stored(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    own: TeacherTokens | None,
-    site: Site,
-) -> OpenTeacher:
-    groups, device = site.groups, site.execution.device
+def _stored(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
+    own, aligned = fit.own, None
     stored = open_stored(
         config,
-        terms,
-        student,
-        vocabulary if own is None else own.vocabulary,
-        groups,
-        device,
-        student_tokenizer=None if own is None else vocabulary.identity,
+        fit.terms,
+        fit.student,
+        fit.vocabulary if own is None else own.vocabulary,
+        site.groups,
+        site.execution.device,
+        student_tokenizer=None if own is None else fit.vocabulary.identity,
     )
     site.resources.callback(stored.close)
-    aligned = None
     if own is not None:
-        chunk_tokens = config.objective.chunk_tokens
-        _, aligned = own.connect(
-            None, student, vocabulary, groups, device, chunk_tokens=chunk_tokens
-        )
-    metrics = stored_metrics(stored.settings, terms)
-    return OpenTeacher(signals=stored.teacher, metrics=metrics, stored=stored, aligned=aligned)
+        _, aligned = _connected(own, None, config.objective.chunk_tokens, fit, site)
+    return OpenTeacher(
+        signals=stored.teacher,
+        metrics=stored_metrics(stored.settings, fit.terms),
+        stored=stored,
+        aligned=aligned,
+    )
 
 
 def _on_own_ranks(
-    config: RunConfig,
-    section: ModelConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    site: Site,
+    config: RunConfig, section: ModelConfig, fit: TeacherFit, site: Site
 ) -> OpenTeacher:
-    remote = open_own_ranks(config, terms, student, vocabulary, site)
+    remote = open_own_ranks(config, fit, site)
     return OpenTeacher(
         signals=remote,
-        metrics=answer_metrics(section.transfer, terms),
+        metrics=answer_metrics(section.transfer, fit.terms),
         shapes={"teacher": remote.architecture},
         remote=remote,
         moved_bytes=remote.step_bytes,
@@ -202,17 +180,11 @@ def _on_own_ranks(
     )
 
 
-def _several(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    site: Site,
-) -> OpenTeacher:
-    found = open_several(config, terms, student, vocabulary, site)
+def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
+    found = open_several(config, fit, site)
     return OpenTeacher(
         signals=found.teacher,
-        metrics=live_metrics(terms),
+        metrics=live_metrics(fit.terms),
         models=found.models,
         shapes={role: model.architecture for role, model in found.models.items()},
         several=found.loss,
