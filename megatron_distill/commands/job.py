@@ -21,7 +21,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
-    from megatron_distill.config.schema import JobConfig
+    from megatron_distill.config.schema import JobConfig, ParallelConfig
     from megatron_distill.runtime.launch import Device, Launch
 
 __all__ = ["Job", "config_file", "shipped_folder"]
@@ -106,15 +106,8 @@ class Job(Generic[J]):
     def _join(
         self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
     ) -> None:
-        from megatron_distill.commands.same_start import require_same_start
-        from megatron_distill.config import (
-            check_layout,
-            load_warnings,
-            teacher_parallel,
-            teacher_ranks,
-        )
+        from megatron_distill.config import check_layout, load_warnings, teacher_ranks
         from megatron_distill.runtime.launch import joined_world
-        from megatron_distill.runtime.roles import TEACHER
 
         name, overrides = _file_and_overrides(given)
         with launch.together("configuration"):
@@ -128,16 +121,25 @@ class Job(Generic[J]):
                     _LOGGER.warning("%s", warning)
         parallel = config.parallel
         if teachers:
-            launch = replace(launch, teachers=teachers)
-            role = launch.role
-            log.configure(launch.rank - role.first, name=launch.roles.name(launch.rank))
-            with launch.together("identity"):
-                require_same_start(launch, config)
-            parallel = teacher_parallel(config) if role.name == TEACHER else parallel
+            launch, parallel = _divided(launch, config, teachers)
         with joined_world(
             **config.runtime.model_dump(), splits_layers=parallel.splits_layers, launch=launch
         ) as device:
             self.run(config, device, termination)
+
+
+def _divided(launch: Launch, config: JobConfig, teachers: int) -> tuple[Launch, ParallelConfig]:
+    """Return the launch with ranks of the teacher alone, and the layout of this rank's role."""
+    from megatron_distill.commands.same_start import require_same_start
+    from megatron_distill.config import teacher_parallel
+    from megatron_distill.runtime.roles import TEACHER
+
+    launch = replace(launch, teachers=teachers)
+    role = launch.role
+    log.configure(launch.rank - role.first, name=launch.roles.name(launch.rank))
+    with launch.together("identity"):
+        require_same_start(launch, config)
+    return launch, teacher_parallel(config) if role.name == TEACHER else config.parallel
 
 
 def _file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:

@@ -53,9 +53,11 @@ from megatron_distill.config.summary import (
     Row,
     data_row,
     layout_row,
+    run_heading,
     run_rows,
     source_in_words,
-    stored_row,
+    sources_in_words,
+    step_sizes,
 )
 
 __all__ = [
@@ -103,9 +105,11 @@ __all__ = [
     "matched_layers",
     "parallel_key",
     "routed_terms",
+    "run_heading",
     "run_rows",
     "source_in_words",
-    "stored_row",
+    "sources_in_words",
+    "step_sizes",
     "teacher_parallel",
     "teacher_ranks",
     "to_yaml",

@@ -5,7 +5,7 @@ A row is a label and a text; an empty label continues the row above.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from megatron_distill.config.rules.teacher_parallel import teacher_parallel
@@ -22,7 +22,16 @@ from megatron_distill.config.schema import (
 )
 from megatron_distill.errors import counted
 
-__all__ = ["Row", "data_row", "layout_row", "run_rows", "source_in_words", "stored_row"]
+__all__ = [
+    "Row",
+    "data_row",
+    "layout_row",
+    "run_heading",
+    "run_rows",
+    "source_in_words",
+    "sources_in_words",
+    "step_sizes",
+]
 
 Row = tuple[str, str]
 
@@ -68,10 +77,37 @@ def data_row(data: DataConfig, stores: Sequence[str] = ()) -> Row:
     return "data", f"{blend}; {data.sequence_length} tokens a sample"
 
 
-def stored_row(teacher: ModelConfig, samples: int) -> Row:
-    """Return a stored teacher: the samples of its stores and their paths."""
+def run_heading(config: RunConfig) -> str:
+    """Return the job and its folder."""
+    job = "distillation" if config.has_teacher else "training"
+    return f"{job} into {config.output}"
+
+
+def step_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the sizes of a run's steps by the names of their keys."""
+    train, length = config.train, config.data.sequence_length
+    sizes = train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
+    return {**sizes, "sequence_length": length}
+
+
+def sources_in_words(
+    models: Mapping[str, ModelConfig], num_layers: Mapping[str, int], stored_samples: int
+) -> dict[str, str]:
+    """Return the source of each model's weights by role; of a stored teacher, its stores.
+
+    num_layers: of the models; a stored teacher has none.
+    """
+    return {
+        role: source_in_words(model, num_layers[role])
+        if role in num_layers
+        else _stored(model, stored_samples)
+        for role, model in models.items()
+    }
+
+
+def _stored(teacher: ModelConfig, samples: int) -> str:
     paths = ", ".join(entry.path for entry in teacher.store or ())
-    return "teacher", f"stored, {samples:,} samples: {paths}"
+    return f"stored, {samples:,} samples: {paths}"
 
 
 def source_in_words(model: ModelConfig, num_layers: int) -> str:

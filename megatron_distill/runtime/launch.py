@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -243,6 +243,10 @@ class Device:
     torch_device: torch.device
     alone: LoneFailure = LoneFailure()
     bridge: Bridge | None = None
+
+    def meet(self, name: str) -> AbstractContextManager[None]:
+        """Return `Bridge.meet`; without a bridge the block is one of this world alone."""
+        return nullcontext() if self.bridge is None else self.bridge.meet(name)
 
 
 def select_device(*, device: str, backend: str) -> Device:

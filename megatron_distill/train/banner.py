@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from typing import Final
@@ -23,6 +23,7 @@ __all__ = [
     "memory_rows",
     "model_row",
     "parameter_counts",
+    "run_banner",
     "steps_row",
     "store_row",
 ]
@@ -85,6 +86,27 @@ def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
     part = f", job {job} of {jobs}" if jobs > 1 else ""
     shards = f"{plan.shards} shards{part}"
     return "store", f"{entries}; {plan.samples:,} samples = {tokens} tokens, {shards}"
+
+
+def run_banner(
+    heading: str,
+    shapes: Mapping[str, Architecture],
+    sources: Mapping[str, str],
+    settings: Iterable[_Row],
+    memory: MemoryOfRank,
+    *,
+    stages: int,
+) -> str:
+    """Return the lines that describe a run at its start, at most 15.
+
+    shapes: of the models by role; a stored teacher has none. sources: of all models' weights, by
+    role. settings: rows of the configuration. stages: of the pipeline.
+    """
+    models = [
+        model_row(role, shapes[role], source) if role in shapes else (role, source)
+        for role, source in sources.items()
+    ]
+    return banner_text(heading, [*models, *settings, *memory_rows(memory, pipeline=stages)])
 
 
 def memory_of_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,10 @@ from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoi
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 
-__all__ = ["TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
+__all__ = ["Live", "TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
+
+# None: a teacher from a store.
+Live = TypeVar("Live", OnlineTeacher | OwnLayout, None)
 
 # Alignments that compare tokens, and so need the map between both vocabularies.
 _OF_TOKENS: Final = ("common", "projection", "gold")
@@ -70,14 +73,14 @@ class TeacherTokens:
 
     def connect(
         self,
-        online: OnlineTeacher | OwnLayout | None,
+        online: Live,
         student: Architecture,
         vocabulary: Vocabulary,
         groups: Groups,
         device: torch.device,
         *,
         chunk_tokens: int | None,
-    ) -> tuple[OnlineTeacher | OwnLayout | None, AlignedLoss]:
+    ) -> tuple[Live, AlignedLoss]:
         """Return the teacher with its head in the layout of the loss, and the loss.
 
         online: None for a teacher from a store, whose records are whole on each rank. Raises

@@ -18,11 +18,9 @@ from megatron_distill.data.sources import (
     read_held_out,
     samples_per_epoch,
 )
-from megatron_distill.data.stored import StoredSamples, held_out_numbers, read_held_out_numbers
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.store import StoreSet
 from megatron_distill.train.assemble.sources import source_names, source_specs
 from megatron_distill.train.assemble.stored import Stored
 
@@ -93,9 +91,7 @@ class RunSamples:
     def open_training(self) -> SampleSource:
         """Open the training stream; raises DataError."""
         if not self.data.sources:
-            stored, corpus = self._stores()
-            numbers = held_out_numbers(stored.samples, self.held_out)
-            return StoredSamples(corpus, stored.shares, seed=self.seed, held_out=numbers)
+            return self._stores().open_training(self.seed, held_out=self.held_out)
         return open_training(
             source_specs(self.data.sources),
             tokenizer=self._tokenizer(),
@@ -106,9 +102,7 @@ class RunSamples:
     def read_held_out(self) -> SampleSource:
         """Read the held-out samples; raises DataError or StoreError."""
         if not self.data.sources:
-            stored, corpus = self._stores()
-            numbers = held_out_numbers(stored.samples, self.held_out)
-            return read_held_out_numbers(corpus, stored.shares, numbers)
+            return self._stores().read_held_out(self.held_out)
         own = self.data.validation_sources
         return read_held_out(
             source_specs(own or self.data.sources),
@@ -120,7 +114,7 @@ class RunSamples:
     def count_epoch(self) -> int:
         """Count the training samples of one epoch; raises DataError."""
         if not self.data.sources:
-            return self._stores()[0].samples - self.held_out
+            return self._stores().samples - self.held_out
         (spec,) = source_specs(self.data.sources)
         return samples_per_epoch(
             spec, tokenizer=self._tokenizer(), options=self.options, seed=self.seed
@@ -130,7 +124,6 @@ class RunSamples:
         assert self.tokenizer is not None, "the first rank has the tokenizer of the sources"
         return self.tokenizer
 
-    def _stores(self) -> tuple[Stored, StoreSet]:
+    def _stores(self) -> Stored:
         assert self.stored is not None, "a run without sources has a store"
-        assert self.stored.corpus is not None, "the first rank has the stores"
-        return self.stored, self.stored.corpus
+        return self.stored

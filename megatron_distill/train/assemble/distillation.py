@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +21,7 @@ from megatron_distill.config import (
     is_aligned,
     matched_layers,
 )
-from megatron_distill.data.sources import DataOptions
-from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import (
     FeaturePair,
@@ -31,7 +29,7 @@ from megatron_distill.losses import (
     ScoreRule,
     ValueSchedule,
 )
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.pipeline_stages import (
@@ -40,8 +38,6 @@ from megatron_distill.models.pipeline_stages import (
 )
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.launch import Device
-from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
@@ -49,9 +45,10 @@ from megatron_distill.train.assemble.models import (
     resolve_model,
 )
 from megatron_distill.train.assemble.several import sample_routing
+from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.assemble.stored import Stored
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
     FeatureLosses,
@@ -76,34 +73,28 @@ from megatron_distill.train.validation import HeldOut, read_held_out
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run's models and samples; its student is a source, which `execution` says how to build.
-
-    Attributes:
-        kinds: the teacher by its kind.
-        teacher: of the training samples: stored, live or with features; None without one.
-    """
+    """A run's models and samples; its student is a source, which `site` says how to build."""
 
     vocabulary: Vocabulary
     student: ModelSource
-    execution: Execution
-    kinds: OpenTeacher
-    teacher: Teacher | None
+    teacher: OpenTeacher
     objective: TokenObjective
     samples: RunSamples
+    site: Site
 
     def throughput(self, train: TrainConfig) -> Throughput:
         """Return what turns the seconds of a training step into figures."""
-        remote = self.kinds.remote
+        remote = self.teacher.remote
         return Throughput.of_run(
             self.student.architecture,
             # Of several teachers the samples decide which run: their work is not counted.
-            self.kinds.shapes.get("teacher"),
+            self.teacher.shapes.get("teacher"),
             sequence_length=self.samples.data.sequence_length,
             teacher_length=self.samples.teacher_length,
             global_batch_size=train.global_batch_size,
             precision=train.precision,
-            num_devices=self.objective.groups.world.size() + (remote.ranks if remote else 0),
-            device=self.execution.device,
+            num_devices=self.site.groups.world.size() + (remote.ranks if remote else 0),
+            device=self.site.execution.device,
         )
 
     def objective_of(self, names: tuple[str, ...]) -> TokenObjective:
@@ -111,16 +102,14 @@ class OpenRun:
         return replace(self.objective, source_names=names if len(names) > 1 else ())
 
 
-def open_run(
-    config: RunConfig, execution: Execution, groups: Groups, device: Device, resources: ExitStack
-) -> OpenRun:
+def open_run(config: RunConfig, site: Site) -> OpenRun:
     """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
 
     Raises a MegatronDistillError on all ranks.
 
     Collective: world, short objects.
     """
-    section = config.objective
+    section, groups, execution = config.objective, site.groups, site.execution
     options = data_options(config.data, Path(config.output), shows_progress=config.logging.progress)
     tokenizer, vocabulary = open_tokenizer(config, options)
     source = resolve_model(config, "student", vocabulary)
@@ -129,98 +118,71 @@ def open_run(
     own: TeacherTokens | None = None
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
-    kinds = open_teacher(
-        config, terms, student, (vocabulary, own), groups, execution, device, resources
-    )
+        options = replace(options, teacher=own.reading)
+    if config.teachers:
+        options = replace(options, routing=sample_routing(config))
+    teacher = open_teacher(config, TeacherFit(terms, student, vocabulary, own), site)
+    online = teacher.models.get("teacher")  # one elsewhere is no work of these ranks
     layers = stage_layers(
         groups.layout,
         student,
-        kinds.online.architecture if kinds.online else None,  # one elsewhere is no work of these
+        online.architecture if online else None,
         given=config.parallel.layers_per_stage.student,
         sequence_length=config.data.sequence_length,
         teacher_length=own.sequence_length if own else None,
         is_recomputed=execution.recompute.layers is None,
     )
-    aligned = None
-    if own is not None:
-        given = (kinds.online, student, vocabulary, groups, execution.device)
-        online, aligned = own.connect(*given, chunk_tokens=section.chunk_tokens)
-        kinds = replace(kinds, online=online)
     objective = TokenObjective(
         ce_weight=section.ce_weight,
         terms=terms,
-        metrics=kinds.metrics(config.teacher, terms),
+        metrics=teacher.metrics,
         chunk_tokens=section.chunk_tokens,
         shard=vocab_shard(student, groups, tokens=vocabulary.size),
         logit_rule=LogitRule(student.logit_softcap, student.logit_scale),
         groups=groups,
-        aligned=aligned,
-        several=kinds.several.loss if kinds.several else None,
+        aligned=teacher.aligned,
+        several=teacher.several,
     )
-    teacher = kinds.signals(config.teacher)
     if section.features:
-        objective, teacher = _with_features(
-            objective, section, config.optimizer, student, kinds.online, layers, config.seed
-        )
-    samples = _samples(config, options, tokenizer, kinds.stored, own)
-    return OpenRun(
-        vocabulary=vocabulary,
-        student=source,
-        execution=replace(execution, layers_per_stage=layers),
-        kinds=kinds,
-        teacher=teacher,
-        objective=objective,
-        samples=replace(
-            samples, planner=objective.planner, units=kinds.unit_rows(config.train, groups)
-        ),
-    )
-
-
-def _samples(
-    config: RunConfig,
-    options: DataOptions,
-    tokenizer: Tokenizer | None,
-    stored: Stored | None,
-    own: TeacherTokens | None,
-) -> RunSamples:
-    """The samples of a run; `own`: the tokens of a teacher with a tokenizer of its own."""
-    reading = None if own is None else own.reading
-    return RunSamples(
+        objective, teacher = _with_features(config, objective, teacher, student, layers)
+    samples = RunSamples(
         data=config.data,
-        options=replace(options, teacher=reading, routing=sample_routing(config)),
+        options=options,
         tokenizer=tokenizer,
-        stored=stored,
+        stored=teacher.stored,
         seed=config.seed,
         held_out=config.validation.samples,
-        teacher_length=None if own is None else own.sequence_length,
+        teacher_length=own.sequence_length if own else None,
+        planner=objective.planner,
+        units=teacher.units,
     )
+    site = replace(site, execution=replace(execution, layers_per_stage=layers))
+    return OpenRun(vocabulary, source, teacher, objective, samples, site)
 
 
-def open_held_out(
-    train: TrainConfig, section: ObjectiveConfig, opened: OpenRun, groups: Groups
-) -> HeldOut:
+def open_held_out(train: TrainConfig, section: ObjectiveConfig, opened: OpenRun) -> HeldOut:
     """Read the held-out samples; all held-out losses use the weights at the end of the schedules.
 
     Raises DataError or StoreError on all ranks.
     """
-    samples = opened.samples
+    samples, site = opened.samples, opened.site
     names = samples.names(held_out=True)
     steps = []
     if samples.held_out:
         steps = read_held_out(
-            samples.loader(train, groups, opened.execution.device, held_out=True),
+            samples.loader(train, site.groups, site.execution.device, held_out=True),
             samples=samples.held_out,
             global_batch_size=train.global_batch_size,
             names=names,
         )
-    # A store has no records of a corpus's held-out samples.
-    has_signals = samples.stored is None or not samples.data.sources
     objective = opened.objective_of(names)
     schedules = build_balancing(section, objective).schedules
     final = schedules.applied(objective, steps_done=sys.maxsize)
-    teacher = opened.teacher if has_signals else None
-    if opened.kinds.remote is not None:
-        teacher = HeldOutAnswers(opened.kinds.remote, len(steps))
+    teacher = opened.teacher.signals
+    if samples.stored is not None and samples.data.sources:
+        teacher = None  # a store has no records of a corpus's held-out samples
+    if opened.teacher.remote is not None:
+        teacher = HeldOutAnswers(opened.teacher.remote, len(steps))
     return HeldOut.of(steps, teacher, final)
 
 
@@ -257,27 +219,28 @@ def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedu
 
 
 def _with_features(
+    config: RunConfig,
     objective: TokenObjective,
-    section: ObjectiveConfig,
-    optimizer: OptimizerConfig,
+    teacher: OpenTeacher,
     student: Architecture,
-    online: OnlineTeacher | OwnLayout | None,
     layers: tuple[int, ...],
-    seed: int,
-) -> tuple[TokenObjective, Teacher]:
+) -> tuple[TokenObjective, OpenTeacher]:
     """Add the feature losses to both sides; `layers` of each of the student's stages."""
-    assert online is not None, "the rules ask for a live teacher"
+    online = teacher.models["teacher"]  # the rules ask for a live one
     device = next(online.model.parameters()).device
-    features = _build_features(section, optimizer, student, online, seed, device)
+    features = _build_features(
+        config.objective, config.optimizer, student, online, config.seed, device
+    )
     ranks = online.groups.layout.pipeline
     of_student = ranks_of_layers(layers, ranks)
     weights = tuple(pair.weight for pair in features.pairs)
     with_features = replace(objective, features=features, feature_weights=weights)
     if isinstance(online, OwnLayout):
-        return with_features, online.with_features(features.pairs, of_student)
+        in_own_layout = online.with_features(features.pairs, of_student)
+        return with_features, replace(teacher, signals=in_own_layout)
     of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
     ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
-    return with_features, FeatureTeacher(online, ways)
+    return with_features, replace(teacher, signals=FeatureTeacher(online, ways))
 
 
 def _build_features(

@@ -79,18 +79,23 @@ def resolve_model(config: JobConfig, role: str, vocabulary: Vocabulary) -> Model
 
     Collective: world, short objects.
     """
-    described, path = None, config.models[role].hf
-    if path is not None:
-        folder = Path(path).expanduser()
-        described = describe_on_first_rank(folder)
-        rows = described.architecture.vocab_size
-        if vocabulary.size < rows and not holds_tokenizer(folder):
-            _LOGGER.warning(
-                "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
-                *(role, path, rows - vocabulary.size, rows),
-            )
+    path = config.models[role].hf
+    described = None if path is None else _described(path, role, vocabulary)
     with together():
         return read_model(config, role, vocabulary, described)
+
+
+def _described(path: str, role: str, vocabulary: Vocabulary) -> ModelDescription:
+    """Read the description of a Hugging Face folder; a warning tells of rows without a token."""
+    folder = Path(path).expanduser()
+    described = describe_on_first_rank(folder)
+    rows = described.architecture.vocab_size
+    if vocabulary.size < rows and not holds_tokenizer(folder):
+        _LOGGER.warning(
+            "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
+            *(role, path, rows - vocabulary.size, rows),
+        )
+    return described
 
 
 def read_model(
@@ -215,16 +220,12 @@ def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term |
 def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
-    given = {**term.values_for(kind), "teachers": _teachers(term)}
-    if kind is ChunkTerm:
-        del given["teachers"]
+    given = term.values_for(kind)
+    if kind is Term and term.teacher is not None:
+        given["teachers"] = TermTeachers.of({term.teacher: 1.0})
+    elif kind is Term and term.teachers is not None:
+        given["teachers"] = TermTeachers.of(term.teachers, term.mixture)
     return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
-
-
-def _teachers(term: TermConfig) -> TermTeachers | None:
-    if term.teacher is not None:
-        return TermTeachers.of({term.teacher: 1.0})
-    return None if term.teachers is None else TermTeachers.of(term.teachers, term.mixture)
 
 
 def export_source(student: ModelConfig) -> Path | None:

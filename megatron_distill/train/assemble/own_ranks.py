@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 
 from megatron_distill.config import (
     RunConfig,
@@ -19,7 +20,7 @@ from megatron_distill.config import (
     teacher_parallel,
 )
 from megatron_distill.data.loader import StepLoader
-from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.data.samples import State
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture, Execution
@@ -41,7 +42,9 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
+from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.loop import permanent_imports
 from megatron_distill.train.teachers.answer_ways import (
     AnswerWay,
@@ -80,8 +83,8 @@ from megatron_distill.train.teachers.units import Grid, Message, Units
 __all__ = [
     "answer_metrics",
     "answer_plan",
-    "meetings",
     "open_own_ranks",
+    "publish_start",
     "run_teacher",
     "sent_records",
 ]
@@ -89,12 +92,6 @@ __all__ = [
 
 _ANY_VOCABULARY: Final = 1 << 30
 _SHARED_MEMORY: Final = Path("/dev/shm")
-
-
-def meetings(device: Device) -> Callable[[str], AbstractContextManager[None]]:
-    """Return `Bridge.meet`; without a bridge its blocks are those of one world."""
-    bridge = device.bridge
-    return bridge.meet if bridge is not None else lambda _: nullcontext()
 
 
 def answer_plan(
@@ -162,20 +159,13 @@ def sent_records(config: RunConfig) -> CaptureSettings | None:
     return _settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
 
 
-def open_own_ranks(
-    config: RunConfig,
-    student: Architecture,
-    terms: Sequence[Term | ChunkTerm],
-    vocabulary: Vocabulary,
-    groups: Groups,
-    execution: Execution,
-    device: Device,
-    resources: ExitStack,
-) -> OwnRanksTeacher:
+def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
     """Open the student's side; nothing is sent before `OwnRanksTeacher.start`.
 
     Raises ConfigError on all ranks of the student.
     """
+    terms, student, vocabulary = fit.terms, fit.student, fit.vocabulary
+    groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
     teacher = resolve_model(config, "teacher", vocabulary).architecture
@@ -195,7 +185,7 @@ def open_own_ranks(
             device=execution.device,
         )
     if groups.is_last_stage:
-        way, slots, file = _student_way(transfer, plan, replica, device, place, resources)
+        way, slots, file = _student_way(transfer, plan, replica, device, place, site.resources)
         ring = AnswerRing(
             plan,
             way,
@@ -219,7 +209,7 @@ def open_own_ranks(
         alone=device.alone,
         shared_file=file,
     )
-    resources.callback(found.close)
+    site.resources.callback(found.close)
     return found
 
 
@@ -317,6 +307,12 @@ def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
             path = Path(bridge.published(f"slots/{rank}"))
             found[rank] = map_shared(path, plan, rank, plan.replica_of(unit))
     return found
+
+
+def publish_start(bridge: Bridge, steps_done: int, last_step: int, data: State) -> None:
+    """Let the student's first rank tell the teacher's ranks where it begins."""
+    if dist.get_rank() == 0:
+        bridge.publish("start", {"steps_done": steps_done, "last_step": last_step, "data": data})
 
 
 def run_teacher(config: RunConfig, device: Device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,19 +12,19 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
-    ProfileConfig,
     RunConfig,
     RuntimeConfig,
     TrainConfig,
+    run_heading,
     run_rows,
-    source_in_words,
-    stored_row,
+    sources_in_words,
+    step_sizes,
     with_steps,
 )
 from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution, Fp8, Recompute
+from megatron_distill.models.architecture import Execution, Fp8, Recompute
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -39,16 +38,11 @@ from megatron_distill.train.assemble.distillation import (
     open_run,
 )
 from megatron_distill.train.assemble.models import export_source, job_groups
-from megatron_distill.train.assemble.own_ranks import meetings, run_teacher
+from megatron_distill.train.assemble.own_ranks import publish_start, run_teacher
+from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
-from megatron_distill.train.banner import (
-    banner_text,
-    memory_of_run,
-    memory_rows,
-    model_row,
-    steps_row,
-)
+from megatron_distill.train.banner import memory_of_run, run_banner, steps_row
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
@@ -66,7 +60,6 @@ from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_fo
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
-from megatron_distill.train.throughput import MemoryOfRank
 
 _LOGGER = get_logger(__name__)
 
@@ -77,12 +70,11 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     Raises a MegatronDistillError on all ranks together. Process groups are gone afterwards, so that
     another run may follow in the same processes.
     """
-    meet = meetings(device)
     if device.bridge is not None and device.bridge.is_teacher:
         run_teacher(config, device)
         return True
     with (
-        meet("run"),
+        device.meet("run"),
         permanent_imports(),
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
         ExitStack() as resources,
@@ -90,11 +82,8 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
     ):
         parts, plan = _assemble(config, device, groups, resources)
         if parts.state.step >= plan.steps:
-            _LOGGER.info(
-                "nothing to do: %s done, train.steps is %d",
-                "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are",
-                plan.steps,
-            )
+            done = "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are"
+            _LOGGER.info("nothing to do: %s done, train.steps is %d", done, plan.steps)
             return True
         if isinstance(parts.teacher, OwnRanksTeacher):
             parts.teacher.start(steps_done=parts.state.step, last_step=plan.steps)
@@ -108,44 +97,36 @@ def _assemble(
 
     The ranks of a teacher elsewhere meet these three times; see `run_teacher`.
     """
-    meet = meetings(device)
-    with meet("tokenizer"):
+    with device.meet("tokenizer"):
         found = _checked_folder(config, resources)
-        execution = _execution(config.train, device)
-        opened = open_run(config, execution, groups, device, resources)
-    with meet("student"):
-        parts, plan = _build(config, device, opened, groups, found, resources)
-        if device.bridge is not None and dist.get_rank() == 0:
-            start = {"steps_done": parts.state.step, "last_step": plan.steps}
-            device.bridge.publish("start", {**start, "data": parts.loader.state_dict()})
-    with meet("teacher"):
+        site = Site(groups, _execution(config.train, device), device, resources)
+        opened = open_run(config, site)
+    with device.meet("student"):
+        parts, plan = _build(config, opened, found)
+        if device.bridge is not None:
+            publish_start(device.bridge, parts.state.step, plan.steps, parts.loader.state_dict())
+    with device.meet("teacher"):
         pass  # its ranks open their data
     return parts, plan
 
 
-def _build(
-    config: RunConfig,
-    device: Device,
-    opened: OpenRun,
-    groups: Groups,
-    found: FolderAsFound,
-    resources: ExitStack,
-) -> tuple[Parts, LoopPlan]:
+def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Parts, LoopPlan]:
     """Build the student, then open the data and the log."""
-    samples = opened.samples
+    samples, site = opened.samples, opened.site
+    device, resources = site.execution.device, site.resources
     with together():
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
     if config.train.epochs is not None:
-        config = _with_computed_steps(config, samples, device.torch_device)
+        config = _with_computed_steps(config, samples, device)
     if samples.stored is not None and config.data.sources:
         require_samples(samples.stored, config.train)
-    state = _build_state(config, opened, groups)
+    state = _build_state(config, opened)
     resources.callback(state.checkpoints.close)
     balancing = build_balancing(config.objective, opened.objective)
     newest = _checkpoint_to_resume(config.output, config.checkpoint, state)
-    held_out = open_held_out(config.train, config.objective, opened, groups)
-    loader = _open_training(config.train, config.runtime, opened, resources)
+    held_out = open_held_out(config.train, config.objective, opened)
+    loader = _open_training(config.train, config.runtime, opened)
     if newest is not None:
         state.restore(newest, loader)
         state.balance = balancing.resumed(state.balance)
@@ -155,9 +136,13 @@ def _build(
         _LOGGER.info("%s", _banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
+    profile = config.profile.model_dump()
+    folder = Path(config.output) / "profile"
+    profiler = StepProfiler(folder, **profile, timers=state.student.timers, device=device)
+    resources.callback(profiler.close)
     parts = Parts(
         state=state,
-        teacher=opened.teacher,
+        teacher=opened.teacher.signals,
         objective=opened.objective_of(samples.names(held_out=False)),
         balancing=balancing,
         loader=loader,
@@ -167,27 +152,13 @@ def _build(
         reports=PhaseReports(
             timers_interval=config.logging.timers_interval,
             straggler_interval=config.logging.straggler_interval,
-            stage=groups.pipeline.rank(),
-            device=device.torch_device,
+            stage=site.groups.pipeline.rank(),
+            device=device,
         ),
-        profiler=_open_profiler(config.output, config.profile, state.student, device, resources),
-        device=device.torch_device,
+        profiler=profiler,
+        device=device,
     )
     return parts, loop_plan(config)
-
-
-def _open_profiler(
-    output: str, section: ProfileConfig, student: Student, device: Device, resources: ExitStack
-) -> StepProfiler:
-    """Return the profiler of `profile.steps`; it is closed with the resources."""
-    profiler = StepProfiler(
-        Path(output) / "profile",
-        **section.model_dump(),
-        timers=student.timers,
-        device=device.torch_device,
-    )
-    resources.callback(profiler.close)
-    return profiler
 
 
 def _execution(train: TrainConfig, device: Device) -> Execution:
@@ -233,18 +204,19 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
     return resolved
 
 
-def _build_state(config: RunConfig, opened: OpenRun, groups: Groups) -> RunState:
+def _build_state(config: RunConfig, opened: OpenRun) -> RunState:
     """Build the student, its optimizer and its schedule, at step 0."""
     features, length = opened.objective.features, config.data.sequence_length
+    groups, execution = opened.site.groups, opened.site.execution
     adam, rates = config.optimizer, config.schedule
-    chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
+    chunks = opened.student.build(execution, groups=groups, seed=config.seed)
     if features is not None:
         features.attach(chunks)
     wrapped = wrap_data_parallel(chunks, adam, groups=groups)
     positions = config.train.global_batch_size * length
-    timers = PhaseTimers(opened.execution.device)
+    timers = PhaseTimers(execution.device)
     connect_schedule(wrapped, adam, positions=positions, timers=timers)
-    optimizer = build_optimizer(wrapped, adam, rates, dtype=opened.execution.dtype)
+    optimizer = build_optimizer(wrapped, adam, rates, dtype=execution.dtype)
     return RunState(
         student=Student(chunks, wrapped, groups, length, timers),
         optimizer=optimizer,
@@ -278,18 +250,16 @@ def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunStat
     return from_first_rank(newest)
 
 
-def _open_training(
-    train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun, resources: ExitStack
-) -> StepSource:
+def _open_training(train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun) -> StepSource:
     """Open the training stream; a thread takes each step while the one before runs.
 
     The thread exchanges batches in a group of its own.
     """
-    samples, groups = opened.samples, opened.objective.groups
-    device, last_step = opened.execution.device, train.steps
+    samples, site = opened.samples, opened.site
+    device, last_step = site.execution.device, train.steps
     exchange = exchange_group(timeout_seconds=runtime.timeout_seconds)
-    loader = samples.loader(train, groups, device, held_out=False, exchange=exchange)
-    steps = resources.enter_context(
+    loader = samples.loader(train, site.groups, device, held_out=False, exchange=exchange)
+    steps = site.resources.enter_context(
         PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
     )
     stored = samples.stored
@@ -297,66 +267,33 @@ def _open_training(
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    kinds, groups = opened.kinds, state.student.groups
+    teacher, site = opened.teacher, opened.site
+    shapes = {"student": state.architecture, **teacher.shapes}
+    layers = {role: shape.num_layers for role, shape in shapes.items()}
     memory = memory_of_run(
         state,
-        [teacher.model for teacher in kinds.models.values()],
-        opened.execution,
+        [model.model for model in teacher.models.values()],
+        site.execution,
         chunk_tokens=config.objective.chunk_tokens,
         micro_batch_size=config.train.micro_batch_size,
         is_distributed=config.optimizer.distributed,
-        head_copy=kinds.held_values(opened.execution),
+        head_copy=teacher.held_values,
     )
-    moved = kinds.moved_bytes(config.train, groups)
-    return run_banner(
+    rows = run_rows(
         config,
-        {"student": state.architecture, **kinds.shapes},
-        memory,
-        stored_samples=kinds.stored.samples if kinds.stored else 0,
+        world_size=site.groups.world.size(),
         feature_pairs=len(state.features.pairs) if state.features else 0,
-        world_size=groups.world.size(),
-        start_step=state.step,
-        moved=None if moved is None else size(moved),
-        own_ranks=None if kinds.remote is None else kinds.remote.ranks,
+        moved=None if teacher.moved_bytes is None else size(teacher.moved_bytes),
+        own_ranks=None if teacher.remote is None else teacher.remote.ranks,
     )
-
-
-def run_banner(
-    config: RunConfig,
-    shapes: Mapping[str, Architecture],
-    memory: MemoryOfRank,
-    *,
-    stored_samples: int,
-    feature_pairs: int,
-    world_size: int,
-    start_step: int,
-    moved: str | None = None,
-    own_ranks: int | None = None,
-) -> str:
-    """Return the lines that describe a run at its start, at most 15.
-
-    shapes: of the models by role; a teacher without one is stored. moved, own_ranks: see
-    `run_rows`.
-    """
-    rows = [
-        model_row(role, shapes[role], source_in_words(model, shapes[role].num_layers))
-        if role in shapes
-        else stored_row(model, stored_samples)
-        for role, model in config.models.items()
-    ]
-    rows += run_rows(
-        config,
-        world_size=world_size,
-        feature_pairs=feature_pairs,
-        moved=moved,
-        own_ranks=own_ranks,
+    return run_banner(
+        run_heading(config),
+        shapes,
+        sources_in_words(config.models, layers, teacher.stored.samples if teacher.stored else 0),
+        [*rows, steps_row(**step_sizes(config), start_step=state.step)],
+        memory,
+        stages=config.parallel.pipeline,
     )
-    sizes = config.train.model_dump(include={"steps", "global_batch_size", "micro_batch_size"})
-    length = config.data.sequence_length
-    rows.append(steps_row(**sizes, start_step=start_step, sequence_length=length))
-    rows += memory_rows(memory, pipeline=config.parallel.pipeline)
-    job = "distillation" if config.has_teacher else "training"
-    return banner_text(f"{job} into {config.output}", rows)
 
 
 def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_distill.config import RunConfig, routed_terms
 from megatron_distill.data.routing import Routing
-from megatron_distill.data.tokenizers.open import Vocabulary
-from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.losses import Term
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
+from megatron_distill.train.assemble.site import Site
+from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
@@ -31,33 +30,26 @@ class OpenTeachers:
     loss: SeveralLoss
 
 
-def open_several(
-    config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    groups: Groups,
-    execution: Execution,
-) -> OpenTeachers | None:
-    """Build the teachers one after the other; None without several.
+def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers:
+    """Build the teachers of `teachers` one after the other.
 
     Raises ConfigError or CheckpointError on all ranks.
 
     Collective: those of `OnlineTeacher.of_source`, per teacher.
     """
-    if not config.teachers:
-        return None
-    plain = [term for term in terms if isinstance(term, Term)]
+    assert config.teachers is not None, "the caller has looked"
+    groups, execution = site.groups, site.execution
+    plain = [term for term in fit.terms if isinstance(term, Term)]
     models: dict[str, OnlineTeacher] = {}
     teachers: dict[str, Teacher] = {}
     for number, (name, section) in enumerate(sorted(config.teachers.items())):
         key = f"teachers.{name}"
         models[name] = OnlineTeacher.of_source(
-            resolve_model(config, key, vocabulary),
+            resolve_model(config, key, fit.vocabulary),
             replace(execution, fp8=teacher_fp8(section, key), layers_per_stage=None),
             seed=teacher_seed(config.seed) + number,
             sequence_length=config.data.sequence_length,
-            shard=vocab_shard(student, groups, tokens=vocabulary.size),
+            shard=vocab_shard(fit.student, groups, tokens=fit.vocabulary.size),
             groups=groups,
             offload_hidden=section.offload_hidden,
         )

@@ -15,7 +15,13 @@ from megatron_distill.config import (
     TrainConfig,
 )
 from megatron_distill.data.prefetch import Lookahead, StepSource
-from megatron_distill.data.stored import Share
+from megatron_distill.data.samples import SampleSource
+from megatron_distill.data.stored import (
+    Share,
+    StoredSamples,
+    held_out_numbers,
+    read_held_out_numbers,
+)
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
@@ -67,6 +73,18 @@ class Stored:
         return Lookahead(
             loader, last_step=last_step, expect=self.teacher.expect, stores=self.identities
         )
+
+    def open_training(self, seed: int, *, held_out: int) -> SampleSource:
+        """Return the samples as a training stream, without the held-out ones; first rank."""
+        assert self.corpus is not None, "the first rank has the stores"
+        numbers = held_out_numbers(self.samples, held_out)
+        return StoredSamples(self.corpus, self.shares, seed=seed, held_out=numbers)
+
+    def read_held_out(self, count: int) -> SampleSource:
+        """Read the held-out samples; first rank. Raises StoreError."""
+        assert self.corpus is not None, "the first rank has the stores"
+        numbers = held_out_numbers(self.samples, count)
+        return read_held_out_numbers(self.corpus, self.shares, numbers)
 
     def close(self) -> None:
         """Close the readers."""

@@ -13,6 +13,7 @@ from megatron_distill.models.architecture import Execution
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.distillation import open_held_out, open_run
 from megatron_distill.train.assemble.models import job_groups, resolve_model
+from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.metrics import public_names
 from megatron_distill.train.next_token import NextToken
@@ -37,13 +38,13 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     ):
         # Nothing is trained, so nothing is recomputed.
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        opened = open_run(config, execution, groups, device, resources)
-        chunks = opened.student.build(opened.execution, groups=groups, seed=config.seed)
+        opened = open_run(config, Site(groups, execution, device, resources))
+        chunks = opened.student.build(opened.site.execution, groups=groups, seed=config.seed)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
-        held_out = open_held_out(config.train, config.objective, opened, groups)
+        held_out = open_held_out(config.train, config.objective, opened)
         means, sources = validate(student, held_out)
         found = public_names(means)
         return {**found, "sources": sources} if sources else {**found}

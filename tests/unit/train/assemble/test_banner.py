@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_distill.config import RunConfig, load_capture_config, load_config
+from megatron_distill.config import (
+    RunConfig,
+    load_capture_config,
+    load_config,
+    run_heading,
+    run_rows,
+    sources_in_words,
+    step_sizes,
+)
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.groups import Layout
@@ -15,7 +23,7 @@ from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.store import CaptureSettings, Identity, Plan
 from megatron_distill.train.assemble.capture import capture_banner
 from megatron_distill.train.assemble.models import read_model
-from megatron_distill.train.assemble.run import run_banner
+from megatron_distill.train.banner import run_banner, steps_row
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -50,14 +58,16 @@ def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, star
     config = load_config(CONFIGS / name, overrides)
     student, teacher = shapes(config)
     own = RankParameters(1_000_000, 0, 2_000_000 if teacher else 0)
+    models = {"student": student} | ({"teacher": teacher} if teacher else {})
+    layers = {role: shape.num_layers for role, shape in models.items()}
+    rows = run_rows(config, world_size=world_size, feature_pairs=pairs)
     return run_banner(
-        config,
-        {"student": student} | ({"teacher": teacher} if teacher else {}),
+        run_heading(config),
+        models,
+        sources_in_words(config.models, layers, stored_samples=2000),
+        [*rows, steps_row(**step_sizes(config), start_step=start)],
         memory_of(config, own, world_size),
-        stored_samples=2000,
-        feature_pairs=pairs,
-        world_size=world_size,
-        start_step=start,
+        stages=config.parallel.pipeline,
     )
 
 
