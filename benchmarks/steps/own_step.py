@@ -26,7 +26,7 @@ from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Signal
+from megatron_distill.signals import Signal, Signals
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
 from megatron_distill.train.phase_timers import TEACHER, PhaseTimers
@@ -87,23 +87,57 @@ class OwnStep:
 
 def build_own_step(case: Case, *, groups: Groups, device: torch.device) -> OwnStep:
     """Assemble teacher, student, objective and optimizer of a case."""
+    trained = build_student(case, Term("forward_kl"), _METRICS, groups=groups, device=device)
+    teacher = build_teacher(case, groups=groups, device=device)
+    return OwnStep(trained.student, teacher, trained.objective, trained.training)
+
+
+@dataclass(frozen=True)
+class TrainedStudent:
+    """A step's parts besides the teacher."""
+
+    student: Student
+    objective: TokenObjective
+    training: TrainingState
+
+    def step(self, batches: StepBatches, signals: Signals) -> dict[str, float]:
+        """Take one optimizer step towards these signals; return the global means."""
+        report = train_step(
+            self.student,
+            self.training.optimizer,
+            self.training.schedule,
+            signals,
+            [self.objective] * len(signals),
+            batches,
+            clip_grad_norm=OPTIMIZER.clip_grad_norm,
+        )
+        return report.values
+
+
+def build_student(
+    case: Case,
+    term: Term,
+    metrics: tuple[str, ...],
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> TrainedStudent:
+    """Assemble student, objective of cross-entropy and one term, and optimizer of a case."""
     shape = architecture(case.workload.student, case)
     run = execution(case, device)
-    length = case.workload.sequence_length
     chunks = random_gpt(shape, run, groups=groups, seed=STUDENT_SEED)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
     timers = PhaseTimers(device)
     connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step, timers=timers)
-    return OwnStep(
-        student=Student(chunks, wrapped, groups, length, timers),
-        teacher=build_teacher(case, groups=groups, device=device),
+    return TrainedStudent(
+        student=Student(chunks, wrapped, groups, case.workload.sequence_length, timers),
         objective=MarkedObjective(
             ce_weight=1.0,
-            terms=(Term("forward_kl"),),
+            terms=(term,),
             chunk_tokens=case.chunk_tokens,
             shard=vocab_shard(shape, groups),
             logit_rule=LogitRule(None, 1.0),
-            metrics=_METRICS,
+            metrics=metrics,
             groups=groups,
         ),
         training=training_state(wrapped, dtype=run.dtype),

@@ -1,0 +1,293 @@
+"""Step time with a teacher on shared ranks, in its own layout, on its own ranks, and serially.
+
+    python benchmarks/teachers.py            # under six minutes on two idle cores
+    python benchmarks/teachers.py --quick    # few tokens: does the harness work?
+
+Subjects take turns, round by round. All but the serial one are runs of launch/pretrain_distill.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness.children import run_child
+from benchmarks.harness.environment import ROOT, describe
+from benchmarks.steps.cases import Body, Case, Ranks, Workload
+from megatron_distill.runtime.torchrun import torchrun_command
+
+_CHILD_SECONDS = 300
+_WARMUP = 3
+# The teacher has nothing to compute for steps after the last: these are faster.
+_LAST = 2
+_STUDENT, _TEACHER = Body(4, 256, 704, 8, 4), Body(8, 512, 1408, 8, 4)
+_VOCABULARY, _LENGTH, _QUICK_LENGTH, _MICRO_BATCH, _BATCH = 8192, 256, 32, 2, 4
+_FEW = "objective.terms=[{divergence: forward_kl, top_k: 64, support: renormalized}]"
+_TOP_K = (_FEW, "teacher.transfer={what: top_k, k: 64}")
+_OWN = "teacher.ranks=1"
+_IPC = "teacher.transfer.backend=ipc"
+_PHASES = ("teacher", "forward", "loss", "backward", "communication", "optimizer")
+_TOLERANCE = 1e-5
+_DEMAND = 1.1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run of the command; `sides` names the pair of sides that it is compared with."""
+
+    name: str
+    overrides: tuple[str, ...]
+    sides: str | None
+    processes: int = 2
+    has_whole_loss: bool = True  # the same first losses as on shared ranks
+
+
+SUBJECTS = (
+    Subject("shared ranks, DP2", (), None),
+    Subject("own layout, teacher TP2, student DP2", ("teacher.parallel={tensor: 2}",), None),
+    *(
+        Subject(
+            f"own ranks, hidden, gloo, {ahead} ahead",
+            (_OWN, f"teacher.steps_ahead={ahead}"),
+            "hidden",
+        )
+        for ahead in (0, 1, 2)
+    ),
+    Subject("own ranks, hidden, ipc, 1 ahead", (_OWN, _IPC), "hidden"),
+    Subject("own ranks, top 64, gloo, 1 ahead", (_OWN, *_TOP_K), "top_k", has_whole_loss=False),
+    Subject(
+        "own ranks, top 64, ipc, 1 ahead", (_OWN, *_TOP_K, _IPC), "top_k", has_whole_loss=False
+    ),
+    Subject(
+        "student without teacher, one rank",
+        ("teacher=null", "objective.terms=[]"),
+        None,
+        processes=1,
+        has_whole_loss=False,
+    ),
+)
+_SERIAL = "serial, top 64, two processes"
+_NOTE = """\
+One global batch of {tokens:,} tokens a step, vocabulary {vocabulary:,}, fp32, one thread per
+process. Student: {student.num_layers} layers of width {student.hidden_size}; teacher:
+{teacher.num_layers} of width {teacher.hidden_size}. A rank with the whole batch has two
+micro-batches. `step` is the median over all timed steps of all rounds; the first three and the last
+two of a run are not timed. `teacher` is the time that a step waits for the teacher, or computes it
+on shared ranks. All phases are those of the student's first rank.
+
+`of the slower side` is the step over the slower of the two sides, each measured in the same worker
+with answers at hand: alone, and while the other side works too, without messages (memory and caches
+are shared). Sides of the top 64 are those of the top-64 rows.
+
+The serial step is ROLL's, written from its description on our models and loss: the teacher computes
+the whole step's batch, four messages (probabilities fp32, log-probabilities bf16, ids int64, mask)
+follow one another, both processes wait for each other after every phase, then the student trains.
+Its random tokens have the same shapes.
+"""
+
+
+@dataclass
+class Measured:
+    """The steps of all rounds, by subject."""
+
+    steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    first_losses: dict[str, dict[str, float]] = field(default_factory=dict)
+    worker: list[dict[str, Any]] = field(default_factory=list)
+
+    def side(self, kind: str, sides: str, role: str) -> float:
+        """Median seconds of a side, `alone` or `beside` the other one."""
+        return median(found[kind][sides][role] for found in self.worker)
+
+    def slower(self, kind: str, sides: str) -> float:
+        """Median seconds of the slower side."""
+        return max(self.side(kind, sides, role) for role in ("student", "teacher"))
+
+    def seconds(self, name: str) -> float:
+        """Median seconds of a step."""
+        return median(step["step_seconds"] for step in self.steps[name])
+
+
+def main() -> int:
+    """Measure, print and save; return 1 if first losses differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="processes per subject")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
+    parser.add_argument("--quick", action="store_true", help="few tokens; figures mean nothing")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    console = Console(width=160)
+    environment = describe("benchmarks/teachers.py", sys.argv[1:])
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    length = _QUICK_LENGTH if arguments.quick else _LENGTH
+    measured = Measured()
+    for number in range(rounds):
+        for subject in SUBJECTS if number % 2 == 0 else SUBJECTS[::-1]:
+            _run(subject, measured, length=length, steps=steps)
+            console.print(
+                f"round {number + 1}: {subject.name}: {measured.seconds(subject.name):.3f} s"
+            )
+        measured.worker.append(_work(length, steps))
+    difference = _difference(measured.first_losses)
+    table = [*_table(measured), "", *_sides(measured), "", *_verdict(measured, difference)]
+    console.print("\n".join(table), markup=False)
+    note = _NOTE.format(
+        tokens=length * _BATCH, vocabulary=_VOCABULARY, student=_STUDENT, teacher=_TEACHER
+    )
+    facts = [f"- {key}: {value}" for key, value in environment.items()]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(["# Teachers on other ranks", "", *facts, "", note, *table, ""])
+    (arguments.output / "teachers.md").write_text(text, encoding="utf-8")
+    kept = {"environment": environment, **vars(measured)}
+    (arguments.output / "teachers.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    return 1 if difference > _TOLERANCE else 0
+
+
+def _shape(body: Body) -> str:
+    values = {name: value for name, value in vars(body).items() if value is not None}
+    return json.dumps(values)
+
+
+def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> None:
+    """Run the command; its steps join those of the earlier rounds."""
+    given = [
+        "runtime.threads=1",
+        f"student.architecture={_shape(_STUDENT)}",
+        f"data.sequence_length={length}",
+        f"data.tokenizer.train_vocab_size={_VOCABULARY}",
+        "data.isolate_documents=false",
+        f"train.global_batch_size={_BATCH}",
+        f"train.micro_batch_size={_MICRO_BATCH}",
+        f"train.steps={_WARMUP + steps + _LAST}",
+        "validation={interval: 0, samples: 0}",
+        "checkpoint={save: false, resume: false}",
+    ]
+    if "teacher=null" not in subject.overrides:
+        given.append(f"teacher.architecture={_shape(_TEACHER)}")
+    script = str(ROOT / "launch" / "pretrain_distill.py")
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--config", str(ROOT / "configs" / "tiny.yaml"), f"output={folder}/run"]
+        child = subprocess.run(
+            torchrun_command(
+                script, [*words, *given, *subject.overrides], processes=subject.processes
+            ),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_SECONDS,
+            check=False,
+        )
+        if child.returncode:
+            raise SystemExit(f"{subject.name} failed:\n{child.stdout}\n{child.stderr[-4000:]}")
+        log = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    records = [one for one in map(json.loads, log.splitlines()) if "step_seconds" in one]
+    measured.steps.setdefault(subject.name, []).extend(records[_WARMUP:-_LAST])
+    if subject.has_whole_loss:
+        measured.first_losses[subject.name] = {
+            name: records[0][name] for name in ("ce_loss", "kd_loss")
+        }
+
+
+def _work(length: int, steps: int) -> dict[str, Any]:
+    """Run the serial step and the sides."""
+    workload = Workload(
+        "teachers",
+        _STUDENT,
+        _TEACHER,
+        _VOCABULARY,
+        length,
+        _MICRO_BATCH,
+        _BATCH // _MICRO_BATCH,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.json"
+        case = Case(workload, Ranks("own ranks", 1), "fp32")
+        path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
+        found: dict[str, Any] = run_child(
+            "teachers_worker.py",
+            ["--case", str(path), "--warmup", str(_WARMUP), "--steps", str(steps)],
+            processes=2,
+            name=_SERIAL,
+            seconds=_CHILD_SECONDS,
+            threads=1,
+        )
+        return found
+
+
+def _difference(losses: Mapping[str, Mapping[str, float]]) -> float:
+    """Largest relative difference of a first loss from that on shared ranks."""
+    first = losses[SUBJECTS[0].name]
+    return max(
+        abs(found[name] - expected) / abs(expected)
+        for found in losses.values()
+        for name, expected in first.items()
+    )
+
+
+def _table(measured: Measured) -> list[str]:
+    heading = ["subject", "step (s)", "of the slower side, alone", "of it beside the other"]
+    heading += [f"{phase} (s)" for phase in _PHASES]
+    lines = [f"| {' | '.join(heading)} |", "|---|" + "---:|" * (len(heading) - 1)]
+    for subject in SUBJECTS:
+        steps = measured.steps[subject.name]
+        phases = [median(step["timers"][phase] for step in steps) / 1000 for phase in _PHASES]
+        lines.append(_row(measured, subject.name, subject.sides, phases))
+    serial = [step for found in measured.worker for step in found["serial"]]
+    taken = {name: median(step[name] for step in serial) for name in serial[0]}
+    measured.steps[_SERIAL] = [{"step_seconds": step["step"]} for step in serial]
+    lines.append(_row(measured, _SERIAL, "top_k", [taken["teacher"]]))
+    lines += ["", f"The serial step: {taken['teacher']:.3f} s for the teacher, "]
+    lines[-1] += (
+        f"{taken['messages']:.3f} s for messages, {taken['student']:.3f} s for the student."
+    )
+    return lines
+
+
+def _row(measured: Measured, name: str, sides: str | None, phases: Sequence[float]) -> str:
+    seconds = measured.seconds(name)
+    ratios = ["", ""]
+    if sides is not None:
+        ratios = [f"{seconds / measured.slower(kind, sides):.2f}x" for kind in ("alone", "beside")]
+    shown = [f"{value:.3f}" for value in phases] + [""] * (len(_PHASES) - len(phases))
+    return f"| {name} | {' | '.join([f'{seconds:.3f}', *ratios, *shown])} |"
+
+
+def _sides(measured: Measured) -> list[str]:
+    lines = ["| sides (s) | student | teacher | teacher / student |", "|---|---:|---:|---:|"]
+    for sides, named in (("hidden", "hidden"), ("top_k", "top 64")):
+        for kind, when in (("alone", "alone"), ("beside", "at once")):
+            student, teacher = (measured.side(kind, sides, role) for role in ("student", "teacher"))
+            lines.append(
+                f"| {named}, {when} | {student:.3f} | {teacher:.3f} | {teacher / student:.2f} |"
+            )
+    return lines
+
+
+def _verdict(measured: Measured, difference: float) -> list[str]:
+    """Compare first losses, and the steps of one step ahead with the slower side."""
+    lines = [f"First losses differ by at most {difference:.1e} from those on shared ranks."]
+    for subject in SUBJECTS:
+        if subject.sides is not None and "1 ahead" in subject.name:
+            ratio = measured.seconds(subject.name) / measured.slower("alone", subject.sides)
+            kept = "at most" if ratio <= _DEMAND else "more than"
+            lines.append(
+                f"{subject.name}: {ratio:.2f} times the slower side, {kept} {_DEMAND} times."
+            )
+    return [f"- {line}" for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
