@@ -83,6 +83,7 @@ class LoneFailure:
     roles: Roles = Roles(1)
     store: dist.Store | None = None
     progress: Progress = field(default_factory=Progress)
+    reporting: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     def __enter__(self) -> None:
         return None
@@ -97,6 +98,10 @@ class LoneFailure:
         if self.store is None or error is None or isinstance(error, together) or was_interrupted():
             return
         status = LOST_PEER_STATUS if _is_lost_peer(error) else FAILED_STATUS
+        if not self.reporting.acquire(blocking=False):
+            # A lost peer fails every thread that waits for it. Another one reports and ends the
+            # process; a wait at the store would hold up its messages, which share the connection.
+            time.sleep(4 * _EXCHANGE_SECONDS)
         try:  # memory may be exhausted: nothing here may keep the process from its end
             if status == LOST_PEER_STATUS:
                 self._report_waiting(error)
