@@ -150,8 +150,8 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     text = "\n".join(["# Teachers on other ranks", "", *facts, "", note, *table, ""])
     (arguments.output / "teachers.md").write_text(text, encoding="utf-8")
-    kept = {"environment": environment, **vars(measured)}
-    (arguments.output / "teachers.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    record = {"environment": environment, **vars(measured)}
+    (arguments.output / "teachers.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     return 1 if difference > _TOLERANCE else 0
 
 
@@ -282,9 +282,9 @@ def _verdict(measured: Measured, difference: float) -> list[str]:
     for subject in SUBJECTS:
         if subject.sides is not None and "1 ahead" in subject.name:
             ratio = measured.seconds(subject.name) / measured.slower("alone", subject.sides)
-            kept = "at most" if ratio <= _DEMAND else "more than"
+            relation = "at most" if ratio <= _DEMAND else "more than"
             lines.append(
-                f"{subject.name}: {ratio:.2f} times the slower side, {kept} {_DEMAND} times."
+                f"{subject.name}: {ratio:.2f} times the slower side, {relation} {_DEMAND} times."
             )
     return [f"- {line}" for line in lines]
 

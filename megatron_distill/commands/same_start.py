@@ -29,15 +29,15 @@ def require_same_start(launch: Launch, config: JobConfig) -> None:
     name = launch.roles.name(launch.rank)
 
     def difference(first: str) -> str:
-        theirs = json.loads(first)
+        of_first = json.loads(first)
         where = f"{name} on {socket.gethostname()}"
-        if theirs["sources"] != own["sources"]:
+        if of_first["sources"] != own["sources"]:
             return (
                 f"{where} runs another version of megatron-distill than {launch.roles.name(0)}; "
                 "install the same one on all machines"
             )
         lines = own["configuration"].splitlines()
-        first_lines = theirs["configuration"].splitlines()
+        first_lines = of_first["configuration"].splitlines()
         differing = sorted({*lines} ^ {*first_lines})
         return (
             f"{where} has another configuration than {launch.roles.name(0)}: "
