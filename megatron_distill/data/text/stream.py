@@ -158,6 +158,12 @@ class OneTokenizer:
         return Packer(self.sequence_length, padding_token=self.tokenizer.eos_id)
 
 
+# Checkpoints from before `data.add_bos` have documents without a begin-of-text token.
+_REMEDIES: Final = dict.fromkeys(
+    ("begin_token", "teacher_begin_token"), "set data.add_bos as then, false for none"
+)
+
+
 class PackedStream(Generic[Item]):
     """Samples of one source, epoch after epoch; a `SampleSource`.
 
@@ -230,9 +236,10 @@ class PackedStream(Generic[Item]):
         """Continue from a state. Raises DataError if files, tokenizer or order are not the same."""
         for key, value in self._identity.items():
             if state.get(key) != value:
+                remedy = _REMEDIES.get(key, "restore it")
                 raise DataError(
                     f"data source {self._name}: {key} differs from the checkpoint ({value}, was "
-                    f"{state.get(key)}); restore it, or start a new run with another output"
+                    f"{state.get(key)}); {remedy}, or start a new run with another output"
                 )
         place = StreamPosition(
             epoch=state["epoch"],
