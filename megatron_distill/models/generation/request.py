@@ -1,0 +1,152 @@
+"""Requests to a model that writes and scores text, and its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megatron_distill.errors import ConfigError
+
+__all__ = [
+    "Ending",
+    "LanguageModel",
+    "OnTokens",
+    "Sampling",
+    "Score",
+    "ScoreRow",
+    "Stops",
+    "WriteRow",
+    "Written",
+]
+
+Ending = Literal["id", "string", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution of the next token.
+
+    `temperature` 0 takes the largest logit, the lowest id among equals. Otherwise the token is
+    drawn from softmax(logits / temperature), cut in this order: to the `top_k` likeliest tokens, to
+    the smallest set of likeliest tokens with a probability of `top_p` (nucleus sampling, arXiv
+    1904.09751, section 3.1), to tokens with `min_p` times the largest probability (arXiv
+    2407.01082, section 3). Among equally likely tokens the lowest ids stay.
+
+    A draw depends on `seed`, the row's sample number, the position and the logits alone.
+
+    Raises ConfigError on a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k}: must be 1 or more, or null for all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p={self.min_p}: must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stops:
+    """The ends of a text: token ids, and strings that may begin inside of one token.
+
+    Strings need the model's `decode`. Raises ConfigError on an empty string.
+    """
+
+    ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "" in self.strings:
+            raise ConfigError("a stop string is empty; leave it out")
+
+
+@dataclass(frozen=True)
+class WriteRow:
+    """A text to continue: its ids, its number in the key of draws, and the most ids to write."""
+
+    ids: tuple[int, ...]
+    sample: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A continuation.
+
+    Attributes:
+        ids: the written ids; a stop id is the last of them, and so is the id that completes a stop
+            string.
+        log_probs: of each id under the model: softmax of the logits at temperature one, uncut.
+        ended: by a stop id, by a stop string, or at the row's limit or the model's last position.
+        text: of the ids, up to the stop id or the stop string; None without `decode`.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    ended: Ending
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A context of one id at least, and answers that each continue it, of one id at least."""
+
+    context: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-probability of each id of an answer, and whether each was the likeliest one."""
+
+    log_probs: tuple[float, ...]
+    is_greedy: bool
+
+    @property
+    def log_prob(self) -> float:
+        """The answer's log-probability, in nats."""
+        return math.fsum(self.log_probs)
+
+
+OnTokens = Callable[[int, Sequence[int]], None]
+"""Called with a row's index and its next written ids, without a stop id; on every rank."""
+
+
+class LanguageModel(Protocol):
+    """A model that writes and scores rows; all ranks call it together with the same arguments.
+
+    `prefix` is the beginning of every row, not repeated in it. It is computed once.
+    """
+
+    def write(
+        self,
+        rows: Sequence[WriteRow],
+        *,
+        sampling: Sampling,
+        stops: Stops,
+        prefix: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> list[Written]:
+        """Continue each row; the result is in the order of the rows, the same on every rank.
+
+        Raises ConfigError for a row that is longer than the model's positions or empty, and
+        CheckpointError for logits that are not numbers.
+        """
+        ...
+
+    def score(
+        self, rows: Sequence[ScoreRow], *, prefix: Sequence[int] = ()
+    ) -> list[tuple[Score, ...]]:
+        """Return the scores of each row's answers, the same on every rank; raises as `write`."""
+        ...
