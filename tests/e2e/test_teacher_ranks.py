@@ -87,12 +87,13 @@ def assert_same(
     *,
     first: float,
     later: float,
+    names: Sequence[str] = QUANTITIES,
 ) -> None:
     """Compare losses and gradients of steps and validations, within relative distances."""
     assert len(found) == len(expected)
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         ours, theirs = ours.get("validation", ours), theirs.get("validation", theirs)
-        for name in QUANTITIES:
+        for name in names:
             if name in theirs:
                 tolerance = first if index == 0 else later
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (index, name)
@@ -252,3 +253,48 @@ def test_two_replicas_ask_three_under_torchrun(pool: Pool, inputs: Inputs, tmp_p
     run_python(*program, *given, seconds=SECONDS)
     expected = shared(pool, 2, config, tmp_path / "shared", *SHORT)
     assert_same(records(output), expected, first=0.0, later=0.0)
+
+
+FEATURES = (
+    "objective.features=[{student: 1, teacher: 2, weight: 0.5}, "
+    "{student: 3, teacher: 1, loss: cosine}, {match: uniform, loss: cosine, weight: 0.7}]"
+)
+BOTH_PIPELINES = ("parallel.pipeline=2", "teacher.parallel={pipeline: 2}")
+OF_FEATURES = ("features_loss", "feature_mse_1_2", "feature_cosine_4_2", "projector_grad_norm")
+# Ranks of the student and of the teacher, and settings of this run alone.
+WITH_FEATURES: dict[str, tuple[int, int, Sequence[str]]] = {
+    "1 and 1": (1, 1, ()),
+    "1 and 1, 0 ahead": (1, 1, ("teacher.steps_ahead=0", "teacher.transfer.backend=ipc")),
+    "PP2 and PP2": (2, 2, BOTH_PIPELINES),
+    "PP2+virtual, recomputed, and DP2": (
+        2,
+        2,
+        ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.recompute=full",
+         "teacher.parallel={pipeline: 1}", "teacher.transfer.backend=ipc"),
+    ),
+    "TP2+sequence and PP2": (
+        2, 2, (STUDENT_TP2, STUDENT_SP, "teacher.parallel={pipeline: 2}"),
+    ),
+    "CP2 and TP2+sequence": (
+        2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2, sequence: true}"),
+    ),
+    "PP2 and PP2, top-k": (
+        2, 2, (*BOTH_PIPELINES, "objective.terms=[{top_k: 8}]", SENT),
+    ),
+    "PP2 and PP2, without terms": (2, 2, (*BOTH_PIPELINES, "objective.terms=[]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WITH_FEATURES, ["PP2 and PP2"]))
+def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    students, teachers, own = WITH_FEATURES[case]
+    config = inputs.folder / "dense.yaml"
+    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, FEATURES, *own)
+    terms = [one for one in own if one.startswith("objective.terms")]
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, FEATURES, *terms)
+    is_exact = case.startswith("1 and 1")
+    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
+    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES))
+    assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)

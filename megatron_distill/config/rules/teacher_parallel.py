@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.schema import CaptureConfig, JobConfig, ParallelConfig, RunConfig
 from megatron_distill.config.schema.training import StageLayersConfig
 
@@ -66,7 +67,8 @@ def teacher_parallel_problems(config: JobConfig) -> Iterator[Problem]:
             "only, which virtual stages do not shorten; remove it",
         )
     assert isinstance(config, RunConfig)
-    yield from _attention_maps(config)
+    if not has_own_ranks(config):  # which has a rule of its own
+        yield from _attention_maps(config)
 
 
 def _attention_maps(config: RunConfig) -> Iterator[Problem]:

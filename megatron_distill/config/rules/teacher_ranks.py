@@ -100,12 +100,15 @@ def _without_ranks(teacher: ModelConfig) -> Iterator[Problem]:
 def _refused(config: RunConfig) -> Iterator[Problem]:
     """Name what only a teacher on the student's ranks can do."""
     remedy = "remove it, or remove teacher.ranks and teacher.nodes"
-    if config.objective.features:
-        yield Problem(
-            ("objective.features", *_KEYS),
-            "objective.features: losses between layers need the teacher's layers on the ranks of "
-            f"the student's, and this teacher has ranks of its own; {remedy}",
-        )
+    for index, entry in enumerate(config.objective.features):
+        if entry.loss == "attention":
+            name = f"objective.features.{index}.loss"
+            yield Problem(
+                (name, *_KEYS),
+                f"{name} = 'attention': needs queries and keys of the same heads on each rank of "
+                "both models, and this teacher has ranks of its own; use a loss of hidden states, "
+                "or remove teacher.ranks and teacher.nodes",
+            )
     for index, term in enumerate(config.objective.terms):
         if term.alignment is not None:
             yield Problem(
@@ -120,7 +123,7 @@ def _refused(config: RunConfig) -> Iterator[Problem]:
     if teacher.offload:
         reason = "with teacher.ranks or teacher.nodes, whose GPUs have no student"
         yield without_effect("teacher.offload", value=True, reason=reason, instead=False)
-    if not config.objective.terms:
+    if not config.objective.terms and not config.objective.features:
         yield Problem(
             ("objective.terms", *_KEYS),
             "objective.terms = []: no loss asks the teacher, and it would have ranks of its own; "
@@ -139,6 +142,12 @@ def _transfer(config: RunConfig, transfer: TransferConfig) -> Iterator[Problem]:
             (key, "teacher.transfer.what"),
             "teacher.transfer.k is required with teacher.transfer.what = 'top_k'; set the number "
             "of ids per token",
+        )
+    elif not config.objective.terms:
+        yield Problem(
+            ("teacher.transfer.what", "objective.terms"),
+            "teacher.transfer.what = 'top_k': objective.terms = [], so that no loss uses the ids; "
+            "set it to hidden, or add a term",
         )
     else:
         for index, term in enumerate(config.objective.terms):

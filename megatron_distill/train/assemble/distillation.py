@@ -62,7 +62,6 @@ from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.teachers.live import (
     FeatureTeacher,
-    OnlineTeacher,
     routes,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -144,7 +143,7 @@ def open_run(config: RunConfig, site: Site) -> OpenRun:
         several=teacher.several,
     )
     if section.features:
-        objective, teacher = _with_features(config, objective, teacher, student, layers)
+        objective, teacher = _with_features(config, objective, teacher, student, layers, site)
     samples = RunSamples(
         data=config.data,
         options=options,
@@ -224,17 +223,21 @@ def _with_features(
     teacher: OpenTeacher,
     student: Architecture,
     layers: tuple[int, ...],
+    site: Site,
 ) -> tuple[TokenObjective, OpenTeacher]:
     """Add the feature losses to both sides; `layers` of each of the student's stages."""
-    online = teacher.models["teacher"]  # the rules ask for a live one
-    device = next(online.model.parameters()).device
+    # The rules ask for a live one. One elsewhere sends its layers already.
+    online, groups, device = teacher.models.get("teacher"), site.groups, site.execution.device
+    shapes = student, teacher.shapes["teacher"]
     features = _build_features(
-        config.objective, config.optimizer, student, online, config.seed, device
+        config.objective, config.optimizer, shapes, config.seed, groups, device
     )
-    ranks = online.groups.layout.pipeline
-    of_student = ranks_of_layers(layers, ranks)
     weights = tuple(pair.weight for pair in features.pairs)
     with_features = replace(objective, features=features, feature_weights=weights)
+    if online is None:
+        return with_features, teacher
+    ranks = groups.layout.pipeline
+    of_student = ranks_of_layers(layers, ranks)
     if isinstance(online, OwnLayout):
         in_own_layout = online.with_features(features.pairs, of_student)
         return with_features, replace(teacher, signals=in_own_layout)
@@ -246,17 +249,17 @@ def _with_features(
 def _build_features(
     section: ObjectiveConfig,
     optimizer: OptimizerConfig,
-    student: Architecture,
-    online: OnlineTeacher | OwnLayout,
+    shapes: tuple[Architecture, Architecture],
     seed: int,
+    groups: Groups,
     device: torch.device,
 ) -> FeatureLosses:
-    """Return the feature losses of a run.
+    """Return the feature losses of a run; `shapes` of the student and the teacher.
 
     Raises ConfigError, on all ranks, for layers that a model does not have, and for attention maps
     of layers that see different keys.
     """
-    teacher = online.architecture
+    student, teacher = shapes
     check_features(section.features, student.num_layers, teacher.num_layers)
     pairs = _pairs(section.features, student.num_layers, teacher.num_layers)
     _check_windows(pairs, student, teacher)
@@ -268,11 +271,11 @@ def _build_features(
             [pair for pair in pairs if not pair.is_of_attention],
             (student.hidden_size, teacher.hidden_size),
             seed=seed,
-            groups=online.groups,
+            groups=groups,
             device=device,
         ),
         rules=ScoreRules(_score_rule(student), _score_rule(teacher)),
-        groups=online.groups,
+        groups=groups,
         device=device,
     )
 

@@ -11,8 +11,8 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
+from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
 from megatron_distill.train.assemble.models import has_model, read_model
-from megatron_distill.train.assemble.own_ranks import answer_plan, sent_records
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.throughput import StepFlops, step_flops_per_token
 
@@ -35,9 +35,8 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: int) -> str:
     lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]
     if teachers and teacher is not None:
         lines += _ranks(roles.teacher, teacher_parallel(config))
-        plan = answer_plan(
-            config, roles, teacher, PRECISIONS[config.train.precision], sent_records(config)
-        )
+        precision = PRECISIONS[config.train.precision]
+        plan = answer_plan(config, roles, teacher, student, precision, sent_records(config))
         lines += _exchange(plan, roles)
     if teacher is not None:
         flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
@@ -68,18 +67,26 @@ def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
 
 def _exchange(plan: AnswerPlan, roles: Roles) -> Iterator[str]:
     routes = plan.step_bytes()
+    last = plan.outputs[0]
     yield (
-        f"answers: {size(sum(routes.values()))} per step, {plan.bytes_per_token:,} bytes per token "
+        f"answers: {size(sum(routes.values()))} per step, {last.bytes_per_token:,} bytes per token "
         f"and receiving rank; {counted(plan.units.micro_batches, 'unit')} per step and replica of "
         "the student"
     )
+    for output in plan.outputs[1:]:
+        yield (
+            f"  layer {output.layer} of the teacher: from its stage {output.source} to the "
+            f"student's stage {output.destination}, {output.bytes_per_token:,} bytes per token"
+        )
     for (source, destination), count in sorted(routes.items()):
         yield f"  {roles.name(source)} to {roles.name(destination)}: {size(count)} per step"
-    rank = plan.needs(0)[0].rank
-    yield (
-        f"slots: {size(plan.slot_bytes(rank, 0))} on each rank of the student's last stage, for "
-        f"{counted(plan.blocks, 'step')} (teacher.steps_ahead = {plan.steps_ahead})"
-    )
+    for stage in sorted({output.destination for output in plan.outputs}):
+        where = "last stage" if stage == last.destination else f"stage {stage}"
+        yield (
+            f"slots: {size(plan.slot_bytes(plan.student.rank(stage=stage)))} on each rank of the "
+            f"student's {where}, for {counted(plan.blocks, 'step')} "
+            f"(teacher.steps_ahead = {plan.steps_ahead})"
+        )
 
 
 def _balance(

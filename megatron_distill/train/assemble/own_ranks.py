@@ -23,21 +23,25 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import State
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.runtime.roles import Roles
 from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.answer_plan import (
+    answer_plan,
+    answer_settings,
+    head_parts,
+    plain_terms,
+)
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
     job_groups,
-    layout_of,
     resolve_model,
     teacher_fp8,
     teacher_seed,
@@ -56,10 +60,10 @@ from megatron_distill.train.teachers.answer_ways import (
     map_shared,
     private_slots,
 )
-from megatron_distill.train.teachers.answers import AnswerPlan, Column
+from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.teachers.live import ModelOutput, OnlineTeacher, live_metrics
-from megatron_distill.train.teachers.moved_head import head_messages
 from megatron_distill.train.teachers.own_ranks import (
+    AnswerReader,
     AnswerRing,
     Asking,
     OwnRanksTeacher,
@@ -69,94 +73,24 @@ from megatron_distill.train.teachers.sent_topk import (
     sent_settings,
     serving_capture,
     signal_of_columns,
-    top_k_columns,
 )
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
-    Columns,
+    LastColumns,
     TeacherServer,
     send_head,
 )
 from megatron_distill.train.teachers.stored import stored_metrics
-from megatron_distill.train.teachers.units import Grid, Message, Units
+from megatron_distill.train.teachers.units import Message
 
 __all__ = [
     "answer_metrics",
-    "answer_plan",
     "open_own_ranks",
     "publish_start",
     "run_teacher",
-    "sent_records",
 ]
 
-
-_ANY_VOCABULARY: Final = 1 << 30
 _SHARED_MEMORY: Final = Path("/dev/shm")
-
-
-def answer_plan(
-    config: RunConfig,
-    roles: Roles,
-    teacher: Architecture,
-    dtype: torch.dtype,
-    settings: CaptureSettings | None,
-) -> AnswerPlan:
-    """Return who sends which rows to whom; pure, and the same on all ranks.
-
-    `settings`: of sent top-k ids, which every tensor rank needs for all positions; None: hidden
-    states are sent, split along the sequence as the models leave them.
-    """
-    student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
-    teacher_grid = Grid.of(layout_of(teacher_parallel(config)), roles.teacher.ranks)
-    train, section = config.train, config.models["teacher"]
-    columns: tuple[Column, ...] = (Column("hidden", dtype, (teacher.hidden_size,)),)
-    if settings is not None:
-        columns = top_k_columns(settings)
-        student_grid = replace(student_grid, sequence=False)
-        teacher_grid = replace(teacher_grid, sequence=False)
-    units = Units(
-        micro_batches=train.global_batch_size // (train.micro_batch_size * student_grid.replicas),
-        student_replicas=student_grid.replicas,
-        teacher_replicas=teacher_grid.replicas,
-    )
-    return AnswerPlan(
-        units,
-        teacher_grid,
-        student_grid,
-        length=config.data.sequence_length,
-        sequences=train.micro_batch_size,
-        columns=columns,
-        steps_ahead=section.steps_ahead,
-    )
-
-
-def _settings(
-    transfer: TransferConfig, terms: Sequence[Term | ChunkTerm], *, tokens: int, length: int
-) -> CaptureSettings | None:
-    """Return the settings of sent top-k ids; None where hidden states are sent."""
-    if transfer.what == "hidden":
-        return None
-    assert transfer.k is not None, "the rules ask for it"
-    if transfer.k > tokens:
-        raise ConfigError(
-            f"teacher.transfer.k = {transfer.k}: the tokenizer has {tokens} tokens; lower it"
-        )
-    return sent_settings(_plain(terms), k=transfer.k, vocab_size=tokens, sequence_length=length)
-
-
-def _head_parts(
-    plan: AnswerPlan, teacher: Architecture, student: Architecture, tokens: int
-) -> tuple[Message, ...]:
-    sizes = ((teacher, plan.teacher.tensor), (student, plan.student.tensor))
-    rows = [shape.padded_vocab_size(size) // size for shape, size in sizes]
-    return head_messages(plan.teacher, plan.student, rows=(rows[0], rows[1]), size=tokens)
-
-
-def sent_records(config: RunConfig) -> CaptureSettings | None:
-    """Return the settings of sent top-k ids before the tokenizer is known."""
-    terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
-    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
-    return _settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
 
 
 def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
@@ -170,11 +104,8 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
     assert bridge is not None, "the caller has looked"
     teacher = resolve_model(config, "teacher", vocabulary).architecture
     transfer, length = config.models["teacher"].transfer, config.data.sequence_length
-    settings = _settings(transfer, terms, tokens=vocabulary.size, length=length)
-    plan = answer_plan(config, bridge.roles, teacher, execution.dtype, settings)
-    replica = groups.data.rank()
-    # Records of a top-k are read by the host, as those of a store.
-    place = execution.device if settings is None else torch.device("cpu")
+    settings = answer_settings(transfer, terms, tokens=vocabulary.size, length=length)
+    plan = answer_plan(config, bridge.roles, teacher, student, execution.dtype, settings)
     ring, weight, file = None, None, None
     if groups.is_last_stage and settings is None:
         shard = vocab_shard(student, groups, tokens=vocabulary.size)
@@ -184,25 +115,28 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
             dtype=execution.dtype,
             device=execution.device,
         )
-    if groups.is_last_stage:
-        way, slots, file = _student_way(transfer, plan, replica, device, place, site.resources)
+    if plan.needed(bridge.rank):
+        way, slots, file = _student_way(transfer, plan, device, site.resources)
         ring = AnswerRing(
             plan,
             way,
             bridge,
-            replica=replica,
-            device=place,
+            replica=groups.data.rank(),
+            device=execution.device,
             alone=device.alone,
             slots=slots,
         )
-    parts = _head_parts(plan, teacher, student, vocabulary.size)
+    parts = head_parts(plan, teacher, student, vocabulary.size)
     head = RemoteHead(weight, teacher, groups)
     found = OwnRanksTeacher(
         Asking(plan, bridge, ring),
         teacher,
-        partial(_output, head)
-        if settings is None
-        else partial(_top_k, _plain(terms), settings, execution.device),
+        AnswerReader(
+            plan,
+            partial(_output, head)
+            if settings is None
+            else partial(_top_k, plain_terms(terms), settings, execution.device),
+        ),
         weight=weight,
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
@@ -211,10 +145,6 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
     )
     site.resources.callback(found.close)
     return found
-
-
-def _plain(terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
-    return tuple(term for term in terms if isinstance(term, Term))
 
 
 def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> Signal:
@@ -238,7 +168,7 @@ def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) 
     """Return the names of the reported metrics: those of a live teacher, or of its store."""
     if transfer.what == "hidden":
         return live_metrics(terms)
-    settings = sent_settings(_plain(terms), k=1, vocab_size=2, sequence_length=1)
+    settings = sent_settings(plain_terms(terms), k=1, vocab_size=2, sequence_length=1)
     return stored_metrics(settings, terms)
 
 
@@ -250,14 +180,9 @@ def _backend(transfer: TransferConfig, device: Device) -> str:
 
 
 def _student_way(
-    transfer: TransferConfig,
-    plan: AnswerPlan,
-    replica: int,
-    device: Device,
-    place: torch.device,
-    resources: ExitStack,
+    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
 ) -> tuple[AnswerWay, Slots, Path | None]:
-    """Return how a rank of the student receives, its slots on `place`, and their file if shared."""
+    """Return how a rank of the student receives, its slots, and their file if shared."""
     bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
     if backend == "ipc":
@@ -267,18 +192,24 @@ def _student_way(
                 "it to nccl or gloo on GPUs"
             )
         path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
-        slots = create_shared(path, plan, bridge.rank, replica)
+        slots = create_shared(path, plan, bridge.rank)
         resources.callback(path.unlink, missing_ok=True)
         bridge.publish(f"slots/{bridge.rank}", str(path))
         return SharedMemoryWay({bridge.rank: slots}), slots, path
-    slots = private_slots(plan, bridge.rank, replica, place)
-    if backend == "nccl" and place.type == "cuda":
+    # Records of a top-k are read by the host, as those of a store.
+    is_record = transfer.what == "top_k"
+    places = {
+        number: torch.device("cpu") if is_record and output.layer is None else device.torch_device
+        for number, (output, _) in enumerate(plan.columns)
+    }
+    slots = private_slots(plan, bridge.rank, places)
+    if backend == "nccl" and not is_record:
         return NcclWay(bridge.nccl()), slots, None
-    return HostWay(bridge, place), slots, None
+    return HostWay(bridge), slots, None
 
 
 def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
-    """Return how a rank of the teacher's last stage sends.
+    """Return how a rank of the teacher sends.
 
     Raises ConfigError: it should share memory with another machine.
     """
@@ -288,7 +219,7 @@ def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> 
         return SharedMemoryWay(_mapped_slots(plan, bridge))
     if backend == "nccl" and transfer.what == "hidden":
         return NcclWay(bridge.nccl())
-    return HostWay(bridge, device.torch_device)
+    return HostWay(bridge)
 
 
 def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
@@ -305,7 +236,7 @@ def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
                     "it to gloo or nccl"
                 )
             path = Path(bridge.published(f"slots/{rank}"))
-            found[rank] = map_shared(path, plan, rank, plan.replica_of(unit))
+            found[rank] = map_shared(path, plan, rank)
     return found
 
 
@@ -390,9 +321,11 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
     length = config.data.sequence_length
-    settings = _settings(section.transfer, terms, tokens=vocabulary.size, length=length)
-    plan = answer_plan(config, bridge.roles, source.architecture, execution.dtype, settings)
-    parts = _head_parts(plan, source.architecture, student, vocabulary.size)
+    settings = answer_settings(section.transfer, terms, tokens=vocabulary.size, length=length)
+    plan = answer_plan(
+        config, bridge.roles, source.architecture, student, execution.dtype, settings
+    )
+    parts = head_parts(plan, source.architecture, student, vocabulary.size)
     return _Opened(teacher, samples, plan, () if settings else parts, settings)
 
 
@@ -412,7 +345,7 @@ def _open_server(
     assert bridge is not None
     way = sender = None
     with together():
-        if groups.is_last_stage:
+        if plan.sends(bridge.rank):
             way = _teacher_way(config.models["teacher"].transfer, plan, device)
     if way is not None:
         sender = AnswerSender(
@@ -438,10 +371,12 @@ def _open_server(
         device=device.torch_device,
         alone=device.alone,
     )
+    if plan.has_features:
+        server.tap()
     return replace(server, held_out=_held_out(config.train, groups, device, opened, server.units()))
 
 
-def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> Columns:
+def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> LastColumns:
     if opened.settings is None:
         return lambda hidden_sbh, _: (hidden_sbh.detach(),)
     return serving_capture(opened.settings, opened.teacher, groups, chunk_tokens)

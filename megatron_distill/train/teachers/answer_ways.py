@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
-from megatron_distill.train.teachers.answers import ROWS_TAG, AnswerPlan
-from megatron_distill.train.teachers.units import Message
+from megatron_distill.train.teachers.answers import ROWS_TAG, AnswerPlan, Part
 
 __all__ = [
     "AnswerWay",
+    "Columns",
     "HostWay",
     "NcclWay",
     "SharedMemoryWay",
@@ -37,8 +37,9 @@ __all__ = [
     "private_slots",
 ]
 
-# By block, micro-batch and column, each [s, b, ...].
-Slots = Sequence[Sequence[Sequence[Tensor]]]
+# Tensors of an answer by number, each [s, b, ...]; and slots by block and micro-batch.
+Columns = Mapping[int, Tensor]
+Slots = Sequence[Sequence[Columns]]
 
 
 @contextmanager
@@ -68,13 +69,11 @@ class AnswerWay(Protocol):
         """Whether the sender writes into the slots, and the header follows the rows."""
         ...
 
-    def send(
-        self, columns: Sequence[Tensor], parts: Sequence[Message], to: SlotPlace
-    ) -> Sequence[Sending]:
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """Begin to send rows of the columns ``[s, b, ...]``, which the device has computed."""
         ...
 
-    def receive(self, columns: Sequence[Tensor], parts: Sequence[Message], source: int) -> None:
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
         """Receive rows into a slot and wait until they may be read on any stream."""
         ...
 
@@ -84,33 +83,30 @@ class HostWay:
     """Through host memory and the bridge; from and to a GPU by copies of the calling thread."""
 
     bridge: Bridge
-    device: torch.device
     writes_slots: ClassVar[bool] = False
 
-    def send(
-        self, columns: Sequence[Tensor], parts: Sequence[Message], to: SlotPlace
-    ) -> Sequence[Sending]:
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`.
 
-        Collective: the bridge, one message of its rows per part and column.
+        Collective: the bridge, one message of its rows per part.
         """
-        rows = [column[part.sent] for part in parts for column in columns]
+        rows = [columns[part.column][part.message.sent] for part in parts]
         held = [one.contiguous().cpu() for one in rows]
         return [self.bridge.send(one, to.rank, tag=ROWS_TAG) for one in held]
 
-    def receive(self, columns: Sequence[Tensor], parts: Sequence[Message], source: int) -> None:
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
         """See `AnswerWay`.
 
-        Collective: the bridge, one message of its rows per part and column.
+        Collective: the bridge, one message of its rows per part.
         """
-        rows = [column[part.received] for part in parts for column in columns]
-        on_host = self.device.type == "cpu"
-        held = rows if on_host else [torch.empty(one.shape, dtype=one.dtype) for one in rows]
+        rows = [columns[part.column][part.message.received] for part in parts]
+        held = [torch.empty_like(row, device="cpu") if row.is_cuda else row for row in rows]
         for receiving in [self.bridge.receive(one, source, tag=ROWS_TAG) for one in held]:
             receiving.wait()
-        if not on_host:
-            for one, row in zip(held, rows, strict=True):
-                row.copy_(one)
+        moved = [(row, one) for row, one in zip(rows, held, strict=True) if row.is_cuda]
+        for row, one in moved:
+            row.copy_(one)
+        if moved:
             torch.cuda.current_stream().synchronize()
 
 
@@ -121,17 +117,15 @@ class SharedMemoryWay:
     slots: Mapping[int, Slots]
     writes_slots: ClassVar[bool] = True
 
-    def send(
-        self, columns: Sequence[Tensor], parts: Sequence[Message], to: SlotPlace
-    ) -> Sequence[Sending]:
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`; the rows are in the slot on return."""
         slot = self.slots[to.rank][to.block][to.micro_batch]
         for part in parts:
-            for column, target in zip(columns, slot, strict=True):
-                target[part.received].copy_(column[part.sent])
+            message = part.message
+            slot[part.column][message.received].copy_(columns[part.column][message.sent])
         return ()
 
-    def receive(self, columns: Sequence[Tensor], parts: Sequence[Message], source: int) -> None:
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
         """See `AnswerWay`; the rows are there with the header."""
 
 
@@ -142,22 +136,20 @@ class NcclWay:
     group: dist.ProcessGroup
     writes_slots: ClassVar[bool] = False
 
-    def send(
-        self, columns: Sequence[Tensor], parts: Sequence[Message], to: SlotPlace
-    ) -> Sequence[Sending]:
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`.
 
-        Collective: pair of ranks, one message of its rows per part and column.
+        Collective: pair of ranks, one message of its rows per part.
         """
-        rows = [column[part.sent].contiguous() for part in parts for column in columns]
+        rows = [columns[part.column][part.message.sent].contiguous() for part in parts]
         return [_OnStream(self.group.send([one], to.rank, ROWS_TAG), one) for one in rows]
 
-    def receive(self, columns: Sequence[Tensor], parts: Sequence[Message], source: int) -> None:
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
         """See `AnswerWay`.
 
-        Collective: pair of ranks, one message of its rows per part and column.
+        Collective: pair of ranks, one message of its rows per part.
         """
-        rows = [column[part.received] for part in parts for column in columns]
+        rows = [columns[part.column][part.message.received] for part in parts]
         for one in [self.group.recv([row], source, ROWS_TAG) for row in rows]:
             one.wait()
         torch.cuda.current_stream().synchronize()
@@ -176,24 +168,30 @@ class _OnStream:
         return self.rows
 
 
-def private_slots(plan: AnswerPlan, rank: int, replica: int, device: torch.device) -> Slots:
-    """Allocate the slots of a rank of the student's last stage: `AnswerPlan.slot_bytes`."""
-    rows = plan.need(rank, replica).rows
+def private_slots(plan: AnswerPlan, rank: int, places: Mapping[int, torch.device]) -> Slots:
+    """Allocate the slots of a rank of the student: `AnswerPlan.slot_bytes`.
+
+    places: device of each tensor that the rank receives, by number.
+    """
+    rows, columns = plan.slot_rows(rank), plan.columns
     return [
         [
-            [column.empty(rows, plan.sequences, device) for column in plan.columns]
+            {
+                number: columns[number][1].empty(count, plan.sequences, places[number])
+                for number, count in rows.items()
+            }
             for _ in range(plan.units.micro_batches)
         ]
         for _ in range(plan.blocks)
     ]
 
 
-def create_shared(path: Path, plan: AnswerPlan, rank: int, replica: int) -> Slots:
+def create_shared(path: Path, plan: AnswerPlan, rank: int) -> Slots:
     """Create the slots of a rank of the student in a file of shared memory.
 
     Raises ConfigError: there is not enough of it.
     """
-    size = plan.slot_bytes(rank, replica)
+    size = plan.slot_bytes(rank)
     try:
         with path.open("wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, size)
@@ -204,28 +202,23 @@ def create_shared(path: Path, plan: AnswerPlan, rank: int, replica: int) -> Slot
             f"({error.strerror}); give {path.parent} more, lower teacher.steps_ahead, or set "
             "teacher.transfer.backend to gloo"
         ) from error
-    return map_shared(path, plan, rank, replica)
+    return map_shared(path, plan, rank)
 
 
-def map_shared(path: Path, plan: AnswerPlan, rank: int, replica: int) -> Slots:
+def map_shared(path: Path, plan: AnswerPlan, rank: int) -> Slots:
     """Map the slots of a rank of the student, whose file need not stay."""
-    whole = torch.from_file(
-        str(path), shared=True, size=plan.slot_bytes(rank, replica), dtype=torch.uint8
-    )
-    rows, place = plan.need(rank, replica).rows, 0
-
-    def column_at(index: int) -> Tensor:
-        nonlocal place
-        column = plan.columns[index]
-        shape = (rows, plan.sequences, *column.shape)
+    whole = torch.from_file(str(path), shared=True, size=plan.slot_bytes(rank), dtype=torch.uint8)
+    rows, micro_batches, place = plan.slot_rows(rank), plan.units.micro_batches, 0
+    columns = {number: plan.columns[number][1] for number in rows}
+    found: dict[int, Tensor] = {}
+    # The widest numbers first, so that all are aligned.
+    for number in sorted(rows, key=lambda number: -columns[number].dtype.itemsize):
+        column = columns[number]
+        shape = (plan.blocks, micro_batches, rows[number], plan.sequences, *column.shape)
         size = math.prod(shape) * column.dtype.itemsize
+        found[number] = whole[place : place + size].view(column.dtype).view(shape)
         place += size
-        return whole[place - size : place].view(column.dtype).view(shape)
-
     return [
-        [
-            [column_at(index) for index in range(len(plan.columns))]
-            for _ in range(plan.units.micro_batches)
-        ]
-        for _ in range(plan.blocks)
+        [{number: found[number][block, index] for number in rows} for index in range(micro_batches)]
+        for block in range(plan.blocks)
     ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final
@@ -30,6 +30,8 @@ __all__ = [
     "AnswerError",
     "Column",
     "Command",
+    "Output",
+    "Part",
     "Request",
     "token_hash",
 ]
@@ -163,11 +165,45 @@ class Column:
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
-    """The rows of every unit that go from the teacher's last stage to the student's.
+class Output:
+    """Tensors of an answer that go together, from a stage of the teacher to one of the student.
 
-    Ranks are those of the bridge. `columns` are the tensors of an answer. `steps_ahead` rounds may
-    be under way while one is in use.
+    Attributes:
+        layer: of the teacher, from 1, whose output it is; None: the answer for the losses between
+            logits, which the last stages send and receive.
+        source: pipeline rank of the teacher.
+        destination: pipeline rank of the student.
+        splits: whether tensor ranks have parts of it under sequence parallelism, as models leave
+            hidden states; otherwise each has all positions of its context rank.
+    """
+
+    layer: int | None
+    source: int
+    destination: int
+    columns: tuple[Column, ...]
+    splits: bool = True
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a position."""
+        return sum(column.bytes_per_token for column in self.columns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one tensor of an answer on their way; `column` is its number in the answer."""
+
+    column: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """The rows of every unit that go from ranks of the teacher to ranks of the student.
+
+    Ranks are those of the bridge. `length`: positions in the teacher's tokens. `outputs`: the
+    tensors of an answer, one after the other, by which a tensor has its number. `steps_ahead`
+    rounds may be under way while one is in use.
     """
 
     units: Units
@@ -175,92 +211,121 @@ class AnswerPlan:
     student: Grid
     length: int
     sequences: int
-    columns: tuple[Column, ...]
+    outputs: tuple[Output, ...]
     steps_ahead: int
 
     @property
     def blocks(self) -> int:
-        """Number of rounds that the student's last stage has room for."""
+        """Number of rounds that a receiving rank of the student has room for."""
         return self.steps_ahead + 1
 
-    def needs(self, replica: int) -> tuple[Holding, ...]:
-        """Return the positions of a unit that each rank of a student replica's last stage needs."""
-        return self.student.holdings(self.length, replica=replica)
+    @property
+    def columns(self) -> tuple[tuple[Output, Column], ...]:
+        """The tensors of an answer by number, each with its output."""
+        return tuple((output, column) for output in self.outputs for column in output.columns)
 
-    def need(self, rank: int, replica: int) -> Holding:
-        """Return the positions that one rank of the student's last stage needs."""
-        (own,) = [one for one in self.needs(replica) if one.rank == rank]
+    @property
+    def has_features(self) -> bool:
+        """Whether layer outputs are sent."""
+        return any(output.layer is not None for output in self.outputs)
+
+    def sends(self, rank: int) -> bool:
+        """Whether a rank of the teacher has an output of its units."""
+        return any(output.source == self.teacher.stage(rank) for output in self.outputs)
+
+    def needed(self, rank: int) -> tuple[Output, ...]:
+        """Return the outputs that a rank of the student receives."""
+        stage = self.student.stage(rank)
+        return tuple(output for output in self.outputs if output.destination == stage)
+
+    def slot_rows(self, rank: int) -> dict[int, int]:
+        """Return the rows of each tensor that a rank of the student receives, by number."""
+        needed, found = self.needed(rank), {}
+        for number, (output, _) in enumerate(self.columns):
+            if output in needed:
+                found[number] = self._need(output, rank).rows
+        return found
+
+    def _need(self, output: Output, rank: int) -> Holding:
+        holdings = _grid(self.student, output).holdings(
+            self.length, replica=self.student.replica(rank), stage=output.destination
+        )
+        (own,) = [one for one in holdings if one.rank == rank]
         return own
 
     def replica_of(self, unit: int) -> int:
         """Return the student replica of a unit."""
         return unit % self.units.student_replicas
 
-    def messages(self, unit: int) -> tuple[Message, ...]:
-        """Return the messages of a unit's rows."""
-        return _messages(
-            self.teacher,
-            self.student,
-            self.length,
-            self.units.teacher_replica(unit),
-            self.replica_of(unit),
-        )
+    def messages(self, output: Output, unit: int) -> tuple[Message, ...]:
+        """Return the messages of an output of a unit."""
+        replicas = self.units.teacher_replica(unit), self.replica_of(unit)
+        grids = _grid(self.teacher, output), _grid(self.student, output)
+        return _messages(grids, (output.source, output.destination), self.length, replicas)
 
-    def sent(self, unit: int, rank: int) -> dict[int, list[Message]]:
-        """Return the messages of a unit from one rank, by destination."""
+    def sent(self, unit: int, rank: int) -> dict[int, list[Part]]:
+        """Return the rows of a unit from one rank, by destination."""
         return _grouped(
-            (message.destination, message)
-            for message in self.messages(unit)
-            if message.source == rank
+            (part.message.destination, part)
+            for part in self._parts(unit)
+            if part.message.source == rank
         )
 
-    def received(self, unit: int, rank: int) -> dict[int, list[Message]]:
-        """Return the messages of a unit to one rank, by source."""
+    def received(self, unit: int, rank: int) -> dict[int, list[Part]]:
+        """Return the rows of a unit to one rank, by source."""
         return _grouped(
-            (message.source, message)
-            for message in self.messages(unit)
-            if message.destination == rank
+            (part.message.source, part)
+            for part in self._parts(unit)
+            if part.message.destination == rank
         )
 
-    def context_rank(self, rank: int) -> int:
-        """Return the context-parallel rank of a rank of the student."""
-        place = self.student.ranks.index(rank)
-        return place // self.student.tensor % self.student.context
+    def _parts(self, unit: int) -> Iterator[Part]:
+        first = 0
+        for output in self.outputs:
+            numbers = range(first, first + len(output.columns))
+            first = numbers.stop
+            for message in self.messages(output, unit):
+                yield from (Part(number, message) for number in numbers)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a position of an answer."""
-        return sum(column.bytes_per_token for column in self.columns)
-
-    def slot_bytes(self, rank: int, replica: int) -> int:
-        """Return the memory of all slots on a rank of the student's last stage."""
-        rows = self.need(rank, replica).rows
-        unit = rows * self.sequences * self.bytes_per_token
+    def slot_bytes(self, rank: int) -> int:
+        """Return the memory of all slots on a rank of the student."""
+        columns = self.columns
+        unit = sum(
+            rows * self.sequences * columns[number][1].bytes_per_token
+            for number, rows in self.slot_rows(rank).items()
+        )
         return self.blocks * self.units.micro_batches * unit
 
     def step_bytes(self) -> dict[tuple[int, int], int]:
         """Return the bytes of a step by route: from a rank of the teacher to one of the student."""
         found: dict[tuple[int, int], int] = {}
+        columns = self.columns
         for unit in self.units.of_wave(range(self.units.micro_batches)):
-            for message in self.messages(unit):
-                route = message.source, message.destination
-                size = message.rows * self.sequences * self.bytes_per_token
-                found[route] = found.get(route, 0) + size
+            for part in self._parts(unit):
+                route = part.message.source, part.message.destination
+                width = columns[part.column][1].bytes_per_token
+                found[route] = found.get(route, 0) + part.message.rows * self.sequences * width
         return found
+
+
+def _grid(grid: Grid, output: Output) -> Grid:
+    """Return a layout as it holds an output."""
+    return grid if output.splits else replace(grid, sequence=False)
 
 
 @lru_cache(maxsize=4096)
 def _messages(
-    teacher: Grid, student: Grid, length: int, teacher_replica: int, student_replica: int
+    grids: tuple[Grid, Grid], stages: tuple[int, int], length: int, replicas: tuple[int, int]
 ) -> tuple[Message, ...]:
-    return messages(
-        teacher.holdings(length, replica=teacher_replica),
-        student.holdings(length, replica=student_replica),
+    holders, needs = (
+        grid.holdings(length, replica=replica, stage=stage)
+        for grid, replica, stage in zip(grids, replicas, stages, strict=True)
     )
+    return messages(holders, needs)
 
 
-def _grouped(pairs: Iterable[tuple[int, Message]]) -> dict[int, list[Message]]:
-    found: dict[int, list[Message]] = {}
-    for rank, message in pairs:
-        found.setdefault(rank, []).append(message)
+def _grouped(pairs: Iterable[tuple[int, Part]]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = {}
+    for rank, part in pairs:
+        found.setdefault(rank, []).append(part)
     return found

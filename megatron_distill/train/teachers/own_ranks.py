@@ -20,8 +20,8 @@ from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.termination import request_termination
-from megatron_distill.signals import OnDemand, Signal, Signals
-from megatron_distill.train.teachers.answer_ways import AnswerWay, own_stream
+from megatron_distill.signals import OnDemand, Signal, Signals, WithFeatures
+from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, Slots, own_stream
 from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
@@ -30,12 +30,20 @@ from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
     Command,
+    Part,
     Request,
     token_hash,
 )
 from megatron_distill.train.teachers.units import Message
 
-__all__ = ["AnswerRing", "Asking", "HeldOutAnswers", "OwnRanksTeacher", "RemoteHead"]
+__all__ = [
+    "AnswerReader",
+    "AnswerRing",
+    "Asking",
+    "HeldOutAnswers",
+    "OwnRanksTeacher",
+    "RemoteHead",
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class AnswerRing:
         replica: int,
         device: torch.device,
         alone: LoneFailure,
-        slots: Sequence[Sequence[Sequence[Tensor]]],
+        slots: Slots,
     ) -> None:
         self._plan = plan
         self._way = way
@@ -74,6 +82,7 @@ class AnswerRing:
         self._alone = alone
         self.slots = slots
         self._places: dict[tuple[int, int], _Place] = {}
+        self._compared: set[tuple[int, int]] = set()
         self._work: SimpleQueue[tuple[_Place, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = Thread(target=self._receive_all, name="answers", daemon=True)
         self._thread.start()
@@ -81,7 +90,7 @@ class AnswerRing:
     @property
     def slot_bytes(self) -> int:
         """Bytes of all slots."""
-        return self._plan.slot_bytes(self._bridge.rank, self._replica)
+        return self._plan.slot_bytes(self._bridge.rank)
 
     def open(self, command: Command) -> None:
         """Expect the answers of a round, whose block is free."""
@@ -98,15 +107,22 @@ class AnswerRing:
     def close(self, command: Command) -> None:
         """Wait until a round has arrived, and let its block be used again."""
         for number in range(self._plan.units.micro_batches):
+            self._compared.discard((command.turn, number))
             self._arrived(self._places.pop((command.turn, number)))
 
-    def take(self, command: Command, micro_batch: int, batch: Batch) -> Sequence[Tensor]:
-        """Return the columns of a unit's answer, in its slot, once they are there.
+    def take(self, command: Command, micro_batch: int, batch: Batch) -> Columns:
+        """Return the tensors of a unit's answer by number, in its slot, once they are there.
 
         Raises AnswerError: it is late, of other tokens, or not finite.
         """
-        place = self._places[command.turn, micro_batch]
-        headers = self._arrived(place)
+        if (command.turn, micro_batch) not in self._compared:  # taps take an answer several times
+            self._compare(self._places[command.turn, micro_batch], batch)
+            self._compared.add((command.turn, micro_batch))
+        return self.slots[command.block][micro_batch]
+
+    def _compare(self, place: _Place, batch: Batch) -> None:
+        """Wait for the headers of an answer, and compare them with the unit."""
+        command, headers = place.command, self._arrived(place)
         expected = token_hash(batch)
         for source, header in headers.items():
             where = f"unit {place.unit} of {command.place} from {self._route(source)}"
@@ -126,7 +142,6 @@ class AnswerRing:
                     "teacher's weights and precision, and at samples "
                     f"{batch.on_host.sample_ids_b.tolist()}"
                 )
-        return self.slots[command.block][micro_batch]
 
     def stop(self) -> None:
         """End the thread once every expected answer is there."""
@@ -144,7 +159,7 @@ class AnswerRing:
                 f"runtime.timeout_seconds = {limit:g} s; route {routes}"
             ) from None
 
-    def _sources(self, place: _Place) -> dict[int, list[Message]]:
+    def _sources(self, place: _Place) -> dict[int, list[Part]]:
         return self._plan.received(place.unit, self._bridge.rank)
 
     def _route(self, source: int) -> str:
@@ -185,7 +200,7 @@ class AnswerRing:
 class Asking:
     """Sends the commands of the student's first rank, and counts the rounds on every rank.
 
-    `ring` is that of this rank on the last stage, None elsewhere.
+    `ring` is that of this rank, None where its stage needs no output.
     """
 
     plan: AnswerPlan
@@ -250,11 +265,35 @@ class RemoteHead:
     groups: Groups
 
 
+@dataclass(frozen=True)
+class AnswerReader:
+    """Makes the tensors of an answer on this rank the signal of a micro-batch.
+
+    `signal_of`: of the answer for the losses between logits.
+    """
+
+    plan: AnswerPlan
+    signal_of: Callable[[Sequence[Tensor], Batch], Signal]
+
+    def __call__(self, columns: Columns, batch: Batch) -> Signal | WithFeatures | None:
+        """Return the signal; with features on each stage that receives some."""
+        own: list[Tensor] = []
+        features: dict[tuple[str, int], Tensor] = {}
+        for number, tensor in columns.items():
+            layer = self.plan.columns[number][0].layer
+            if layer is None:
+                own.append(tensor)
+            else:
+                features["output", layer] = tensor
+        signal = self.signal_of(own, batch) if own else None
+        return WithFeatures(signal, features) if self.plan.has_features else signal
+
+
 class OwnRanksTeacher:
     """A teacher on ranks of its own; a `Teacher` of the training steps, in order.
 
-    The rounds of the next `steps_ahead` steps are under way while a step is in use. On the last
-    stage an answer is waited for when it is taken; `signal_of` makes its columns a signal.
+    The rounds of the next `steps_ahead` steps are under way while a step is in use. On a stage that
+    receives answers one is waited for when it is taken; `reader` makes it a signal.
 
     Attributes:
         architecture: the teacher's shape.
@@ -265,7 +304,7 @@ class OwnRanksTeacher:
         self,
         asking: Asking,
         architecture: Architecture,
-        signal_of: Callable[[Sequence[Tensor], Batch], Signal],
+        reader: AnswerReader,
         *,
         weight: Tensor | None,
         head_parts: Sequence[Message],
@@ -275,7 +314,7 @@ class OwnRanksTeacher:
     ) -> None:
         self._asking = asking
         self.architecture = architecture
-        self._signal_of = signal_of
+        self._reader = reader
         self._weight = weight
         self._head_parts = head_parts
         self._last_step = last_step
@@ -328,7 +367,7 @@ class OwnRanksTeacher:
             weight[part.received] = rows.to(weight.device)
 
     def signals(self, batches: Sequence[Batch]) -> Signals:
-        """Return the signals of the next training step, on the last stage; else None for each.
+        """Return the signals of the next training step; None on a stage that receives none.
 
         Collective: that of `Asking.ask`, for the steps that are due.
         """
@@ -359,8 +398,9 @@ class OwnRanksTeacher:
         if ring is None:
             return [None] * len(batches)
 
-        def taken(number: int) -> Signal:
-            return self._signal_of(ring.take(command, number, batches[number]), batches[number])
+        def taken(number: int) -> Signal | WithFeatures | None:
+            columns = ring.take(command, number, batches[number])
+            return self._reader(columns, batches[number])
 
         return OnDemand(len(batches), taken)
 

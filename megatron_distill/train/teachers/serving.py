@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Queue
 from threading import Thread
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.models.gpt import run_model
+from megatron_distill.models.layers import tap_layers
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.step import run_schedule
-from megatron_distill.train.teachers.answer_ways import AnswerWay, SlotPlace, own_stream
+from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, SlotPlace, own_stream
 from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
@@ -35,14 +36,15 @@ from megatron_distill.train.teachers.units import Message
 
 __all__ = ["AnswerSender", "TeacherServer", "send_head"]
 
-Columns = Callable[[Tensor, Batch], Sequence[Tensor]]
+# Of the last hidden state: the tensors for the losses between logits.
+LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class _Answer:
     command: Command
     unit: int
-    columns: Sequence[Tensor]
+    columns: Columns
     non_finite: Tensor
     hashes: Mapping[int, int]  # by context rank of the student
     computed: torch.cuda.Event | None
@@ -73,7 +75,7 @@ class AnswerSender:
         self._thread = Thread(target=self._send_all, name="answers", daemon=True)
         self._thread.start()
 
-    def put(self, command: Command, unit: int, columns: Sequence[Tensor], batch: Batch) -> None:
+    def put(self, command: Command, unit: int, columns: Columns, batch: Batch) -> None:
         """Send a unit's answer; `batch` is whole, as on the host."""
         # A tail of no mass is -inf.
         bad = self._non_finite(columns)
@@ -93,10 +95,11 @@ class AnswerSender:
         self._work.put(None)
         self._thread.join()
 
-    def _non_finite(self, columns: Sequence[Tensor]) -> Tensor:
+    def _non_finite(self, columns: Columns) -> Tensor:
         """Count the values that an answer may not have, on the device."""
-        counts = []
-        for column, kind in zip(columns, self._plan.columns, strict=True):
+        counts, kinds = [], self._plan.columns
+        for number, column in columns.items():
+            _, kind = kinds[number]
             if kind.has_logarithms:  # that of no mass is -inf
                 counts.append((column.isnan() | column.isposinf()).sum())
             elif column.is_floating_point():
@@ -117,7 +120,7 @@ class AnswerSender:
             header = AnswerHeader(
                 answer.command.turn,
                 answer.unit,
-                answer.hashes[self._plan.context_rank(rank)],
+                answer.hashes[self._plan.student.context_rank(rank)],
                 int(answer.non_finite),
                 asks_to_stop=is_requested(),
             ).tensor()
@@ -151,21 +154,33 @@ class TeacherServer:
     """Runs the units of each round that the student asks for, until it ends.
 
     Attributes:
-        columns: turn the last hidden state of a unit on this rank into the tensors of its answer.
+        columns: turn the last hidden state of a unit into the tensors of its answer.
         held_out: this replica's units of each held-out batch.
-        sender: on ranks of the last stage, None elsewhere; it is stopped by its owner.
+        sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
+        layers: outputs of layers on this rank, of the unit that runs.
     """
 
     plan: AnswerPlan
     bridge: Bridge
     groups: Groups
     teacher: OnlineTeacher
-    columns: Columns
+    columns: LastColumns
     loader: StepLoader
     held_out: Sequence[Sequence[Batch]]
     sender: AnswerSender | None
     device: torch.device
     alone: LoneFailure
+    layers: dict[int, Tensor] = field(default_factory=dict)
+
+    def tap(self) -> None:
+        """Store the layer outputs that are sent; before the first round."""
+        wanted = {output.layer for output in self.plan.outputs if output.layer is not None}
+        taps = {layer: partial(self._put, layer) for layer in wanted}
+        tap_layers([self.teacher.model], taps, {})
+
+    def _put(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:  # noqa: ARG002
+        self.layers[layer] = hidden_sbH
+        return hidden_sbH
 
     def units(self) -> tuple[int, ...]:
         """The units of a round that this replica runs; some twice where experts need it."""
@@ -234,12 +249,28 @@ class TeacherServer:
         if self.device.type == "cuda":
             shard = shard.pinned()  # else the host would wait for the stream
         batch = shard.to(self.device)
-        output = run_model(model, batch, context_size=context.size())
+        output = run_model(model, batch, context_size=context.size(), micro_batch=unit)
+        layers = self._taken_layers()
+
+        def send(last: Sequence[Tensor]) -> None:
+            if is_sent and self.sender is not None:
+                own = dict(enumerate(last))  # the first output is of the last stage
+                self.sender.put(command, unit, {**own, **layers}, whole)
 
         def collected(hidden_sbh: Tensor, *, non_loss_data: bool) -> None:
             assert non_loss_data
-            columns = self.columns(hidden_sbh, batch)
-            if is_sent and self.sender is not None:
-                self.sender.put(command, unit, columns, whole)
+            send(self.columns(hidden_sbh, batch))
 
+        if not self.groups.is_last_stage:
+            send(())
         return output, collected
+
+    def _taken_layers(self) -> dict[int, Tensor]:
+        """Return this stage's layer outputs of the unit that has run, by number in its answer."""
+        found = {
+            number: self.layers[output.layer].contiguous()
+            for number, (output, _) in enumerate(self.plan.columns)
+            if output.layer in self.layers
+        }
+        self.layers.clear()
+        return found

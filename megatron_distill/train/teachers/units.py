@@ -153,6 +153,18 @@ class Grid:
         place = tensor + self.tensor * (context + self.context * (replica + self.replicas * stage))
         return self.ranks[place]
 
+    def stage(self, rank: int) -> int:
+        """Return the pipeline rank of a rank of the group in which rows move."""
+        return self.ranks.index(rank) // (self.tensor * self.context * self.replicas)
+
+    def replica(self, rank: int) -> int:
+        """Return the replica of a rank of the group in which rows move."""
+        return self.ranks.index(rank) // (self.tensor * self.context) % self.replicas
+
+    def context_rank(self, rank: int) -> int:
+        """Return the context-parallel rank of a rank of the group in which rows move."""
+        return self.ranks.index(rank) // self.tensor % self.context
+
     def holdings(self, length: int, *, replica: int, stage: int = -1) -> tuple[Holding, ...]:
         """Return the positions of a unit of `length` positions on each rank of a stage.
 

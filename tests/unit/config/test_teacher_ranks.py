@@ -18,9 +18,13 @@ teacher.nodes=1
     -> teacher.ranks = 2 and teacher.nodes = 1: give only one of the two
 student.ranks=1
     -> student.ranks: of a teacher only; remove it
+objective.features=[{student: 1, teacher: 1, loss: attention}]
+    -> objective.features.0.loss = 'attention': needs queries and keys of the same heads on each
+       rank of both models, and this teacher has ranks of its own
+objective.terms=[]
 objective.features=[{student: 1, teacher: 1, loss: cosine}]
-    -> objective.features: losses between layers need the teacher's layers on the ranks of the
-       student's, and this teacher has ranks of its own
+teacher.transfer={what: top_k, k: 8}
+    -> teacher.transfer.what = 'top_k': objective.terms = [], so that no loss uses the ids
 teacher.transfer.what=top_k
     -> teacher.transfer.k is required with teacher.transfer.what = 'top_k'
 teacher.transfer={what: top_k, k: 8}

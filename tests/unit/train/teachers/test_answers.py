@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_distill.runtime.batch import Batch
+from megatron_distill.train.teachers.answer_ways import create_shared, map_shared, private_slots
 from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
     Column,
     Command,
+    Output,
     Request,
     token_hash,
 )
@@ -42,7 +45,7 @@ def plan_of(*, steps_ahead: int = 1, sequence: bool = False) -> AnswerPlan:
         student=Grid(2, 1, 1, 2, sequence, tuple(range(4))),
         length=16,
         sequences=3,
-        columns=(Column("hidden", torch.bfloat16, (40,)),),
+        outputs=(Output(None, 0, 0, (Column("hidden", torch.bfloat16, (40,)),)),),
         steps_ahead=steps_ahead,
     )
 
@@ -52,12 +55,63 @@ def plan_of(*, steps_ahead: int = 1, sequence: bool = False) -> AnswerPlan:
 def test_slots_and_bytes_are_those_of_the_formulas(steps_ahead: int, sequence: bool) -> None:
     plan = plan_of(steps_ahead=steps_ahead, sequence=sequence)
     unit = 16 * 3 * 40 * 2 // (2 if sequence else 1)
-    assert plan.slot_bytes(rank=1, replica=0) == (steps_ahead + 1) * 6 * unit
+    assert plan.slot_bytes(rank=1) == (steps_ahead + 1) * 6 * unit
     routes = plan.step_bytes()
     for rank in range(4):
         assert sum(size for (_, to), size in routes.items() if to == rank) == 6 * unit
     # The units of each student replica go to all three teachers' replicas in turn.
     assert {source for source, _ in routes} == set(range(4, 10))
+
+
+def staged_plan() -> AnswerPlan:
+    """A student of TP2 x PP2, a teacher of PP2 x DP3; layer 1 for both stages, 4 for the first."""
+    hidden = Column("hidden", torch.bfloat16, (40,))
+    ids = Column("ids", torch.int32, (3,)), Column("values", torch.float32, (9,))
+    return AnswerPlan(
+        Units(micro_batches=6, student_replicas=1, teacher_replicas=3),
+        teacher=Grid(1, 1, 2, 3, sequence=False, ranks=tuple(range(4, 10))),
+        student=Grid(2, 1, 2, 1, sequence=True, ranks=tuple(range(4))),
+        length=16,
+        sequences=3,
+        outputs=(
+            Output(None, 1, 1, ids, splits=False),
+            Output(1, 0, 0, (hidden,)),
+            Output(1, 0, 1, (hidden,)),
+            Output(4, 1, 0, (hidden,)),
+        ),
+        steps_ahead=1,
+    )
+
+
+def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path: Path) -> None:
+    plan = staged_plan()
+    # Each tensor rank has half of a hidden state's rows, and all rows of the ids.
+    rows = {0: {2: 8, 4: 8}, 1: {2: 8, 4: 8}, 2: {0: 16, 1: 16, 3: 8}, 3: {0: 16, 1: 16, 3: 8}}
+    assert {rank: plan.slot_rows(rank) for rank in range(4)} == rows
+    places = dict.fromkeys(range(len(plan.columns)), torch.device("cpu"))
+    routes = plan.step_bytes()
+    for rank in range(4):
+        slots = private_slots(plan, rank, places)
+        received = {number: [0] * count for number, count in rows[rank].items()}
+        for unit in range(6):
+            for source, parts in plan.received(unit, rank).items():
+                assert plan.sends(source)
+                assert plan.teacher.replica(source) == unit % 3
+                assert parts == plan.sent(unit, source)[rank]
+                for part in parts:
+                    assert plan.columns[part.column][0].source == plan.teacher.stage(source)
+                    for row in range(part.message.rows):
+                        received[part.column][part.message.destination_start + row] += 1
+        assert all(counts == [6] * len(counts) for counts in received.values())
+        held = sum(one.nbytes for block in slots for slot in block for one in slot.values())
+        assert held == plan.slot_bytes(rank)
+        assert plan.slot_bytes(rank) == 2 * sum(n for (_, to), n in routes.items() if to == rank)
+        shared = create_shared(tmp_path / f"slots-{rank}", plan, rank)
+        for number, tensor in enumerate(t for block in shared for s in block for t in s.values()):
+            tensor.fill_(number)
+        again = map_shared(tmp_path / f"slots-{rank}", plan, rank)
+        for number, tensor in enumerate(t for block in again for s in block for t in s.values()):
+            assert bool((tensor == number).all())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

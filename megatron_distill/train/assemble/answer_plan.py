@@ -1,0 +1,145 @@
+"""From a configuration to the plan of the answers of a teacher on ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+
+from megatron_distill.config import (
+    RunConfig,
+    TransferConfig,
+    check_features,
+    matched_layers,
+    teacher_parallel,
+)
+from megatron_distill.errors import ConfigError
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.models.architecture import Architecture, Recompute
+from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.models import build_terms, layout_of
+from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
+from megatron_distill.train.teachers.moved_head import head_messages
+from megatron_distill.train.teachers.sent_topk import sent_settings, top_k_columns
+from megatron_distill.train.teachers.units import Grid, Message, Units
+from megatron_distill.train.throughput import balanced_stages
+
+__all__ = ["answer_plan", "answer_settings", "head_parts", "plain_terms", "sent_records"]
+
+_ANY_VOCABULARY: Final = 1 << 30
+
+
+def answer_plan(
+    config: RunConfig,
+    roles: Roles,
+    teacher: Architecture,
+    student: Architecture,
+    dtype: torch.dtype,
+    settings: CaptureSettings | None,
+) -> AnswerPlan:
+    """Return who sends which rows to whom; pure, and the same on all ranks.
+
+    `settings`: of sent top-k ids, which every tensor rank needs for all positions; None: hidden
+    states are sent, split along the sequence as the models leave them. Raises ConfigError: a
+    feature loss names a layer that its model does not have.
+    """
+    student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
+    teacher_grid = Grid.of(layout_of(teacher_parallel(config)), roles.teacher.ranks)
+    train, section = config.train, config.models["teacher"]
+    units = Units(
+        micro_batches=train.global_batch_size // (train.micro_batch_size * student_grid.replicas),
+        student_replicas=student_grid.replicas,
+        teacher_replicas=teacher_grid.replicas,
+    )
+    hidden = Column("hidden", dtype, (teacher.hidden_size,))
+    last = Output(
+        layer=None,
+        source=teacher_grid.pipeline - 1,
+        destination=student_grid.pipeline - 1,
+        columns=(hidden,) if settings is None else top_k_columns(settings),
+        splits=settings is None,
+    )
+    return AnswerPlan(
+        units,
+        teacher_grid,
+        student_grid,
+        length=section.sequence_length or config.data.sequence_length,
+        sequences=train.micro_batch_size,
+        outputs=(last, *_layer_outputs(config, teacher, student, hidden)),
+        steps_ahead=section.steps_ahead,
+    )
+
+
+def _layer_outputs(
+    config: RunConfig, teacher: Architecture, student: Architecture, hidden: Column
+) -> Iterator[Output]:
+    """Yield the layer outputs that feature losses need, once for each stage of the student."""
+    features = config.objective.features
+    if not features:
+        return
+    check_features(features, student.num_layers, teacher.num_layers)
+    own = config.parallel
+    of_student = ranks_of_layers(_student_layers(config, student), own.pipeline)
+    stages = teacher_parallel(config).pipeline
+    layers = own.layers_per_stage.teacher or even_layers(teacher.num_layers, stages)
+    of_teacher = ranks_of_layers(layers, stages)
+    wanted = {
+        (theirs, of_student[ours - 1])
+        for entry in features
+        for ours, theirs in matched_layers(entry, student.num_layers, teacher.num_layers)
+    }
+    for layer, stage in sorted(wanted):
+        yield Output(layer, of_teacher[layer - 1], stage, (hidden,))
+
+
+def _student_layers(config: RunConfig, student: Architecture) -> tuple[int, ...]:
+    """Return the layers of each stage of the student, whose ranks have no work of the teacher."""
+    train, parallel = config.train, config.parallel
+    recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
+    return parallel.layers_per_stage.student or balanced_stages(
+        student,
+        None,
+        sequence_length=config.data.sequence_length,
+        stages=layout_of(parallel).stages,
+        is_recomputed=recompute.layers is None,
+    )
+
+
+def answer_settings(
+    transfer: TransferConfig, terms: Sequence[Term | ChunkTerm], *, tokens: int, length: int
+) -> CaptureSettings | None:
+    """Return the settings of sent top-k ids; None where hidden states are sent."""
+    if transfer.what == "hidden":
+        return None
+    assert transfer.k is not None, "the rules ask for it"
+    if transfer.k > tokens:
+        raise ConfigError(
+            f"teacher.transfer.k = {transfer.k}: the tokenizer has {tokens} tokens; lower it"
+        )
+    return sent_settings(
+        plain_terms(terms), k=transfer.k, vocab_size=tokens, sequence_length=length
+    )
+
+
+def plain_terms(terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
+    """Return the terms between two models of one tokenizer."""
+    return tuple(term for term in terms if isinstance(term, Term))
+
+
+def sent_records(config: RunConfig) -> CaptureSettings | None:
+    """Return the settings of sent top-k ids before the tokenizer is known."""
+    terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
+    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    return answer_settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
+
+
+def head_parts(
+    plan: AnswerPlan, teacher: Architecture, head: Architecture, tokens: int
+) -> tuple[Message, ...]:
+    """Return the messages of the output head; `head`: the shape whose rows a receiver has."""
+    sizes = ((teacher, plan.teacher.tensor), (head, plan.student.tensor))
+    rows = [shape.padded_vocab_size(size) // size for shape, size in sizes]
+    return head_messages(plan.teacher, plan.student, rows=(rows[0], rows[1]), size=tokens)
