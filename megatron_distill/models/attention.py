@@ -82,8 +82,9 @@ class TorchAttention(MegatronModule):
         assert packed_seq_params is None
         assert attention_bias is not None
         call = attention_bias
-        size = self.context_group.size()
-        assert call.segments.size == size, (call.segments.size, size)
+        # Whole sequences, of one rank each, need no keys of other context ranks.
+        size = call.segments.size
+        assert size in (1, self.context_group.size()), (size, self.context_group.size())
         saving: AbstractContextManager[None] = nullcontext()
         if size > 1:
             whole = gathered_keys(key, value, self.context_group)

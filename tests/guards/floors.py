@@ -18,12 +18,12 @@ FLOORS = {
     "losses": 5,
     "models": 5,
     "data": 5,
-    "train": 6,
     "evaluation": 6,
-    "commands": 7,
-    "cli": 8,
-    "launch": 8,
-    "tools": 8,
+    "train": 7,
+    "commands": 8,
+    "cli": 9,
+    "launch": 9,
+    "tools": 9,
 }
 
 # The ground that all floors stand on, their own neighbour `config` included.

@@ -1,0 +1,65 @@
+"""Requests to a model: score an answer after a context. All that tasks know about models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Interrupted", "Request", "Score", "Scorer", "model_input"]
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
+    """An evaluation ended early on all ranks, because a signal asked for it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """An answer to score after a context; token ids, int32.
+
+    The context has at least one token, the answer may have none: its log-probability is zero.
+    """
+
+    context: NDArray[np.int32]
+    answer: NDArray[np.int32]
+
+
+class Score(NamedTuple):
+    """The answer's log-probability in nats, and whether greedy decoding writes this answer."""
+
+    log_prob: float
+    is_greedy: bool
+
+
+class Scorer(Protocol):
+    """A model behind any layout; every rank calls it with the same requests."""
+
+    @property
+    def positions(self) -> int:
+        """The longest input in tokens; a longer request loses the beginning of its context."""
+        ...
+
+    def score(
+        self, requests: Sequence[Request], *, advanced: Callable[[int], None] | None = None
+    ) -> list[Score]:
+        """Return the scores in the order of the requests, the same on every rank.
+
+        `advanced` is told the number of requests that are done so far. Raises Interrupted on all
+        ranks together.
+        """
+        ...
+
+
+def model_input(request: Request, positions: int) -> tuple[NDArray[np.int32], int]:
+    """Return the model's input of a request, and how many of its last positions predict the answer.
+
+    The input is (context + answer)[-(positions + 1):] without the last token, as in
+    lm-evaluation-harness: tokens are cut on the left. Of an answer longer than the positions only
+    the last ones are predicted.
+    """
+    whole = np.concatenate([request.context, request.answer])[-(positions + 1) :]
+    inputs = whole[:-1] if len(request.answer) else whole[-positions:]
+    return inputs, min(len(request.answer), len(inputs))

@@ -1,0 +1,1 @@
+"""Evaluation tasks: their records and files, prompts, graders and results."""

@@ -1,0 +1,168 @@
+"""A task in the tokens of one model: its requests, and the facts that its results need."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_distill.data.tokenizers.protocol import Tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.requests import Request
+from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
+from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
+from megatron_distill.evaluation.tasks.record import Task
+
+__all__ = ["ItemFacts", "PreparedTask", "prepare_task"]
+
+
+@dataclass(frozen=True)
+class ItemFacts:
+    """What the scores of an item are compared with.
+
+    Attributes:
+        requests: number of its requests, which follow one another.
+        right: index of the right choice.
+        lengths: characters of each choice, of multiple choice.
+        counted: bytes and words of the text, of a perplexity.
+        tokens: scored tokens.
+        group: of the item; empty without groups.
+    """
+
+    requests: int
+    right: int = 0
+    lengths: tuple[int, ...] = ()
+    counted: tuple[int, int] = (0, 0)
+    tokens: int = 0
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    """A task whose prompts are encoded for one model.
+
+    Attributes:
+        requests: of all items, one after another.
+        items: facts of each item.
+        prompt_hash: digest of all prompts and answers as text, and of the chat template's use.
+        first_prompt: text of the first item's prompt.
+        shots_dropped: items that lost examples, since their prompt was too long.
+        truncated: items that lost tokens on the left.
+        is_single: whether each choice is one token, so that probabilities of letters exist.
+    """
+
+    task: Task
+    requests: Sequence[Request] = field(repr=False)
+    items: tuple[ItemFacts, ...] = field(repr=False)
+    prompt_hash: str
+    first_prompt: str
+    shots_dropped: int = 0
+    truncated: int = 0
+    is_single: bool = False
+
+
+def prepare_task(task: Task, tokenizer: Tokenizer, *, positions: int) -> PreparedTask:
+    """Read a task and encode it for a model with that many positions.
+
+    Raises ConfigError or DataError: files, columns, templates, or a task that needs generation.
+    """
+    items = read_task(task)
+    encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
+    if task.kind == "perplexity":
+        return _of_texts(task, items, encoder, positions)
+    if task.kind == "multiple_choice":
+        return _of_choices(task, items, encoder, positions)
+    raise ConfigError(
+        f"task {task.name}: kind = 'generation' is not measured yet; leave it out of the tasks"
+    )
+
+
+def _of_texts(
+    task: Task, items: Sequence[Item], encoder: TextEncoder, positions: int
+) -> PreparedTask:
+    requests: list[Request] = []
+    facts = []
+    ids_of = encoder.tokenizer.encode_batch([item.target for item in items])
+    for item, ids in zip(items, ids_of, strict=True):
+        windows = rolling_requests(ids, prefix_id=encoder.prefix_id, positions=positions)
+        requests += windows
+        words = len(item.counted.split())
+        counted = (len(item.counted.encode()), words)
+        facts.append(ItemFacts(len(windows), counted=counted, tokens=len(ids), group=item.group))
+    texts = [item.target for item in items]
+    return PreparedTask(
+        task, requests, tuple(facts), _digest(task, texts), texts[0][:2000] if texts else ""
+    )
+
+
+def _of_choices(
+    task: Task, items: Sequence[Item], encoder: TextEncoder, positions: int
+) -> PreparedTask:
+    named = f"task {task.name}"
+    # A chat template ends with the beginning of the answer's turn.
+    delimiter = "" if task.chat else task.delimiter
+    answers = [[f"{delimiter}{choice}" for choice in item.choices] for item in items]
+    prompts = [item.prompt for item in items]
+    texts = [encoder.rendered(prompt, named=named) for prompt in prompts]
+    encoded = encoder.requests(list(zip(texts, answers, strict=True)))
+    shots_dropped = truncated = 0
+    for place, requests in enumerate(encoded):
+        if _fits(requests, positions):
+            continue
+        prompt = prompts[place]
+        if task.truncation == "shots" and prompt.shots:
+            encoded[place], texts[place] = _shortened(
+                prompt, answers[place], encoder, positions, named
+            )
+            shots_dropped += 1
+        truncated += not _fits(encoded[place], positions)
+    facts = tuple(
+        ItemFacts(
+            len(requests),
+            right=item.right,
+            lengths=tuple(len(choice) for choice in item.choices),
+            tokens=sum(len(request.answer) for request in requests),
+            group=item.group,
+        )
+        for item, requests in zip(items, encoded, strict=True)
+    )
+    content = [text for pair in zip(texts, answers, strict=True) for text in (pair[0], *pair[1])]
+    flat = [request for requests in encoded for request in requests]
+    return PreparedTask(
+        task,
+        flat,
+        facts,
+        _digest(task, content),
+        texts[0] if texts else "",
+        shots_dropped=shots_dropped,
+        truncated=truncated,
+        is_single=all(len(request.answer) == 1 for request in flat),
+    )
+
+
+def _fits(requests: Sequence[Request], positions: int) -> bool:
+    """Whether no token is lost; the last token of an answer is predicted, not read."""
+    return all(len(one.context) + len(one.answer) <= positions + 1 for one in requests)
+
+
+def _shortened(
+    prompt: Prompt, answers: Sequence[str], encoder: TextEncoder, positions: int, named: str
+) -> tuple[list[Request], str]:
+    """Drop examples from the last on until the prompt fits, or none is left."""
+    while True:
+        prompt = prompt.without_last_shot()
+        text = encoder.rendered(prompt, named=named)
+        (requests,) = encoder.requests([(text, answers)])
+        if _fits(requests, positions) or not prompt.shots:
+            return requests, text
+
+
+def _digest(task: Task, texts: Sequence[str]) -> str:
+    found = hashlib.sha256(b"chat" if task.chat else b"plain")
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        found.update(np.int64(len(content)).tobytes())
+        found.update(content)
+    return f"sha256:{found.hexdigest()}"

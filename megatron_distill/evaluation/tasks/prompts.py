@@ -1,0 +1,248 @@
+"""Prompts of a task's items: Jinja templates over the columns of a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
+from jinja2.sandbox import SandboxedEnvironment
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.tasks.record import Task
+from megatron_distill.evaluation.tasks.rows import TaskRow, read_items, read_shots
+
+__all__ = ["Item", "Prompt", "TaskTemplates", "read_task"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The parts of a prompt; the answer comes after it.
+
+    Attributes:
+        system: a system message, with a chat template only.
+        description: before the examples.
+        shots: question and answer of each example.
+        question: of the item.
+        delimiter: between a question and its answer.
+        shot_separator: after each example.
+    """
+
+    system: str
+    description: str
+    shots: tuple[tuple[str, str], ...]
+    question: str
+    delimiter: str
+    shot_separator: str
+
+    @property
+    def text(self) -> str:
+        """The whole prompt as plain text, up to the delimiter of the answer."""
+        examples = (
+            f"{question}{self.delimiter}{answer}{self.shot_separator}"
+            for question, answer in self.shots
+        )
+        return f"{self.description}{''.join(examples)}{self.question}"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as chat messages: a system message, one turn per example, the question."""
+        found = [{"role": "system", "content": f"{self.system}{self.description}"}]
+        if not found[0]["content"]:
+            found.clear()
+        for question, answer in self.shots:
+            found.append({"role": "user", "content": question})
+            found.append({"role": "assistant", "content": answer})
+        return [*found, {"role": "user", "content": self.question}]
+
+    def without_last_shot(self) -> Prompt:
+        """The same prompt with one example less."""
+        return replace(self, shots=self.shots[:-1])
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a task, ready to be encoded.
+
+    Attributes:
+        prompt: before the answer; of a perplexity without texts.
+        choices: texts of the choices, of multiple choice.
+        right: index of the right choice; 0 elsewhere.
+        target: the right answer, of generation; the text, of a perplexity.
+        counted: the text whose bytes and words are counted, of a perplexity.
+        group: value of the task's group column, empty without one.
+        place: file and row.
+    """
+
+    prompt: Prompt
+    choices: tuple[str, ...] = ()
+    right: int = 0
+    target: str = ""
+    counted: str = ""
+    group: str = ""
+    place: str = ""
+
+
+class TaskTemplates:
+    """The compiled templates of a task; raises ConfigError for one that is no template."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._environment = SandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+        )
+        self._environment.filters["regex_replace"] = _regex_replace
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of a row that the templates read."""
+        task, names = self._task, set()
+        texts = [task.description, task.question, task.shot_answer or "", task.text, task.system]
+        texts += [task.counted_text or ""]
+        expressions = [task.answer]
+        if isinstance(task.choices, str):
+            expressions.append(task.choices)
+        else:
+            texts += task.choices
+        texts += [f"{{{{ {one} }}}}" for one in expressions if one]
+        for text in texts:
+            try:
+                names |= meta.find_undeclared_variables(self._environment.parse(text))
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"task {task.name} ({task.place}): {text!r} is no template: {error.message}; "
+                    "correct it"
+                ) from error
+        names |= {task.group} if task.group else set()
+        return tuple(sorted(task.columns.get(name, name) for name in names))
+
+    def item(self, row: TaskRow, shots: Sequence[TaskRow]) -> Item:
+        """Return the item of a row with these examples. Raises DataError: a column is missing."""
+        task = self._task
+        group = str(self._values(row)[task.group]) if task.group else ""
+        if task.kind == "perplexity":
+            text = self._text(task.text, row)
+            counted = text if task.counted_text is None else self._text(task.counted_text, row)
+            nothing = Prompt("", "", (), "", "", "")
+            return Item(nothing, target=text, counted=counted, group=group, place=row.place)
+        prompt = Prompt(
+            system=self._text(task.system, row),
+            description=self._text(task.description, row),
+            shots=tuple((self._text(task.question, one), self._shot_answer(one)) for one in shots),
+            question=self._text(task.question, row),
+            delimiter=task.delimiter,
+            shot_separator=task.shot_separator,
+        )
+        if task.kind == "generation":
+            target = str(self._expression("answer", task.answer, row))
+            return Item(prompt, target=target, group=group, place=row.place)
+        choices, right = self._choices(row)
+        return Item(prompt, choices, right, group=group, place=row.place)
+
+    def group_of(self, row: TaskRow) -> object:
+        """Return the value of the group column, None without one."""
+        return self._values(row)[self._task.group] if self._task.group else None
+
+    def _shot_answer(self, row: TaskRow) -> str:
+        task = self._task
+        if task.shot_answer is not None:
+            return self._text(task.shot_answer, row)
+        if task.kind == "generation":
+            return str(self._expression("answer", task.answer, row))
+        choices, right = self._choices(row)
+        return choices[right]
+
+    def _choices(self, row: TaskRow) -> tuple[tuple[str, ...], int]:
+        task = self._task
+        if isinstance(task.choices, str):
+            found = self._expression("choices", task.choices, row)
+            if isinstance(found, str) or not isinstance(found, Sequence) or len(found) < 2:
+                raise DataError(
+                    f"task {task.name}: {row.place}: choices = {task.choices!r} gives {found!r}; "
+                    "it must be a list of two or more texts"
+                )
+            choices = tuple(str(one) for one in found)
+        else:
+            choices = tuple(self._text(one, row) for one in task.choices)
+        right = self._expression("answer", task.answer, row)
+        if isinstance(right, str) and right in choices:
+            right = choices.index(right)
+        elif isinstance(right, str) and right.strip().isdigit():
+            right = int(right)
+        if not isinstance(right, int) or not 0 <= right < len(choices):
+            raise DataError(
+                f"task {task.name}: {row.place}: the answer is {right!r}, neither one of the "
+                f"choices nor an index from 0 to {len(choices) - 1}; correct `answer` or the row"
+            )
+        return choices, right
+
+    def _values(self, row: TaskRow) -> Mapping[str, Any]:
+        task = self._task
+        values = dict(row.values)
+        for name, column in task.columns.items():
+            if column in row.values:
+                values[name] = row.values[column]
+        if task.group and task.group not in values:
+            raise self._missing(f"column {task.columns.get(task.group, task.group)!r}", row)
+        return values
+
+    def _text(self, template: str, row: TaskRow) -> str:
+        if "{" not in template:
+            return template
+        try:
+            return self._environment.from_string(template).render(self._values(row))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise self._missing(str(error), row) from error
+
+    def _expression(self, key: str, source: str, row: TaskRow) -> Any:
+        """Return the value of an expression over the columns."""
+        try:
+            compiled = self._environment.compile_expression(source, undefined_to_none=False)
+            found = compiled(**self._values(row))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise self._missing(f"{key}: {error}", row) from error
+        if isinstance(found, StrictUndefined) or found is None:
+            raise self._missing(f"{key} = {source!r} has no value", row)
+        return found
+
+    def _missing(self, reason: str, row: TaskRow) -> DataError:
+        names = ", ".join(row.values) or "none"
+        return DataError(
+            f"task {self._task.name}: {row.place}: {reason} (its columns: {names}); name the "
+            f"column under `columns`, or correct the template in {self._task.place}"
+        )
+
+
+def read_task(task: Task) -> list[Item]:
+    """Read a task's files and build its items with their examples.
+
+    The examples of an item are the first `shots` rows of its group, other than the item where both
+    come from the same files. Raises ConfigError or DataError: a file or a column is missing, or a
+    group has too few examples.
+    """
+    templates = TaskTemplates(task)
+    columns = templates.columns
+    rows, shots = read_items(task, columns), read_shots(task, columns)
+    of_group: dict[object, list[TaskRow]] = {}
+    for shot in shots:
+        of_group.setdefault(templates.group_of(shot), []).append(shot)
+    has_own_files = bool(task.shot_files or task.shot_rows)
+    found = []
+    for row in rows:
+        pool = of_group.get(templates.group_of(row), [])[: task.shots + 1]
+        chosen = [one for one in pool if has_own_files or one.place != row.place][: task.shots]
+        if len(chosen) < task.shots:
+            group = f" of {task.group} {templates.group_of(row)!r}" if task.group else ""
+            raise DataError(
+                f"task {task.name}: {len(chosen)} examples{group}, and shots is {task.shots}; "
+                "lower shots, or add rows to shot_files"
+            )
+        found.append(templates.item(row, chosen))
+    return found
+
+
+def _regex_replace(text: str, pattern: str, replacement: str) -> str:
+    return re.sub(pattern, replacement, text)

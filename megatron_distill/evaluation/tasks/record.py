@@ -1,0 +1,223 @@
+"""The record of a task, read from one YAML file: its files, its prompt, and its measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+
+from megatron_distill.errors import ConfigError
+
+__all__ = ["MEASURES", "Task", "load_task", "shipped_tasks"]
+
+Kind = Literal["multiple_choice", "generation", "perplexity"]
+
+_SHIPPED: Final = Path(__file__).with_name("shipped")
+
+# The names under which a kind's results are reported, the first one is the usual one to compare.
+MEASURES: Final[Mapping[str, tuple[str, ...]]] = {
+    "multiple_choice": ("acc", "acc_norm", "letter_mass", "acc_where_mass"),
+    "generation": ("exact_match",),
+    "perplexity": ("bits_per_byte", "byte_perplexity", "word_perplexity", "token_perplexity"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task; its texts are Jinja templates over the columns of a row.
+
+    Attributes:
+        name: in results.
+        kind: how its items are measured.
+        files: paths or globs of the items, relative to `folder`.
+        shot_files: of the examples in front of an item; empty: the items' files.
+        folder: of the files; None: that of the process.
+        format: `jsonl`, `parquet`, `arrow` or `csv`; None: by the files' names.
+        column_names: of CSV files without a header line.
+        columns: names used in the templates, and the columns that hold them.
+        group: column; the shots of an item are from its group, which has a result of its own.
+        shots: number of examples in front of an item.
+        shot_rows: the examples themselves, instead of files.
+        limit: items that are used, spread evenly over the files; None: all.
+        description: template of the text before the shots.
+        question: template of an item without its answer.
+        choices: expression of the choices, or their templates; of multiple choice.
+        answer: expression of the index of the right choice, or of the right answer's text.
+        shot_answer: template of an example's answer; None: the right choice.
+        delimiter: between question and answer.
+        shot_separator: after each example.
+        text: template of the text of a perplexity.
+        counted_text: template of the text whose bytes and words are counted; None: `text`.
+        stops: strings that end a generated text.
+        max_new_tokens: of a generated text.
+        graders: names of the graders of a generated text, the first one is the usual one.
+        chat: whether prompts are rendered by the tokenizer's chat template.
+        system: template of a system message before the description, with `chat`.
+        truncation: what a prompt that is too long loses: `shots`, whole ones from the last on, then
+            tokens on the left; or `tokens` alone.
+        place: file of the record, for messages.
+    """
+
+    name: str
+    kind: Kind
+    files: tuple[str, ...] = ()
+    shot_files: tuple[str, ...] = ()
+    folder: str | None = None
+    format: str | None = None
+    column_names: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    group: str | None = None
+    shots: int = 0
+    shot_rows: tuple[Mapping[str, Any], ...] = ()
+    limit: int | None = None
+    description: str = ""
+    question: str = ""
+    choices: str | tuple[str, ...] = ()
+    answer: str = ""
+    shot_answer: str | None = None
+    delimiter: str = " "
+    shot_separator: str = "\n\n"
+    text: str = ""
+    counted_text: str | None = None
+    stops: tuple[str, ...] = ()
+    max_new_tokens: int = 256
+    graders: tuple[str, ...] = ()
+    chat: bool = False
+    system: str = ""
+    truncation: str = "shots"
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in MEASURES:
+            raise self.problem("kind", self.kind, f"one of {', '.join(MEASURES)}")
+        wanted = {
+            "multiple_choice": ("question", "choices", "answer"),
+            "generation": ("question", "answer", "graders"),
+            "perplexity": ("text",),
+        }[self.kind]
+        for name in wanted:
+            if not getattr(self, name):
+                answer = "the right answer of a row: without it nothing can be scored"
+                raise self.problem(name, None, answer if name == "answer" else "its text")
+        if self.truncation not in ("shots", "tokens"):
+            raise self.problem("truncation", self.truncation, "shots or tokens")
+        if self.shots < 0:
+            raise self.problem("shots", self.shots, "0 or more")
+        if self.limit is not None and self.limit < 1:
+            raise self.problem("limit", self.limit, "1 or more, or null for all items")
+
+    def problem(self, key: str, value: object, wanted: str) -> ConfigError:
+        """Return the error of a key."""
+        return ConfigError(f"task {self.name} ({self.place}): {key} = {value!r}; give {wanted}")
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of its results, the usual one first."""
+        if self.kind == "generation":
+            return self.graders
+        return MEASURES[self.kind]
+
+
+def shipped_tasks() -> dict[str, Path]:
+    """Return the files of the tasks that come with the package, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+
+
+def load_task(named: str, changes: Mapping[str, Any] | None = None) -> Task:
+    """Return the task of a YAML file or of a shipped name, with some keys changed.
+
+    A file may name another task under `base`, whose keys it changes. Relative paths under `folder`
+    are relative to the process, as on a command line; without one, `files` are relative to it.
+
+    Raises ConfigError: no such task, not YAML, an unknown key, or a value of the wrong type.
+    """
+    content, place = _with_base(named, ())
+    content = {**content, **(changes or {})}
+    name = content.pop("name", None) or Path(named).stem
+    known = [one.name for one in fields(Task) if one.name != "place"]
+    unknown = sorted(set(content) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{place}: {unknown[0]!r} is no key of a task; the keys are {', '.join(known)}"
+        )
+    values = {key: _value(key, value, place) for key, value in content.items()}
+    if "kind" not in values:
+        raise ConfigError(f"{place}: kind is missing; give one of {', '.join(MEASURES)}")
+    return Task(name=str(name), place=place, **values)
+
+
+def _with_base(named: str, inside: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+    content, place = _read(named)
+    base = content.pop("base", None)
+    if base is None:
+        return content, place
+    if base in inside:
+        raise ConfigError(f"{place}: base = {base!r} leads back to itself; remove one of them")
+    beside = Path(place).parent / str(base)
+    below, _ = _with_base(str(beside) if beside.is_file() else str(base), (*inside, str(base)))
+    columns = {**below.get("columns", {}), **content.get("columns", {})}
+    return {**below, **content, **({"columns": columns} if columns else {})}, place
+
+
+def _read(named: str) -> tuple[dict[str, Any], str]:
+    shipped = shipped_tasks()
+    path = shipped.get(named, Path(named).expanduser())
+    if not path.is_file():
+        raise ConfigError(
+            f"{named}: there is no such task; give the path of a YAML file, or one of "
+            f"{', '.join(shipped)}"
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not a YAML file ({error}); correct it") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a mapping of keys; see docs/evaluation.md")
+    return {"name": path.stem, **content}, str(path)
+
+
+_TEXTS: Final = frozenset(
+    {"kind", "folder", "format", "group", "description", "question", "answer", "shot_answer"}
+    | {"delimiter", "shot_separator", "text", "counted_text", "system", "truncation"}
+)
+_LISTS: Final = frozenset({"files", "shot_files", "column_names", "stops", "graders"})
+_NUMBERS: Final = frozenset({"shots", "limit", "max_new_tokens"})
+_MAY_BE_NULL: Final = frozenset(
+    {"folder", "format", "group", "limit", "shot_answer", "counted_text"}
+)
+
+
+def _value(key: str, value: Any, place: str) -> Any:
+    """Return a key's value with its type; raises ConfigError."""
+    wrong = ConfigError(f"{place}: {key} = {value!r} has the wrong type; see docs/evaluation.md")
+    if value is None and key in _MAY_BE_NULL:
+        return None
+    if key in _LISTS or (key == "choices" and not isinstance(value, str)):
+        if isinstance(value, str):
+            return (value,)
+        if not _is_list(value) or not all(isinstance(one, str) for one in value):
+            raise wrong
+        return tuple(value)
+    if key == "shot_rows":
+        if not _is_list(value) or not all(isinstance(one, Mapping) for one in value):
+            raise wrong
+        return tuple(value)
+    if key == "columns":
+        if not isinstance(value, Mapping):
+            raise wrong
+        return {str(name): str(column) for name, column in value.items()}
+    is_right = (
+        (isinstance(value, str) and (key in _TEXTS or key == "choices"))
+        or (isinstance(value, bool) and key == "chat")
+        or (isinstance(value, int) and not isinstance(value, bool) and key in _NUMBERS)
+    )
+    if not is_right:
+        raise wrong
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

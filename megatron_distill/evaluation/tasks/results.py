@@ -1,0 +1,141 @@
+"""Results of a task: measures with their standard errors, and the counts that qualify them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_distill.evaluation.requests import Score
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
+
+__all__ = ["stderr_of", "task_result"]
+
+Floats = NDArray[np.float64]
+
+# Below this mean probability of all letters together, accuracy is about the format.
+_LEAST_MASS: Final = 0.5
+_MOST_TRUNCATED: Final = 0.01
+
+
+def task_result(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+    """Return the measures of a task from the scores of its requests.
+
+    Every measure that is a mean has its standard error under `NAME_stderr`. With groups each has
+    its own measure and count under `groups`. Ties go to the first choice.
+    """
+    if prepared.task.kind == "perplexity":
+        found = _of_texts(prepared, scores)
+    else:
+        found = _of_choices(prepared, scores)
+    found |= {
+        "n": len(prepared.items),
+        "shots": prepared.task.shots,
+        "shots_dropped": prepared.shots_dropped,
+        "truncated": prepared.truncated,
+        "prompt_hash": prepared.prompt_hash,
+    }
+    reasons = _reservations(prepared, found)
+    return found | ({"not_comparable": reasons} if reasons else {})
+
+
+def stderr_of(values: Floats) -> float:
+    """Standard error of the mean of independent values; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+    right: list[bool] = []
+    right_by_length: list[bool] = []
+    mass: list[float] = []
+    not_finite = first = 0
+    for item in prepared.items:
+        part = [score.log_prob for score in scores[first : first + item.requests]]
+        first += item.requests
+        log_probs = np.array(part)
+        if np.isnan(log_probs).any():
+            not_finite += 1
+            log_probs = np.full(len(part), -np.inf)
+        chosen = int(log_probs.argmax())
+        is_finite = bool(np.isfinite(log_probs).any())
+        right.append(is_finite and chosen == item.right)
+        lengths = np.maximum(1, np.array(item.lengths))
+        right_by_length.append(is_finite and int((log_probs / lengths).argmax()) == item.right)
+        mass.append(float(np.exp(log_probs).sum()))
+    hits, by_length = np.array(right, float), np.array(right_by_length, float)
+    found: dict[str, Any] = {
+        "acc": float(hits.mean()),
+        "acc_stderr": stderr_of(hits),
+        "acc_norm": float(by_length.mean()),
+        "acc_norm_stderr": stderr_of(by_length),
+    }
+    if prepared.is_single:
+        masses = np.array(mass)
+        found["letter_mass"] = float(masses.mean())
+        follows = masses > _LEAST_MASS
+        if follows.any():
+            found["acc_where_mass"] = float(hits[follows].mean())
+    if not_finite:
+        found["not_finite"] = not_finite
+    return found | _groups(prepared, hits, "acc")
+
+
+def _groups(prepared: PreparedTask, values: Floats, name: str) -> dict[str, Any]:
+    groups: dict[str, list[float]] = {}
+    for item, value in zip(prepared.items, values, strict=True):
+        groups.setdefault(item.group, []).append(float(value))
+    if set(groups) <= {""}:
+        return {}
+    return {
+        "groups": {
+            group: {name: float(np.mean(own)), "n": len(own)} for group, own in groups.items()
+        }
+    }
+
+
+def _of_texts(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+    sums: list[float] = []
+    first = 0
+    for item in prepared.items:
+        sums.append(sum(score.log_prob for score in scores[first : first + item.requests]))
+        first += item.requests
+    counted = np.array([item.counted for item in prepared.items], float).reshape(-1, 2)
+    tokens = np.array([item.tokens for item in prepared.items], float)
+    log_probs = np.array(sums)
+    nats_per_byte = -log_probs.sum() / max(1.0, counted[:, 0].sum())
+    # The ratio's error by the delta method: the residuals of the texts.
+    residuals = -log_probs - nats_per_byte * counted[:, 0]
+    error = 0.0
+    if len(sums) > 1:
+        error = math.sqrt(len(sums)) * float(residuals.std(ddof=1)) / counted[:, 0].sum()
+    return {
+        "bits_per_byte": nats_per_byte / math.log(2),
+        "bits_per_byte_stderr": error / math.log(2),
+        "byte_perplexity": _exp(nats_per_byte),
+        "word_perplexity": _exp(-log_probs.sum() / max(1.0, counted[:, 1].sum())),
+        "token_perplexity": _exp(-log_probs.sum() / max(1.0, tokens.sum())),
+        "bytes": int(counted[:, 0].sum()),
+        "tokens": int(tokens.sum()),
+    }
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def _reservations(prepared: PreparedTask, found: dict[str, Any]) -> list[str]:
+    """Return why a result is not to be compared with published ones; empty if nothing is known."""
+    reasons = []
+    count = max(1, len(prepared.items))
+    if found.get("letter_mass", 1.0) < _LEAST_MASS:
+        reasons.append("letter_mass")
+    if prepared.truncated > _MOST_TRUNCATED * count:
+        reasons.append("truncated")
+    if prepared.task.limit is not None and prepared.task.limit <= len(prepared.items):
+        reasons.append("limit")
+    return reasons

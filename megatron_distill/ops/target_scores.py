@@ -1,0 +1,122 @@
+"""Log-probabilities of given ids on vocabulary shards, and whether each id is the likeliest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.ops.frozen_head import output_chunks
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
+from megatron_distill.signals import HiddenState, LogitRule
+
+__all__ = ["TargetScores", "target_scores"]
+
+
+class TargetScores(NamedTuple):
+    """Scores of Q pairs of a row and an id, the same on every rank.
+
+    Attributes:
+        log_prob: ``[Q]`` fp64, over the whole real vocabulary.
+        is_greedy: ``[Q]`` bool, whether the id is the row's likeliest, the lowest among equals.
+    """
+
+    log_prob: Tensor
+    is_greedy: Tensor
+
+
+@torch.no_grad()
+def target_scores(
+    state: HiddenState,
+    shard: VocabShard,
+    group: dist.ProcessGroup | None,
+    *,
+    rows: Tensor,
+    ids: Tensor,
+    chunk_tokens: int | None = None,
+) -> TargetScores:
+    """Score ids at rows of hidden states; logits exist for one chunk of rows at a time.
+
+    Shapes: rows ``[Q]`` int64, ascending, index the state's tokens ``[N]``; ids ``[Q]`` int64 are
+    global. A row may have several ids. An id outside of the real vocabulary has no probability.
+
+    Collective: over ``group`` per chunk one all-gather of 12 bytes per row and one all-reduce of 4
+    bytes per pair (twice that for fp64 states).
+    """
+    total, device = state.tokens, state.weight.device
+    log_prob = torch.empty(rows.numel(), dtype=torch.float64, device=device)
+    is_greedy = torch.empty(rows.numel(), dtype=torch.bool, device=device)
+    most = chunk_tokens or chunk_tokens_for(shard.width, device)
+    counted = torch.arange(total, device=device)
+    first = 0
+    for chunk in output_chunks(state, counted, chunk_tokens=most, columns=shard.real_width):
+        stop = first + chunk.rows.numel()
+        edges = torch.searchsorted(rows, rows.new_tensor([first, stop])).tolist()
+        pairs = slice(*edges)
+        found = _chunk_scores(
+            chunk.raw, state.rule, shard, group, rows=rows[pairs] - first, ids=ids[pairs]
+        )
+        log_prob[pairs], is_greedy[pairs] = found
+        first = stop
+    return TargetScores(log_prob, is_greedy)
+
+
+def _chunk_scores(
+    raw: Tensor,
+    rule: LogitRule,
+    shard: VocabShard,
+    group: dist.ProcessGroup | None,
+    *,
+    rows: Tensor,
+    ids: Tensor,
+) -> TargetScores:
+    logits = rule.apply_(raw.to(accumulation_dtype(raw.dtype), copy=True))
+    own = shard.owns(ids)
+    targets = logits.new_zeros(ids.shape)
+    if logits.shape[1]:
+        targets = torch.where(own, logits[rows, shard.local(ids)], 0.0)
+    is_known = own.to(logits.dtype)
+    peaks, normalizer, best = _merged(_local_peaks(logits, shard), group)
+    if group is not None and group.size() > 1:
+        packed = torch.stack((targets, is_known))
+        dist.all_reduce(packed, group=group)
+        targets, is_known = packed
+    log_prob = targets.double() - normalizer[rows]
+    is_real = is_known > 0
+    is_greedy = is_real & (best[rows] == ids) & peaks[rows].isfinite()
+    return TargetScores(log_prob.masked_fill(~is_real, -torch.inf), is_greedy)
+
+
+def _local_peaks(logits: Tensor, shard: VocabShard) -> Tensor:
+    """The largest logit, the sum of exponentials below it and its lowest id, ``[3, N]``."""
+    count, lowest = logits.shape[0], torch.finfo(logits.dtype).min / 4
+    found = logits.new_zeros((3, count))
+    found[0] = lowest
+    found[2] = shard.size
+    if not logits.shape[1]:
+        return found
+    peak = logits.amax(1)
+    columns = torch.arange(logits.shape[1], device=logits.device, dtype=logits.dtype)
+    # argmax promises no order among equals.
+    first = torch.where(logits == peak.unsqueeze(1), columns, float(logits.shape[1])).amin(1)
+    found[0] = peak
+    found[1] = logits.sub_(peak.unsqueeze(1)).exp_().sum(1)
+    found[2] = first + shard.start
+    return found
+
+
+def _merged(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the ranks' peaks; returns the peak, the log-normaliser and the id of the peak, fp64."""
+    parts = local.unsqueeze(0)
+    if group is not None and group.size() > 1:
+        gathered = local.new_empty((group.size() * local.shape[0], local.shape[1]))
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        parts = gathered.view(group.size(), *local.shape)
+    peaks, masses, ids = parts.double().unbind(1)
+    peak = peaks.amax(0)
+    normalizer = (peaks + masses.log()).logsumexp(0)
+    best = torch.where(peaks == peak, ids, torch.inf).amin(0)
+    return peak, normalizer, best

@@ -1,0 +1,1 @@
+"""Evaluation of models in the layout of their ranks: the scorer, and evaluation during a run."""

@@ -1,0 +1,145 @@
+"""Scores of answers in every layout against a dense float64 log-softmax in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_distill.evaluation.requests import Request, Score
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+# The last three rows of the head are no tokens, and tensor parallelism adds more.
+VOCAB, TOKENS = 200, 197
+POSITIONS = 24
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
+
+
+def requests(seed: int = 5) -> list[Request]:
+    """Answers of one and of several tokens, choices of one context, and contexts that are cut."""
+    rng = np.random.default_rng(seed)
+
+    def ids(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return rng.integers(0, TOKENS, count).astype(np.int32)
+
+    found = []
+    for length in (3, 9, 17, 20):
+        context = ids(length)
+        found += [Request(context, ids(1)) for _ in range(4)]
+        found += [Request(context, ids(count)) for count in (2, 5)]
+    found += [Request(ids(POSITIONS + 9), ids(3)), Request(ids(1), ids(POSITIONS + 4))]
+    found.append(Request(ids(4), ids(0)))
+    return found
+
+
+def _architecture(changes: dict[str, Any]) -> Any:
+    # Large weights, so that a cap bends the logits.
+    return small_architecture(vocab_size=VOCAB, init_std=0.5, **changes)
+
+
+def _dense(
+    rank: int, world: int, changes: dict[str, Any], greedy: bool = False
+) -> list[tuple[float, bool]]:
+    """Each request alone, unpadded, with whole logits in float64; or the greedy tokens."""
+    with megatron_groups() as groups:
+        from megatron_distill.evaluation.requests import model_input
+        from megatron_distill.models.gpt import run_model
+        from megatron_distill.train.evaluation.scoring import whole_sequences
+
+        architecture = _architecture(changes)
+        (model,) = build(architecture, groups, seed=11)
+        model.eval()
+        found = []
+        for request in requests():
+            tokens, count = model_input(request, POSITIONS)
+            batch = whole_sequences(torch.from_numpy(tokens.astype(np.int64))[None], architecture)
+            with torch.no_grad():
+                hidden_sH = run_model(model, batch, context_size=1)[:, 0]
+                logits = hidden_sH.double() @ model.head_weight()[:TOKENS].double().T
+            logits = logits * architecture.logit_scale
+            if architecture.logit_softcap is not None:
+                logits = architecture.logit_softcap * (logits / architecture.logit_softcap).tanh()
+            log_probs = logits.log_softmax(-1)[len(tokens) - count :]
+            answer = torch.from_numpy(request.answer[len(request.answer) - count :].astype(int))
+            own = log_probs.gather(1, answer[:, None]).sum()
+            found.append((float(own), bool((log_probs.argmax(1) == answer).all())))
+        return found
+
+
+def _scored(
+    rank: int,
+    world: int,
+    layout: dict[str, Any],
+    changes: dict[str, Any],
+    batch_tokens: int,
+    order: int,
+) -> tuple[list[tuple[float, bool]], list[int]]:
+    """The scores of a layout, and the largest tensor that a collective moved."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.gpt import vocab_shard
+        from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
+
+        architecture = _architecture(changes)
+        chunks = build(architecture, groups, seed=11)
+        for chunk in chunks:
+            chunk.eval()
+        model = ScoredModel(
+            chunks,
+            lambda: chunks[-1].head_weight().detach(),
+            architecture,
+            vocab_shard(architecture, groups, tokens=TOKENS),
+            groups,
+            torch.device("cpu"),
+        )
+        shuffled = np.random.default_rng(order).permutation(len(requests()))
+        asked = requests()
+        told: list[int] = []
+        scores = ModelScorer(model, POSITIONS, batch_tokens).score(
+            [asked[place] for place in shuffled], advanced=told.append
+        )
+        found: list[Score] = [Score(0.0, False)] * len(asked)
+        for place, score in zip(shuffled, scores, strict=True):
+            found[place] = score
+        return [tuple(score) for score in found], told
+
+
+CAPPED = {"logit_softcap": 3.0, "logit_scale": 0.7}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tensor": 2}, CAPPED),
+    ({"tensor": 2, "sequence": True}, {}),
+    ({"pipeline": 2}, {"tied_embeddings": True}),
+    ({"pipeline": 2, "virtual_pipeline": 2}, CAPPED),
+    ({"context": 2}, {"positions": "learned"}),
+    ({"tensor": 2, "pipeline": 2}, CAPPED),
+    ({"expert": 2}, {"moe": MOE}),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), CASES, ids=str)
+@pytest.mark.parametrize("batch_tokens", [1, 200])
+def test_scores_equal_a_dense_log_softmax(
+    pool: Pool, layout: dict[str, Any], changes: dict[str, Any], batch_tokens: int
+) -> None:
+    (expected,) = pool.run(1, _dense, changes)
+    world = max(
+        layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1),
+        layout.get("expert", 1),
+    )
+    for found, told in pool.run(world, _scored, layout, changes, batch_tokens, 3):
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        for (log_prob, _), (own, _) in zip(found, expected, strict=True):
+            assert log_prob == pytest.approx(own, abs=1e-5 * max(1.0, abs(own)))
+        assert told == sorted(told)
+        assert told[-1] == len(expected)
+
+
+def test_scores_do_not_depend_on_ranks_order_or_batches(pool: Pool) -> None:
+    """Four data ranks with seven rows have ranks without any; the numbers stay."""
+    ((alone, _),) = pool.run(1, _scored, {}, {}, 200, 0)
+    for found, _ in pool.run(4, _scored, {}, {}, 31, 1):
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
+        np.testing.assert_allclose([one for one, _ in found], [one for one, _ in alone], rtol=1e-5)

@@ -1,0 +1,99 @@
+"""Ids of prompts: one begin-of-text token or none, answers cut behind contexts, rolling windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
+from megatron_distill.evaluation.tasks.prompts import Prompt
+from tests.support.chat_fixtures import chat_tokenizer
+
+
+def tokenizer(*, adds_bos: bool) -> HuggingFaceTokenizer:
+    found = chat_tokenizer("gemma")
+    found.adds_bos = adds_bos
+    return found
+
+
+PROMPT = Prompt("", "", (), "is it sunny?", " ", "\n\n")
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("has_bos", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_there_is_one_begin_of_text_token_or_none(
+    adds_bos: bool, has_bos: bool, chat: bool
+) -> None:
+    tokens = tokenizer(adds_bos=adds_bos)
+    encoder = TextEncoder.of(tokens, chat=chat, named="task t")
+    text = encoder.rendered(PROMPT, named="task t")
+    if has_bos and not text.startswith("<bos>"):
+        text = f"<bos>{text}"
+    if not has_bos:
+        text = text.removeprefix("<bos>")
+    (ids,) = encoder.texts([text])
+    assert (ids == tokens.bos_id).sum() == (adds_bos or has_bos)
+    if adds_bos or has_bos:
+        assert ids[0] == tokens.bos_id
+    with pytest.raises(DataError, match="two begin-of-text tokens"):
+        encoder.texts([f"<bos><bos>{text}"])
+
+
+def test_a_chat_prompt_ends_with_the_turn_of_the_answer() -> None:
+    encoder = TextEncoder.of(tokenizer(adds_bos=True), chat=True, named="task t")
+    shots = (("what is it?", "A"),)
+    text = encoder.rendered(Prompt("", "", shots, "is it sunny?", " ", "\n\n"), named="task t")
+    assert text.count("<start_of_turn>model\n") == 2
+    assert text.endswith("is it sunny?<end_of_turn>\n<start_of_turn>model\n")
+    plain = chat_tokenizer("plain")
+    with pytest.raises(DataError, match="task t: chat is true, but plain has no chat template"):
+        TextEncoder.of(plain, chat=True, named="task t")
+
+
+def test_answers_are_cut_behind_the_tokens_of_their_context() -> None:
+    tokens = tokenizer(adds_bos=False)
+    encoder = TextEncoder(tokens)
+
+    def ids(text: str) -> list[int]:
+        return [int(one) for one in tokens.encode_batch([text])[0]]
+
+    ((first, second),) = encoder.requests([("the weather", [" in Paris", " is"])])
+    assert first.context.tolist() == second.context.tolist() == ids("the weather")
+    assert first.answer.tolist() == ids("the weather in Paris")[len(ids("the weather")) :]
+    # Spaces at the end of a context belong to the answer.
+    ((moved,),) = encoder.requests([("the weather ", ["in Paris"])])
+    assert moved.context.tolist() == first.context.tolist()
+    assert moved.answer.tolist() == first.answer.tolist()
+    # A merge over the boundary leaves a shorter answer, as in the reference.
+    ((merged,),) = encoder.requests([("the weath", ["er"])])
+    whole, alone = ids("the weather"), ids("the weath")
+    assert merged.context.tolist() == alone
+    assert merged.answer.tolist() == whole[len(alone) :]
+
+
+def test_an_empty_context_is_the_prefix_token_unless_the_answer_begins_with_it() -> None:
+    tokens = tokenizer(adds_bos=False)
+    encoder = TextEncoder(tokens)
+    ((request,),) = encoder.requests([("", ["hello"])])
+    assert request.context.tolist() == [tokens.bos_id]
+    assert request.answer.tolist() == tokens.encode_batch(["hello"])[0].tolist()
+    chat = TextEncoder.of(tokens, chat=True, named="t")
+    ((begun,),) = chat.requests([("", ["<bos>hello"])])
+    assert begun.context.tolist() == [tokens.bos_id]
+    assert begun.answer.tolist() == request.answer.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 12, 23])
+def test_rolling_windows_score_each_token_once(length: int) -> None:
+    ids = np.arange(100, 100 + length).astype(np.int32)
+    windows = rolling_requests(ids, prefix_id=7, positions=6)
+    assert np.concatenate([window.answer for window in windows]).tolist() == ids.tolist()
+    assert windows[0].context.tolist() == [7]
+    for window in windows[1:]:
+        # Each later window fills the model, and its context comes right before it.
+        assert len(window.context) + len(window.answer) == 7
+        assert window.context[-1] + 1 == window.answer[0]
+    assert rolling_requests(ids[:0], prefix_id=7, positions=6) == []

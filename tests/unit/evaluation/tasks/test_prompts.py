@@ -1,0 +1,145 @@
+"""Prompts byte for byte: against those that lm-evaluation-harness 0.4.13 made of the same rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.tasks.prompts import Item, read_task
+from megatron_distill.evaluation.tasks.record import load_task, shipped_tasks
+from tests.unit.evaluation.tasks import published
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "lm_eval_0_4_13.json").read_text(encoding="utf-8")
+)
+
+
+def lines(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def items(
+    tmp_path: Path, named: str, rows: Sequence[dict[str, Any]], shots: int, **changes: Any
+) -> list[Item]:
+    test, dev = lines(tmp_path / "test.jsonl", rows), lines(tmp_path / "dev.jsonl", rows)
+    files = {"files": [test], **({} if named == "minerva_math" else {"shot_files": [dev]})}
+    return read_task(load_task(named, {**files, "shots": shots, **changes}))
+
+
+ALGEBRA = [row for row in published.MMLU if row["subject"] == "abstract_algebra"]
+CASES = [
+    ("mmlu", ALGEBRA, 0),
+    ("mmlu", ALGEBRA, 2),
+    ("arc_challenge", published.ARC, 0),
+    ("hellaswag", published.HELLASWAG, 0),
+    ("gsm8k", published.GSM8K, 5),
+    ("mmlu_pro_cot", published.MMLU_PRO, 2),
+    ("hendrycks_math", published.MATH, 0),
+    ("minerva_math", published.MATH, 4),
+]
+
+
+@pytest.mark.parametrize(("named", "rows", "shots"), CASES, ids=lambda one: str(one)[:20])
+def test_prompts_equal_those_of_the_published_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
+    found = []
+    for item in items(tmp_path, named, rows, shots):
+        text = item.prompt.text
+        answers = [[text, f"{item.prompt.delimiter}{choice}"] for choice in item.choices]
+        found.append(answers or [[text]])
+    assert found == GOLDEN[f"{named}_{shots}"]
+
+
+def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path: Path) -> None:
+    first, *_ = items(tmp_path, "mmlu_original", ALGEBRA, 1)
+    question = " Which of these is 0?\n\nA.  0\nB. two\nC. a b\nD. none \nAnswer:"
+    assert first.prompt.text == (
+        "The following are multiple choice questions (with answers) about  abstract algebra.\n\n"
+        f"{question} A\n\n{question}"
+    )
+
+
+def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
+    test = lines(tmp_path / "all.jsonl", published.MMLU)
+    task = load_task("mmlu", {"files": [test], "shot_files": [], "shots": 3})
+    found = read_task(task)
+    assert len(found) == 8
+    for item in found:
+        assert item.prompt.question not in [question for question, _ in item.prompt.shots]
+        assert item.group.replace("_", " ") in item.prompt.description
+
+
+def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path: Path) -> None:
+    found = items(tmp_path, "mmlu_pro", published.MMLU_PRO, 1)
+    assert [item.choices for item in found[:2]] == [("A", "B", "C"), ("A", "B", "C", "D")]
+    assert found[1].right == 1
+    assert found[0].prompt.text.endswith("C. three\nAnswer:")
+
+
+def test_formats_columns_and_limits(tmp_path: Path) -> None:
+    """A CSV without a header, Parquet and JSON lines give the same items."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"q": f"Is {n} odd?", "right": "yes" if n % 2 else "no", "unused": n} for n in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = "".join(f'"{row["q"]}",{row["right"]}\n' for row in rows)
+    (tmp_path / "a.csv").write_text(table, encoding="utf-8")
+    (tmp_path / "odd.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ question }}'\nchoices: ['no', 'yes']\n"
+        "answer: answer\ncolumns: {question: q, answer: right}\nlimit: 3\n",
+        encoding="utf-8",
+    )
+    lines(tmp_path / "a.jsonl", rows)
+    found = [
+        read_task(load_task(str(tmp_path / "odd.yaml"), {"folder": str(tmp_path), **changes}))
+        for changes in (
+            {"files": ["a.parquet"]},
+            {"files": ["a.jsonl"]},
+            {"files": ["a.csv"], "column_names": ["q", "right"]},
+        )
+    ]
+    texts = [[(item.prompt.text, item.choices[item.right]) for item in one] for one in found]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == [("Is 0 odd?", "no"), ("Is 3 odd?", "yes"), ("Is 6 odd?", "no")]
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"files": ["no_such.jsonl"]}, ConfigError, "there is no file .*no_such.jsonl; correct files"),
+    ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, parquet, arrow, csv"),
+    ({"question": "{{ qq }}"}, DataError, "a.jsonl:1: 'qq' is undefined .*under `columns`"),
+    ({"question": "{{ q"}, ConfigError, "is no template"),
+    ({"answer": "q"}, DataError, "a.jsonl:1: the answer is 'Is 0 odd\\?'"),
+    ({"answer": ""}, ConfigError, "without it nothing can be scored"),
+    ({"shots": 4}, DataError, "2 examples, and shots is 4; lower shots"),
+    ({"kind": "essay"}, ConfigError, "give one of multiple_choice, generation, perplexity"),
+    ({"shot": 4}, ConfigError, "'shot' is no key of a task; the keys are"),
+    ({"shots": "4"}, ConfigError, "shots = '4' has the wrong type"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=lambda one: str(one)[:30])
+def test_errors_say_which_task_file_and_key(
+    tmp_path: Path, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    rows = [{"q": f"Is {n} odd?", "right": ["no", "yes"][n % 2]} for n in range(3)]
+    lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.txt").write_text("", encoding="utf-8")
+    own = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
+    content = {**own, "answer": "right", "files": ["a.jsonl"], "folder": str(tmp_path), **changes}
+    (tmp_path / "mine.yaml").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(kind, match=message):
+        read_task(load_task(str(tmp_path / "mine.yaml")))
+
+
+def test_a_name_that_is_no_task_lists_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match="there is no such task.*arc_challenge.*mmlu_original"):
+        load_task("mmlu5")
+    assert {"mmlu", "gsm8k", "text"} <= set(shipped_tasks())

@@ -1,0 +1,109 @@
+"""Preparation and results: truncation, hashes, accuracies, standard errors, bits per byte."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
+from megatron_distill.evaluation.requests import Score
+from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
+from megatron_distill.evaluation.tasks.record import load_task
+from megatron_distill.evaluation.tasks.results import task_result
+from tests.unit.evaluation.tasks import published
+from tests.unit.evaluation.tasks.test_prompts import lines
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """One in which the letters after a space are tokens."""
+    texts = [f"Answer: {letter}\n\nWhich of these is {letter}?" for letter in "ABCD"]
+    return train_bpe(texts * 8, vocab_size=330)
+
+
+def prepared(tmp_path: Path, positions: int = 4000, **changes: Any) -> PreparedTask:
+    files = lines(tmp_path / "mmlu.jsonl", published.MMLU)
+    task = load_task("mmlu", {"files": [files], "shot_files": [files], "shots": 2, **changes})
+    return prepare_task(task, tokenizer(), positions=positions)
+
+
+def scores(task: PreparedTask, right: float = -1.0) -> list[Score]:
+    """The right choice has the given log-probability in every other item, the rest -3."""
+    found = []
+    for number, item in enumerate(task.items):
+        log_probs = [-3.0] * item.requests
+        log_probs[item.right] = right if number % 2 == 0 else -4.0
+        found += [Score(one, False) for one in log_probs]
+    return found
+
+
+def test_accuracy_its_error_and_the_mass_of_the_letters(tmp_path: Path) -> None:
+    task = prepared(tmp_path)
+    assert task.is_single
+    found = task_result(task, scores(task))
+    assert (found["acc"], found["n"]) == (0.5, 8)
+    assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
+    high, low = math.exp(-1) + 3 * math.exp(-3), math.exp(-4) + 3 * math.exp(-3)
+    assert found["letter_mass"] == pytest.approx((high + low) / 2)
+    assert found["acc_where_mass"] == 1.0
+    assert found["groups"]["virology"] == {"acc": 0.0, "n": 4}
+    assert found["not_comparable"] == ["letter_mass"]
+    assert (found["shots_dropped"], found["truncated"]) == (0, 0)
+
+
+def test_choices_by_length_ties_and_values_that_are_not_numbers(tmp_path: Path) -> None:
+    files = lines(tmp_path / "arc.jsonl", published.ARC)
+    task = prepare_task(load_task("arc_challenge", {"files": [files]}), tokenizer(), positions=500)
+    # rain, a stone, light, dust: 4, 7, 5 and 4 characters; right are the first and the second.
+    by_hand = [Score(one, False) for one in (-4.0, -6.3, -9.0, -9.0, -5.0, -5.0, -9.0, -9.0)]
+    found = task_result(task, by_hand)
+    assert found["acc"] == 0.5, "a tie goes to the first choice"
+    assert found["acc_norm"] == 0.5, "-6.3 over 7 characters is more than -4 over 4"
+    assert "letter_mass" not in found
+    broken = [Score(math.nan, False), *by_hand[1:]]
+    assert task_result(task, broken)["not_finite"] == 1
+
+
+def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path: Path) -> None:
+    whole = prepared(tmp_path)
+    longest = max(len(one.context) for one in whole.requests)
+    shorter = prepared(tmp_path, positions=longest - 1)
+    assert shorter.shots_dropped > 0
+    assert shorter.truncated == 0
+    question = whole.requests[0].context[-20:].tolist()
+    assert shorter.requests[0].context[-20:].tolist() == question
+    tiny = prepared(tmp_path, positions=10)
+    assert tiny.truncated == len(tiny.items)
+    assert task_result(tiny, scores(tiny))["not_comparable"] == ["letter_mass", "truncated"]
+    tokens = prepared(tmp_path, positions=longest - 1, truncation="tokens")
+    assert (tokens.shots_dropped, tokens.truncated > 0) == (0, True)
+
+
+def test_the_hash_is_that_of_the_prompts(tmp_path: Path) -> None:
+    first = prepared(tmp_path).prompt_hash
+    assert prepared(tmp_path).prompt_hash == first
+    assert prepared(tmp_path, delimiter="").prompt_hash != first
+    assert prepared(tmp_path, shots=1).prompt_hash != first
+    assert prepared(tmp_path, limit=3).prompt_hash != first
+
+
+def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
+    texts = ["the weather in Paris", "hello é there", "it is sunny " * 9]
+    files = lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    task = prepare_task(load_task("text", {"files": [files]}), tokenizer(), positions=12)
+    scored = [Score(-0.5 * len(one.answer), False) for one in task.requests]
+    found = task_result(task, scored)
+    tokens = sum(len(ids) for ids in tokenizer().encode_batch(texts))
+    size = sum(len(text.encode()) for text in texts)
+    assert found["bits_per_byte"] == pytest.approx(0.5 * tokens / size / math.log(2))
+    assert found["token_perplexity"] == pytest.approx(math.exp(0.5))
+    assert found["word_perplexity"] == pytest.approx(
+        math.exp(0.5 * tokens / sum(len(text.split()) for text in texts))
+    )
+    assert (found["tokens"], found["bytes"]) == (tokens, size)
+    assert np.isfinite(found["bits_per_byte_stderr"])

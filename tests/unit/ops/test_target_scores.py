@@ -1,0 +1,57 @@
+"""Scores of ids against a float64 log-softmax: several ids per row, ties, padding, chunks."""
+
+import pytest
+import torch
+
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops.target_scores import target_scores
+from megatron_distill.signals import HiddenState
+
+
+def _state(rows: int, *, softcap: float | None = None, dtype=torch.float32) -> HiddenState:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, 8, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(24, 8, generator=generator, dtype=torch.float64).to(dtype)
+    weight[21:] = 50.0  # padding that would take all the probability
+    return HiddenState(hidden, weight, logit_softcap=softcap, logit_scale=0.5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 100])
+def test_scores_are_those_of_the_real_columns(softcap: float | None, chunk_tokens: int) -> None:
+    state = _state(5, softcap=softcap)
+    rows, ids = torch.tensor([0, 0, 1, 3, 4, 4]), torch.tensor([3, 20, 0, 7, 7, 23])
+    found = target_scores(
+        state, VocabShard(21, 0, 24), None, rows=rows, ids=ids, chunk_tokens=chunk_tokens
+    )
+    logits = 0.5 * state.hidden.double() @ state.weight[:21].double().T
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    expected = logits.log_softmax(1)[rows[:5], ids[:5]]
+    torch.testing.assert_close(found.log_prob[:5], expected, rtol=1e-5, atol=1e-5)
+    assert found.log_prob[5] == -torch.inf, "a padded column has no probability"
+    assert found.is_greedy.tolist() == [*(logits.argmax(1)[rows[:5]] == ids[:5]).tolist(), False]
+
+
+def test_the_lowest_of_equal_ids_is_greedy() -> None:
+    weight = torch.zeros(6, 2)
+    weight[[2, 4]] = 1.0
+    state = HiddenState(torch.ones(1, 2), weight)
+    ids = torch.tensor([2, 4])
+    found = target_scores(
+        state, VocabShard(6, 0, 6), None, rows=torch.zeros(2, dtype=torch.int64), ids=ids
+    )
+    assert found.log_prob[0] == found.log_prob[1]
+    assert found.is_greedy.tolist() == [True, False]
+
+
+def test_no_row_and_a_row_that_is_not_finite() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    empty = HiddenState(torch.zeros(0, 2), torch.ones(4, 2))
+    found = target_scores(empty, VocabShard(4, 0, 4), None, rows=nothing, ids=nothing)
+    assert found.log_prob.shape == (0,)
+    broken = HiddenState(torch.full((1, 2), torch.nan), torch.ones(4, 2))
+    one = torch.zeros(1, dtype=torch.int64)
+    found = target_scores(broken, VocabShard(4, 0, 4), None, rows=one, ids=one)
+    assert found.log_prob.isnan().all()
+    assert not found.is_greedy.any()
