@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ from megatron_distill.data.samples import State
 from megatron_distill.errors import MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import Batch, StepBatches
 
-__all__ = ["Lookahead", "PrefetchedSteps", "StepSource", "exchange_group"]
+__all__ = ["Lookahead", "PrefetchedSteps", "PrefetchedUnits", "StepSource", "exchange_group"]
+
+Taken = TypeVar("Taken")
 
 
 def exchange_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
@@ -35,6 +38,65 @@ def exchange_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
     if dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+class _Ahead(Generic[Taken]):
+    """Work for successive steps in a thread, one step at a time; `last_step` is the last one."""
+
+    def __init__(self, work: Callable[[int], Taken], *, last_step: int) -> None:
+        self._work = work
+        self._last_step = last_step
+        self._next: tuple[int, Future[Taken]] | None = None
+        self._steps: SimpleQueue[tuple[int, Future[Taken]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def take(self, step: int) -> Taken:
+        """Return the result of the next step, or raise its error."""
+        number, result = self._next or (step, self._begin(step))
+        assert number == step, f"step {number} has its turn, not {step}"
+        self._next = None
+        return result.result()
+
+    def begin_after(self, step: int) -> None:
+        """Begin the step after this one, if there is one."""
+        if step < self._last_step:
+            self._next = step + 1, self._begin(step + 1)
+
+    def discard(self) -> None:
+        """Wait for the step that is being taken, on all ranks, and forget it."""
+        if self._next is not None:
+            wait([self._next[1]])
+            self._next = None
+
+    def end(self, *, together: bool) -> None:
+        """End the thread; where all ranks end together, wait for it and for the step under way."""
+        self._steps.put(None)
+        if together:
+            self.discard()
+            if self._thread is not None:
+                # A thread that is alive while the interpreter ends may abort the process.
+                self._thread.join()
+
+    def _begin(self, step: int) -> Future[Taken]:
+        result: Future[Taken] = Future()
+        self._steps.put((step, result))
+        if self._thread is None:
+            # A daemon: a process that ends by an error does not wait for its peers' messages.
+            self._thread = Thread(target=self._run, name="prefetch", daemon=True)
+            self._thread.start()
+        return result
+
+    def _run(self) -> None:
+        """Do the work of the queue until it has None."""
+        while (asked := self._steps.get()) is not None:
+            step, result = asked
+            try:
+                result.set_result(self._work(step))
+            except (MegatronDistillError, RuntimeError) as error:
+                result.set_exception(error)  # `take` raises it
+            finally:
+                if not result.done():  # a defect: it ends this thread as well
+                    result.set_exception(sys.exception())
 
 
 @dataclass(frozen=True)
@@ -67,15 +129,12 @@ class PrefetchedSteps:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._loader = loader
-        self._last_step = last_step
         self._device = device
         self._group = group
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: tuple[int, Future[_Taken]] | None = None
+        self._ahead = _Ahead(self._take, last_step=last_step)
         self._in_use: StepBatches | None = None
         self._state = loader.state_dict()
-        self._steps: SimpleQueue[tuple[Callable[[], _Taken], Future[_Taken]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
 
     def take(self, step: int) -> StepBatches:
         """The micro-batches of this rank for the next step; the step after it is begun.
@@ -84,10 +143,7 @@ class PrefetchedSteps:
 
         Collective: those of `StepLoader.take_on_host`, in the thread.
         """
-        number, taking = self._ahead or (step, self._begin(step))
-        assert number == step, f"step {number} has its turn, not {step}"
-        self._ahead = None
-        taken = taking.result()
+        taken = self._ahead.take(step)
         if taken.copied is not None:
             assert self._stream is not None
             current = torch.cuda.current_stream(self._device)
@@ -95,8 +151,7 @@ class PrefetchedSteps:
             # The next copies may reuse the memory of batches that the steps so far have read.
             self._stream.wait_stream(current)
         self._in_use, self._state = taken.batches, taken.state
-        if step < self._last_step:
-            self._ahead = step + 1, self._begin(step + 1)
+        self._ahead.begin_after(step)
         return taken.batches
 
     def state_dict(self) -> State:
@@ -110,7 +165,7 @@ class PrefetchedSteps:
 
         Collective: that of the loader.
         """
-        self._discard_ahead()
+        self._ahead.discard()
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
 
@@ -123,31 +178,13 @@ class PrefetchedSteps:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._steps.put(None)
-        if error is None or isinstance(error, MegatronDistillError):
-            self._discard_ahead()
+        together = _leave_together(error)
+        self._ahead.end(together=together)
+        if together:
             self._in_use = None
-            if self._thread is not None:
-                # A thread that is alive while the interpreter ends may abort the process.
-                self._thread.join()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
         self._loader.close()
-
-    def _discard_ahead(self) -> None:
-        """Wait for the step that is being taken, on all ranks, and forget it."""
-        if self._ahead is not None:
-            wait([self._ahead[1]])
-            self._ahead = None
-
-    def _begin(self, step: int) -> Future[_Taken]:
-        taking: Future[_Taken] = Future()
-        self._steps.put((lambda: self._take(step), taking))
-        if self._thread is None:
-            # A daemon: a process that ends by an error does not wait for its peers' messages.
-            self._thread = Thread(target=_work, args=(self._steps,), name="prefetch", daemon=True)
-            self._thread.start()
-        return taking
 
     def _take(self, step: int) -> _Taken:
         batches = self._loader.take_on_host(step)
@@ -161,17 +198,54 @@ class PrefetchedSteps:
         return _Taken(replace(batches, micro_batches=on_device), state, copied)
 
 
-def _work(steps: SimpleQueue[tuple[Callable[[], _Taken], Future[_Taken]] | None]) -> None:
-    """Do the work of the queue until it has None."""
-    while (asked := steps.get()) is not None:
-        work, taking = asked
-        try:
-            taking.set_result(work())
-        except (MegatronDistillError, RuntimeError) as error:
-            taking.set_exception(error)  # `take` raises it
-        finally:
-            if not taking.done():  # a defect: it ends this thread as well
-                taking.set_exception(sys.exception())
+def _leave_together(error: BaseException | None) -> bool:
+    """Whether all ranks leave a block together; after an error of one rank they do not."""
+    return error is None or isinstance(error, MegatronDistillError)
+
+
+class PrefetchedUnits:
+    """Takes units of successive steps from a loader one step ahead, in a thread of each rank.
+
+    They are `units`, in host memory. Group, errors and end are those of `PrefetchedSteps`.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        *,
+        units: Sequence[int],
+        last_step: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._loader = loader
+        self._group = group
+        self._ahead = _Ahead(partial(loader.take_units, units=units), last_step=last_step)
+
+    def take(self, step: int) -> list[Batch]:
+        """The units of the next step; the step after it is begun.
+
+        Raises DataError or StoreError, on all ranks alike.
+
+        Collective: that of `StepLoader.take_units`, in the thread.
+        """
+        taken = self._ahead.take(step)
+        self._ahead.begin_after(step)
+        return taken
+
+    def __enter__(self) -> PrefetchedUnits:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        together = _leave_together(error)
+        self._ahead.end(together=together)
+        if together and self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._loader.close()
 
 
 # While a step runs, the next step's records are decoded and those of the step after it are read.

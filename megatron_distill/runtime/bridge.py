@@ -25,6 +25,7 @@ __all__ = ["Bridge", "Sending", "open_bridge"]
 # the student validates or saves. Its failure closes the connection.
 _PATIENCE: Final = timedelta(days=30)
 _STOP: Final = "teacher/asks-to-stop"
+_FAILURE: Final = "teacher/failure"
 
 
 class Sending(Protocol):
@@ -92,6 +93,14 @@ class Bridge:
         """Whether a rank of the teacher has asked the student to stop."""
         found: bool = self.store.check([_STOP])
         return found
+
+    def note_failure(self, text: str) -> None:
+        """Note why the teacher cannot answer any more."""
+        self.store.set(_FAILURE, text)
+
+    def failure(self) -> str:
+        """Return the note of a rank of the teacher; call it after it has said that it failed."""
+        return self.store.get(_FAILURE).decode()
 
     def host(self, rank: int) -> str:
         """Return the host of a rank of the launch."""

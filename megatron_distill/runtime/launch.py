@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.bridge import Bridge, open_bridge
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
+from megatron_distill.runtime.heartbeats import Heartbeats
 from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch, tell_torchrun
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.roles import Role, Roles
@@ -79,7 +80,6 @@ def _compute_capability() -> int | None:
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
 _LOOK_SECONDS = (0.01, 1.0)  # between looks at the store, first and most
-_STOP_SECONDS = 20.0  # of a meeting once the run is to stop: a peer may have been killed
 
 
 @dataclass(frozen=True)
@@ -182,19 +182,19 @@ class Launch:
             raise ERROR_TYPES[kind](message) from failure
 
     def _wait(self, key: str) -> None:
-        """Wait for a key without a limit, but not for long once the run is to stop.
+        """Wait for a key without a limit; once the run is to stop, for ranks that are alive.
 
-        Raises DistStoreError then.
+        A peer that reads a large model comes later. One that was killed, for which torchrun asks
+        all others to stop, does not. Raises DistStoreError then.
         """
         assert self.store is not None
-        stop: float | None = None
+        beats = Heartbeats(self.store, self.size)
         pause = _LOOK_SECONDS[0]
         # Not `Store.wait`, during which the thread that watches for failed peers could not look.
         while not self.store.check([key]):
-            if stop is None and is_requested():
-                stop = time.monotonic() + _STOP_SECONDS
-            if stop is not None and time.monotonic() > stop:
-                raise dist.DistStoreError("the run is to stop, and a rank has not come")
+            if is_requested() and (silent := beats.silent()):
+                names = self.roles.names(silent)
+                raise dist.DistStoreError(f"no sign of {names}, and the run is to stop")
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_SECONDS[1])
 

@@ -26,6 +26,7 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime.heartbeats import give_sign
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
@@ -63,9 +64,17 @@ _GLOO_SOURCE: Final = "gloo/transport"
 
 @dataclass
 class Progress:
-    """The step that a rank is at, for the message of its failure; None before the first."""
+    """The step that a rank is at, for the message of its failure; None before the first.
+
+    `unit`: the last one of the step that it has begun, of a teacher with its own ranks.
+    """
 
     step: int | None = None
+    unit: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Note the begin of a step."""
+        self.step, self.unit = step, None
 
 
 @dataclass(frozen=True)
@@ -122,31 +131,15 @@ class LoneFailure:
         sys.stderr.flush()
         self._tell_peers()
 
-    def end_role(self, error: MegatronDistillError) -> None:
-        """End the process for an error of all ranks of this role, which the other role lacks.
-
-        One rank writes the message; the process ends with the status of a failure.
-        """
-        assert self.store is not None, "a role is of a launch with a store"
-        try:
-            if self.rank == self.roles.of(self.rank).first:
-                text = f"error: {self._place()} failed{self._at_step()}: {error}"
-                if not tell_torchrun(text):
-                    sys.stderr.write(f"{text}\n")
-                self._tell_peers()
-            else:
-                time.sleep(_EXCHANGE_SECONDS)
-            sys.stderr.flush()
-        finally:
-            os._exit(FAILED_STATUS)
-
     def _place(self) -> str:
         name = self.roles.name(self.rank)
         return f"{name} on {socket.gethostname()}" if self.roles.are_split else name
 
     def _at_step(self) -> str:
-        step = self.progress.step
-        return "" if step is None else f" at step {step}"
+        step, unit = self.progress.step, self.progress.unit
+        if step is None:
+            return ""
+        return f" at step {step}" if unit is None else f" at step {step}, unit {unit}"
 
     def _tell_peers(self) -> None:
         assert self.store is not None
@@ -206,7 +199,8 @@ class LoneFailure:
 class PeerWatch:
     """A block during which a thread ends this process soon after another rank has failed.
 
-    It looks every few seconds; without a store it does nothing. With two roles it notes its host.
+    It looks every few seconds; without a store it does nothing. With two roles it notes its host,
+    and gives signs of life for `Launch.together`.
     """
 
     def __init__(self, *, rank: int, roles: Roles, store: dist.Store | None) -> None:
@@ -220,6 +214,7 @@ class PeerWatch:
         if self._store is not None:
             if self._roles.are_split:
                 self._store.set(host_key(self._rank), socket.gethostname())
+                give_sign(self._store, self._rank)
             self._thread.start()
 
     def __exit__(
@@ -235,6 +230,8 @@ class PeerWatch:
         # A store that is gone says nothing: torchrun keeps it until its own ranks have ended.
         with suppress(dist.DistError):
             while not self._ended.wait(_WATCH_SECONDS):
+                if self._roles.are_split:
+                    give_sign(self._store, self._rank)
                 if self._store.check([_FAILED]):
                     failed = self._store.get(_FAILED).decode()
                     if failed != str(self._rank):

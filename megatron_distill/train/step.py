@@ -116,8 +116,9 @@ def _forward(
     step: StepBatches,
 ) -> tuple[Tensor, Any]:
     number, batch, objective = next(iterator)
-    # Before the student: its activations are not in memory while a live teacher runs.
-    given = signals[number]
+    # Before the student: its activations are not in memory while a live teacher runs. Of a stage's
+    # chunks the last one has the loss; layers with feature losses take their own.
+    given = signals[number] if chunk is student.wrapped[-1] else None
     hidden_sbh = run_model(
         chunk,
         batch,

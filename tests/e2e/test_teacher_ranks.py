@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -298,3 +299,24 @@ def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
     assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES))
     assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
+
+
+def taken_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str], teachers: int
+) -> int:
+    """Run one training; returns how many answers this rank has made signals of."""
+    from megatron_distill.train.teachers.own_ranks import AnswerRing
+
+    with patch.object(AnswerRing, "take", autospec=True, side_effect=AnswerRing.take) as take:
+        train_in_roles(rank, world, config, overrides, teachers, None)
+    return take.call_count
+
+
+@pytest.mark.slow
+def test_a_stage_of_several_chunks_decodes_an_answer_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    given = [f"output={tmp_path}", "teacher.ranks=1", *LAYOUTS["PP2+virtual and 1"][2]]
+    given += [SENT, TOP_K, "train.steps=3"]
+    taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, 1, timeout=SECONDS)
+    assert taken == [0, 3 * 4, 0]

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.processes import SIGNALLING_TORCHRUN, torchrun
-from tests.e2e.runs import Inputs, checkpoints, course, run
+from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
+from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.test_kill import hold_during_a_save, send_to_all
 from tests.e2e.test_lone_failures import command, started
+from tests.e2e.test_teacher_ranks import run_apart
 
 APART = "teacher.ranks=1"
 SECONDS_TO_THE_END = 60.0
 SILENT_SECONDS = 6
 
-# Python imports this in every process; one role's rank fails at the third command.
+# Python imports this in every process; one role's rank fails at a command.
 FAULTY_ROLE = """
 import os
 if os.environ.get("RANK") == "RANK_NUMBER":
@@ -30,7 +32,7 @@ if os.environ.get("RANK") == "RANK_NUMBER":
     def failing(self, tensor, peer, *, tag):
         global asked
         asked += tag == 1
-        if asked == 3:
+        if asked == int(os.environ["FAULT_COMMAND"]):
             Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
             FAULT
         return usual(self, tensor, peer, tag=tag)
@@ -44,6 +46,31 @@ FAULTS = {
     "exception": "raise LookupError('no such thing')",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
 }
+COMMANDS = {"exception": "1", "killed": "3"}  # the first step, and one in the middle
+# Between two meetings of a start: the teacher has its model and opens its data, or the student
+# has its own and has not yet told the teacher where it begins.
+FAULTY_START = """
+import os
+if os.environ.get("RANK") == "RANK_NUMBER":
+    import signal, time
+    from pathlib import Path
+    from megatron_distill.runtime import heartbeats, lone_failure
+    from megatron_distill.runtime.bridge import Bridge
+    usual = Bridge.METHOD
+    def failing(self, name, *value):
+        if name == "start":
+            Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
+            FAULT
+        return usual(self, name, *value)
+    Bridge.METHOD = failing
+if "RANK" in os.environ:
+    from megatron_distill.runtime import heartbeats, lone_failure
+    heartbeats.SILENT_SECONDS, lone_failure._WATCH_SECONDS = 4.0, 1.0
+"""
+STARTS = {
+    role: FAULTY_START.replace("RANK_NUMBER", rank).replace("METHOD", method)
+    for role, rank, method in (("student", "0", "publish"), ("teacher", "1", "published"))
+}
 
 
 def words(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
@@ -52,11 +79,11 @@ def words(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
 
 
 def fail(
-    inputs: Inputs, folder: Path, fault: str, *overrides: str, role: str = "teacher"
+    inputs: Inputs, folder: Path, fault: str, *overrides: str, hook: str, command: str = "3"
 ) -> tuple[str, float]:
     """Run until a role's fault has ended it; returns the output and the seconds to the end."""
     given = words(inputs, folder / "run", *overrides)
-    with started(folder, given, fault, hook=HOOKS[role]) as launch:
+    with started(folder, given, fault, hook=hook, FAULT_COMMAND=command) as launch:
         launch.wait_for_the_fault()
         assert launch.process.wait(timeout=240) != 0
         failed = float(launch.fault.read_text().split()[1])
@@ -75,7 +102,8 @@ def test_a_failed_rank_ends_the_launch(
     inputs: Inputs, tmp_path: Path, fault: str, role: str
 ) -> None:
     before = shared_files()
-    text, seconds = fail(inputs, tmp_path, FAULTS[fault], "teacher.transfer.backend=ipc", role=role)
+    given = (inputs, tmp_path, FAULTS[fault], "teacher.transfer.backend=ipc")
+    text, seconds = fail(*given, hook=HOOKS[role], command=COMMANDS[fault])
     assert seconds < SECONDS_TO_THE_END, text
     assert not shared_files() - before
     cause = text.splitlines()[-1]
@@ -88,7 +116,7 @@ def test_a_failed_rank_ends_the_launch(
 @pytest.mark.slow
 def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
-    text, _ = fail(inputs, tmp_path, "time.sleep(600)", short)
+    text, _ = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
     (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "no answer for unit " in cause, text
     assert "route teacher.0 to student.0" in cause
@@ -132,3 +160,65 @@ def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
     after = run(pool, 1, config, output, *steps)
     expected = run(pool, 1, config, tmp_path / "shared", *steps)
     assert course(after) == course(expected)
+
+
+STEPS = ("train.steps=40", "checkpoint.asynchronous=false", "checkpoint.interval=2")
+
+
+def goes_on(pool: Pool, inputs: Inputs, folder: Path) -> bool:
+    """Whether a further start comes to the end that an undisturbed run has."""
+    config = inputs.folder / "dense.yaml"
+    given = ("checkpoint.save=true", *STEPS)
+    run_apart(pool, 1, 1, config, folder / "run", *given)
+    expected = run(pool, 1, config, folder / "shared", *given)
+    return course(step_records(folder / "run")) == course(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", STARTS)
+def test_killed_while_it_loads_it_starts_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
+) -> None:
+    text, seconds = fail(inputs, tmp_path, FAULTS["killed"], *STEPS, hook=STARTS[role])
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = text.splitlines()[-1]
+    assert cause.startswith(f"error: rank {list(STARTS).index(role)} died of SIGKILL; "), text
+    assert f"No answer from {role}.0 on " in cause, text
+    assert goes_on(pool, inputs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "role"), [(0, "student"), (1, "teacher")])
+def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
+    pool: Pool, inputs: Inputs, tmp_path: Path, number: int, role: str
+) -> None:
+    output = tmp_path / "run"
+    with started(tmp_path, words(inputs, output, *STEPS), "pass", hook="FAULT\n") as launch:
+        ranks = Started(launch.process, launch.log, tmp_path)
+        hold_during_a_save(ranks, output, after=7)
+        failed = time.monotonic()
+        ranks.ranks()[number].kill()
+        send_to_all(ranks, signal.SIGCONT)
+        assert launch.process.wait(timeout=240) != 0
+        seconds = time.monotonic() - failed
+    text = launch.output()
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = text.splitlines()[-1]
+    assert cause.startswith(f"error: rank {number} died of SIGKILL; "), text
+    assert re.search(rf"at step \d+, unit \d+.* No answer from {role}.0 on ", cause), text
+    assert goes_on(pool, inputs, tmp_path)
+
+
+@pytest.mark.slow
+def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    given = words(inputs, output, "train.steps=60")
+    load = "time.sleep(3 * 4.0)"
+    with started(tmp_path, given, load, hook=STARTS["teacher"]) as launch:
+        launch.wait_for_the_fault()
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.process.wait(timeout=240) == 0, launch.output()
+    assert "error" not in launch.output()
+    assert checkpoints(output) == ["step_0000001"]

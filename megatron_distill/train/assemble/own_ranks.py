@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,9 @@ from megatron_distill.config import (
     teacher_parallel,
 )
 from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.prefetch import PrefetchedUnits, exchange_group
 from megatron_distill.data.samples import State
-from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.errors import ConfigError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Execution
 from megatron_distill.models.gpt import vocab_shard
@@ -79,6 +80,7 @@ from megatron_distill.train.teachers.serving import (
     LastColumns,
     TeacherServer,
     send_head,
+    units_of_round,
 )
 from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.teachers.units import Message
@@ -272,11 +274,7 @@ def run_teacher(config: RunConfig, device: Device) -> None:
         if start["steps_done"] >= start["last_step"]:
             return
         send_head(opened.teacher, opened.head_parts, bridge)
-        try:
-            server.serve()
-        except MegatronDistillError as error:
-            device.alone.end_role(error)  # the student does not know of it
-            raise
+        server.serve()
 
 
 @dataclass(frozen=True)
@@ -356,8 +354,12 @@ def _open_server(
             alone=device.alone,
         )
         resources.callback(sender.stop)
-    loader = _open_loader(config.train, groups, device, opened, held_out=False)
-    resources.callback(loader.close)
+    units = units_of_round(plan, groups)
+    exchange = exchange_group(timeout_seconds=bridge.timeout_seconds)
+    loader = _open_loader(config.train, device, opened, held_out=False, exchange=exchange)
+    steps = resources.enter_context(
+        PrefetchedUnits(loader, units=units, last_step=start["last_step"], group=exchange)
+    )
     loader.load_state_dict(start["data"])
     server = TeacherServer(
         plan=plan,
@@ -365,15 +367,16 @@ def _open_server(
         groups=groups,
         teacher=opened.teacher,
         columns=_sent_columns(config.objective.chunk_tokens, opened, groups),
-        loader=loader,
-        held_out=(),
+        units=units,
+        loader=steps,
+        held_out=_held_out(config.train, device, opened, units),
         sender=sender,
         device=device.torch_device,
         alone=device.alone,
     )
     if plan.has_features:
         server.tap()
-    return replace(server, held_out=_held_out(config.train, groups, device, opened, server.units()))
+    return server
 
 
 def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> LastColumns:
@@ -383,18 +386,23 @@ def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> 
 
 
 def _held_out(
-    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, units: Sequence[int]
+    train: TrainConfig, device: Device, opened: _Opened, units: Sequence[int]
 ) -> list[list[Batch]]:
     """Read this replica's units of the held-out batches."""
     count = -(-opened.samples.held_out // train.global_batch_size)
     if not count:
         return []
-    with _open_loader(train, groups, device, opened, held_out=True) as loader:
+    with _open_loader(train, device, opened, held_out=True) as loader:
         return [loader.take_units(step, units) for step in range(1, count + 1)]
 
 
 def _open_loader(
-    train: TrainConfig, groups: Groups, device: Device, opened: _Opened, *, held_out: bool
+    train: TrainConfig,
+    device: Device,
+    opened: _Opened,
+    *,
+    held_out: bool,
+    exchange: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     samples = opened.samples
     opening = samples.read_held_out if held_out else samples.open_training
@@ -406,7 +414,7 @@ def _open_loader(
         data_parallel_size=opened.plan.units.student_replicas,
         isolate_documents=samples.data.isolate_documents,
         device=device.torch_device,
-        group=groups.world,
+        group=exchange,
         prefetch=0 if held_out else 2,
         sources=len(samples.names(held_out=held_out)),
     )

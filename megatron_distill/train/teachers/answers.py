@@ -45,7 +45,9 @@ _HASH_BYTES: Final = 7  # fits an int64 without its sign
 
 
 class AnswerError(RuntimeError):
-    """A teacher's answer is late, of other tokens, or not finite; it names unit, round and ranks.
+    """A teacher's answer is late, missing, of other tokens, or not finite.
+
+    It names unit, round and ranks.
 
     It arises on one rank alone, and ends the launch as any failure of one rank does.
     """
@@ -101,6 +103,7 @@ class AnswerHeader:
         tokens: `token_hash` of the unit at the receiver's positions.
         non_finite: number of values that are not finite on the sending rank.
         asks_to_stop: whether the sender was asked to stop, by SIGTERM or SIGINT.
+        has_failed: whether the teacher could not read the unit; no rows follow.
     """
 
     turn: int
@@ -108,22 +111,23 @@ class AnswerHeader:
     tokens: int
     non_finite: int
     asks_to_stop: bool = False
+    has_failed: bool = False
 
     @classmethod
     def empty(cls) -> Tensor:
-        """A tensor to receive a header, int64 [5]."""
-        return torch.empty(5, dtype=torch.int64)
+        """A tensor to receive a header, int64 [6]."""
+        return torch.empty(6, dtype=torch.int64)
 
     def tensor(self) -> Tensor:
-        """The header as it is sent, int64 [5]."""
-        values = self.turn, self.unit, self.tokens, self.non_finite, int(self.asks_to_stop)
-        return torch.tensor(values)
+        """The header as it is sent, int64 [6]."""
+        flags = int(self.asks_to_stop), int(self.has_failed)
+        return torch.tensor([self.turn, self.unit, self.tokens, self.non_finite, *flags])
 
     @classmethod
     def of(cls, sent: Tensor) -> AnswerHeader:
         """Read a received header."""
-        turn, unit, tokens, non_finite, asks_to_stop = sent.tolist()
-        return cls(turn, unit, tokens, non_finite, bool(asks_to_stop))
+        turn, unit, tokens, non_finite, asks_to_stop, has_failed = sent.tolist()
+        return cls(turn, unit, tokens, non_finite, bool(asks_to_stop), bool(has_failed))
 
 
 def token_hash(batch: Batch, *, context_rank: int = 0, context_size: int = 1) -> int:

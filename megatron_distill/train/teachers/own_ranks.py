@@ -113,7 +113,7 @@ class AnswerRing:
     def take(self, command: Command, micro_batch: int, batch: Batch) -> Columns:
         """Return the tensors of a unit's answer by number, in its slot, once they are there.
 
-        Raises AnswerError: it is late, of other tokens, or not finite.
+        Raises AnswerError: it is late, missing, of other tokens, or not finite.
         """
         if (command.turn, micro_batch) not in self._compared:  # taps take an answer several times
             self._compare(self._places[command.turn, micro_batch], batch)
@@ -122,6 +122,7 @@ class AnswerRing:
 
     def _compare(self, place: _Place, batch: Batch) -> None:
         """Wait for the headers of an answer, and compare them with the unit."""
+        self._alone.progress.unit = place.unit
         command, headers = place.command, self._arrived(place)
         expected = token_hash(batch)
         for source, header in headers.items():
@@ -131,10 +132,13 @@ class AnswerRing:
                     f"{where} is an answer for unit {header.unit} of turn {header.turn}: the two "
                     "sides count differently"
                 )
+            if header.has_failed:
+                raise AnswerError(f"{where} is missing: {self._bridge.failure()}")
             if header.tokens != expected:
                 raise AnswerError(
-                    f"{where} is for other tokens than this rank's; both sides must read the same "
-                    "files in the same order"
+                    f"{where} is for other tokens than this rank's: their hash is "
+                    f"{header.tokens:014x}, here {expected:014x}; teacher and student read "
+                    "different data, so give all machines the same files"
                 )
             if header.non_finite:
                 raise AnswerError(
@@ -188,9 +192,10 @@ class AnswerRing:
         if free is not None:
             free.synchronize()
         slot = self.slots[place.command.block][place.micro_batch]
-        for source, parts in sources.items():
-            self._way.receive(slot, parts, source)
         headers = {source: AnswerHeader.of(header) for source, header in sent.items()}
+        for source, parts in sources.items():
+            if not headers[source].has_failed:
+                self._way.receive(slot, parts, source)
         if any(header.asks_to_stop for header in headers.values()):
             request_termination()
         return headers
@@ -373,7 +378,7 @@ class OwnRanksTeacher:
         """
         self.release()
         self._step += 1
-        self._alone.progress.step = self._step
+        self._alone.progress.begin(self._step)
         last = min(self._step + self._asking.plan.steps_ahead, self._last_step)
         for number in range(self._step + len(self._ahead), last + 1):
             self._ahead.append(self._asking.ask(Request.STEP, number))

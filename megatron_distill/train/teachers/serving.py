@@ -11,7 +11,8 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from megatron_distill.data.loader import StepLoader
+from megatron_distill.data.prefetch import PrefetchedUnits
+from megatron_distill.errors import DataError, StoreError
 from megatron_distill.models.gpt import run_model
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.runtime.batch import Batch
@@ -34,7 +35,7 @@ from megatron_distill.train.teachers.answers import (
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.units import Message
 
-__all__ = ["AnswerSender", "TeacherServer", "send_head"]
+__all__ = ["AnswerSender", "TeacherServer", "send_head", "units_of_round"]
 
 # Of the last hidden state: the tensors for the losses between logits.
 LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
@@ -44,7 +45,7 @@ LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
 class _Answer:
     command: Command
     unit: int
-    columns: Columns
+    columns: Columns  # empty where the unit could not be read
     non_finite: Tensor
     hashes: Mapping[int, int]  # by context rank of the student
     computed: torch.cuda.Event | None
@@ -90,6 +91,11 @@ class AnswerSender:
         }
         self._work.put(_Answer(command, unit, columns, bad, hashes, computed))
 
+    def refuse(self, command: Command, unit: int) -> None:
+        """Let the student know that a unit has no answer; `Bridge.failure` says why."""
+        hashes = dict.fromkeys(range(self._plan.student.context), 0)
+        self._work.put(_Answer(command, unit, {}, torch.zeros(()), hashes, None))
+
     def stop(self) -> None:
         """End the thread once every answer has been sent."""
         self._work.put(None)
@@ -123,13 +129,14 @@ class AnswerSender:
                 answer.hashes[self._plan.student.context_rank(rank)],
                 int(answer.non_finite),
                 asks_to_stop=is_requested(),
+                has_failed=not answer.columns,
             ).tensor()
             place = SlotPlace(rank, answer.command.block, micro_batch)
             send_rows = partial(self._way.send, answer.columns, parts, place)
-            if self._way.writes_slots:
+            if answer.columns and self._way.writes_slots:
                 under_way += send_rows()
             under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
-            if not self._way.writes_slots:
+            if answer.columns and not self._way.writes_slots:
                 under_way += send_rows()
         for sending in under_way:
             sending.wait()
@@ -149,11 +156,21 @@ def send_head(teacher: OnlineTeacher, parts: Sequence[Message], bridge: Bridge) 
         sending.wait()
 
 
+def units_of_round(plan: AnswerPlan, groups: Groups) -> tuple[int, ...]:
+    """Return the units that this replica of the teacher runs; some twice where experts need it."""
+    units, replica = plan.units, groups.data.rank()
+    every = range(units.micro_batches)
+    if groups.layout.expert > 1:
+        return units.evened(every, replica)
+    return units.of_teacher(every, replica)
+
+
 @dataclass(frozen=True)
 class TeacherServer:
     """Runs the units of each round that the student asks for, until it ends.
 
     Attributes:
+        units: of a round that this replica runs, as of `units_of_round`.
         columns: turn the last hidden state of a unit into the tensors of its answer.
         held_out: this replica's units of each held-out batch.
         sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
@@ -165,7 +182,8 @@ class TeacherServer:
     groups: Groups
     teacher: OnlineTeacher
     columns: LastColumns
-    loader: StepLoader
+    units: tuple[int, ...]
+    loader: PrefetchedUnits
     held_out: Sequence[Sequence[Batch]]
     sender: AnswerSender | None
     device: torch.device
@@ -182,44 +200,56 @@ class TeacherServer:
         self.layers[layer] = hidden_sbH
         return hidden_sbH
 
-    def units(self) -> tuple[int, ...]:
-        """The units of a round that this replica runs; some twice where experts need it."""
-        units, replica = self.plan.units, self.groups.data.rank()
-        every = range(units.micro_batches)
-        if self.groups.layout.expert > 1:
-            return units.evened(every, replica)
-        return units.of_teacher(every, replica)
-
     @torch.no_grad()
     def serve(self) -> None:
         """Answer every round.
 
-        Raises DataError on all ranks of the teacher.
+        A step that cannot be read is refused, and so are those after it: the student, which reads
+        the same data, raises the error where its own steps come to it.
 
         Collective: the bridge, one command and this rank's messages of a round; the teacher's
         world, those of the loader and of its model's forward pass.
         """
-        units = self.units()
+        has_failed = False
         while (command := self._command()).request != Request.STOP:
             if is_requested():
                 self.bridge.ask_to_stop()
-            if command.request == Request.STEP:
-                self.alone.progress.step = command.number
-                batches: Sequence[Batch] = self.loader.take_units(command.number, units)
-            else:
+            batches: Sequence[Batch] | None = None
+            if command.request == Request.HELD_OUT:
                 batches = self.held_out[command.number - 1]
-            if units:
-                self._run(command, units, batches)
+            elif not has_failed:
+                batches = self._step(command.number)
+                has_failed = batches is None
+            if batches is None:
+                self._refuse(command)
+            else:
+                self._run(command, batches)
+
+    def _step(self, number: int) -> Sequence[Batch] | None:
+        """Return the units of a step; None, on all ranks, where the first one cannot read them."""
+        self.alone.progress.begin(number)
+        try:
+            return self.loader.take(number)
+        except (DataError, StoreError) as error:
+            self.bridge.note_failure(str(error))
+            return None
+
+    def _refuse(self, command: Command) -> None:
+        if self.sender is not None:
+            for unit in dict.fromkeys(filter(self._is_own, self.units)):
+                self.sender.refuse(command, unit)
 
     def _command(self) -> Command:
         sent = torch.empty(4, dtype=torch.int64)
         self.bridge.receive(sent, 0, tag=COMMAND_TAG).wait()
         return Command.of(sent)
 
-    def _run(self, command: Command, units: Sequence[int], batches: Sequence[Batch]) -> None:
+    def _run(self, command: Command, batches: Sequence[Batch]) -> None:
+        if not self.units:
+            return
         answered: set[int] = set()
         items = []
-        for unit, batch in zip(units, batches, strict=True):
+        for unit, batch in zip(self.units, batches, strict=True):
             items.append((unit, batch, unit not in answered and self._is_own(unit)))
             answered.add(unit)
         run_schedule(
@@ -244,6 +274,7 @@ class TeacherServer:
         command: Command,
     ) -> tuple[Tensor, Callable[..., None]]:
         unit, whole, is_sent = next(iterator)
+        self.alone.progress.unit = unit
         context = self.groups.context
         shard = whole.context_shard(context.rank(), context.size()).with_trained_rows()
         if self.device.type == "cuda":

@@ -139,4 +139,5 @@ def test_commands_and_headers_arrive_as_they_are_sent() -> None:
     assert Command.of(command.tensor()) == command
     header = AnswerHeader(9, 4, token_hash(batch_of(1, 8)), 2, asks_to_stop=True)
     assert header.tensor().shape == AnswerHeader.empty().shape
-    assert AnswerHeader.of(header.tensor()) == header
+    for one in (header, AnswerHeader(9, 4, 0, 0, has_failed=True)):
+        assert AnswerHeader.of(one.tensor()) == one
