@@ -81,7 +81,7 @@ def _preview(
     vocabulary = Vocabulary.of(tokenizer)
     teacher = None
     if is_aligned(config):
-        teacher = read_teacher(data, config.models["teacher"], vocabulary)
+        teacher = read_teacher(config, vocabulary)
     of_teacher = None if teacher is None else Vocabulary.of(teacher.tokenizer)
     check_models(config, vocabulary, of_teacher=of_teacher)
     build_terms(config.objective.terms, tokenizer.vocab_size)

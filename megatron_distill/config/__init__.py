@@ -16,6 +16,10 @@ from megatron_distill.config.rules.run import (
 )
 from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks, teacher_ranks
+from megatron_distill.config.rules.teacher_tokenizers import (
+    aligned_role,
+    own_tokenizers,
+)
 from megatron_distill.config.rules.teachers import routed_terms
 from megatron_distill.config.schema import (
     PARAMETERS,
@@ -92,6 +96,7 @@ __all__ = [
     "ValidationConfig",
     "ValueScheduleConfig",
     "WandbConfig",
+    "aligned_role",
     "check_architecture",
     "check_features",
     "check_layout",
@@ -103,6 +108,7 @@ __all__ = [
     "load_config",
     "load_warnings",
     "matched_layers",
+    "own_tokenizers",
     "parallel_key",
     "routed_terms",
     "run_heading",

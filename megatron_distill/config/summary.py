@@ -175,8 +175,10 @@ def _term(term: TermConfig) -> str:
     if term.alignment is not None:
         kind = "" if term.alignment == "uld" else f" {term.divergence}"
         top = "" if term.top_k is None else f", top {term.top_k}"
+        named = term.teacher or ", ".join(term.teachers or ())
         return (
-            f"{term.alignment}{kind} between two tokenizers, temperature {term.temperature:g}{top}"
+            f"{term.alignment}{kind} between two tokenizers{f' from {named}' if named else ''}, "
+            f"temperature {term.temperature:g}{top}"
         )
     if term.teacher is not None:
         name += f" from {term.teacher}"

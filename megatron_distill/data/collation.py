@@ -221,22 +221,26 @@ def count_labels(
         return torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, counts_G)
 
     ce, kd = (summed((mask if units is None else mask * units).sum(1)) for mask in masks)
-    chunks, pairs = (summed(counts) for counts in _count_chunks(batch))
+    chunks, pairs, inside = (summed(counts).tolist() for counts in _count_chunks(batch))
     if units is not None:
         ce, kd = ce / WEIGHT_UNITS, kd / WEIGHT_UNITS
-    return tuple(map(LabelCounts, ce.tolist(), kd.tolist(), chunks.tolist(), pairs.tolist()))
+    return tuple(map(LabelCounts, ce.tolist(), kd.tolist(), chunks, pairs, inside))
 
 
-def _count_chunks(batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """Numbers of chunks, and of chunks of one token on each side, of each sample: int64 [G]."""
+def _count_chunks(batch: GlobalBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Chunks, chunks of one token on each side, and labels of the student in chunks.
+
+    The numbers of each sample: int64 [G].
+    """
     teacher = batch.teacher
     if teacher is None:
         none = torch.zeros(len(batch.sources_G), dtype=torch.int64)
-        return none, none
+        return none, none, none
     sizes = [_chunk_sizes(teacher.student_chunks_GS1), _chunk_sizes(teacher.chunks_GU1)]
     width = min(size.shape[1] for size in sizes)
     student, other = (size[:, :width] for size in sizes)
-    return (student > 0).sum(1), ((student == 1) & (other == 1)).sum(1)
+    labels = (teacher.student_chunks_GS1 != NO_CHUNK).sum(1)
+    return (student > 0).sum(1), ((student == 1) & (other == 1)).sum(1), labels
 
 
 def _chunk_sizes(chunks_GS1: Tensor) -> Tensor:

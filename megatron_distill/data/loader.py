@@ -123,6 +123,7 @@ class StepLoader:
             positions=self._positions,
             chunks=sum(source.chunks for source in counts),
             pairs=sum(source.pairs for source in counts),
+            chunk_labels=sum(source.chunk_labels for source in counts),
             by_source=counts if len(counts) > 1 else (),
         )
 
@@ -291,7 +292,7 @@ def open_loader(
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # error types are numbered from here on
 _HEADER_FIELDS: Final = 3  # status, step, text bytes; then the counts of each source
-_COUNTS: Final = 4  # of labels, see `_units`, and of chunks
+_COUNTS: Final = 5  # of labels, see `_units`, of chunks, and of labels in chunks
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class Wire:
         `outcome` is None on other ranks. All ranks must ask for the same step. The returned data
         is in host memory, independent of the device of the broadcast.
 
-        Collective: the group, two broadcasts: a header of 24 bytes and 32 per source, then the
+        Collective: the group, two broadcasts: a header of 24 bytes and 40 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
         own tokenizer (plus less than 1 kB per source), or the error's text.
         """
@@ -363,8 +364,8 @@ class Wire:
                 outcome if isinstance(outcome, MegatronDistillError) else kind(text.decode("utf-8"))
             )
         by_source = tuple(
-            LabelCounts(_count(ce), _count(kd), chunks, pairs)
-            for ce, kd, chunks, pairs in zip(*[iter(counts)] * _COUNTS, strict=True)
+            LabelCounts(_count(ce), _count(kd), *of_chunks)
+            for ce, kd, *of_chunks in zip(*[iter(counts)] * _COUNTS, strict=True)
         )
         return StepData(self._unpack(payload), by_source, text)
 
@@ -394,7 +395,10 @@ class Wire:
             counts = [
                 count
                 for source in outcome.by_source
-                for count in (_units(source.ce), _units(source.kd), source.chunks, source.pairs)
+                for count in (
+                    *(_units(source.ce), _units(source.kd)),
+                    *(source.chunks, source.pairs, source.chunk_labels),
+                )
             ]
             ids_G2 = batch.sample_ids_G.view(torch.int32)
             parts = [batch.tokens_GS1, batch.marks_GS1]

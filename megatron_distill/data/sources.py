@@ -54,13 +54,15 @@ class TeacherReading:
     """A teacher with a tokenizer of its own, whose samples have `sequence_length` tokens.
 
     max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
-    processes that tokenise and align for all sources together, 0: none.
+    processes that tokenise and align for all sources together, 0: none. distils_all: labels outside
+    of chunks are distilled too, by teachers with the student's tokenizer.
     """
 
     tokenizer: Tokenizer
     sequence_length: int
     max_unaligned: float
     workers: int
+    distils_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,9 @@ def _tokenization(tokenizer: TextEncoder, options: DataOptions) -> _OfName:
 
     def of_name(name: str) -> Tokenization[Any]:
         unaligned = Unaligned(name, teacher.max_unaligned)
-        return TwoTokenizers(encoder, length, teacher.sequence_length, pool, unaligned)
+        return TwoTokenizers(
+            encoder, length, teacher.sequence_length, pool, unaligned, teacher.distils_all
+        )
 
     return of_name
 
@@ -378,7 +382,8 @@ def _conversations(
     layout: Layout[Any] = TokenLayout(prepared, width, eos_id, given.truncation)
     if teacher is not None:
         other = Window(teacher.sequence_length + 1, teacher.tokenizer.eos_id)
-        layout = AlignedLayout(prepared, Window(width, eos_id), other, given.truncation)
+        own = Window(width, eos_id)
+        layout = AlignedLayout(prepared, own, other, given.truncation, teacher.distils_all)
     return ConversationSource(
         prepared,
         layout,

@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.losses.terms import TermTeachers
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import AlignedRows
 from megatron_distill.ops.aligned.gold import GoldColumns, GoldTerm
@@ -81,7 +82,8 @@ class ChunkTerm:
     ``top_k`` None means all common tokens for ``common``, 64 teacher tokens for ``projection``
     and 8,192 if ``published`` (see `PublishedProjectionTerm`; T^2 is part of it).
     ``uncommon_top_k`` sorted probabilities are compared by ``gold`` and ``uld``; ``partition``
-    chooses the common tokens of ``gold``.
+    chooses the common tokens of ``gold``. ``teachers``, of several: the one of this term; None for
+    chunks of the samples whose teacher has a tokenizer of its own.
 
     Raises:
         ValueError: an unknown alignment, divergence or parameter, or a number out of range.
@@ -98,6 +100,7 @@ class ChunkTerm:
     uncommon_top_k: int = _UNCOMMON_TOP_K
     published: bool = False
     partition: Partition = "strict"
+    teachers: TermTeachers | None = None
 
     support: ClassVar[Support] = "tail"
 
@@ -144,7 +147,9 @@ class ChunkTerm:
             name += f"_t{first:g}to{last:g}"
         elif self.temperature != 1.0:
             name += f"_t{self.temperature:g}"
-        return name if self.top_k is None else f"{name}_top{self.top_k}"
+        if self.top_k is not None:
+            name += f"_top{self.top_k}"
+        return name if self.teachers is None else f"{name}_{self.teachers.label}"
 
     @property
     def temperature_factor(self) -> float:

@@ -35,6 +35,7 @@ class SampleTeachers:
         ends: number of trained tokens up to the end of each sample, in the order of ``rows``.
         rows: ``[n]`` int64, the trained tokens, ascending; those of a sample are neighbours.
         context: the ranks with further tokens of the same samples; None for none.
+        elsewhere: teachers whose terms are none of these, such as one with another tokenizer.
     """
 
     names: tuple[str | None, ...]
@@ -42,6 +43,7 @@ class SampleTeachers:
     ends: tuple[int, ...]
     rows: Tensor
     context: dist.ProcessGroup | None = None
+    elsewhere: frozenset[str] = frozenset()
 
     def parts(self) -> Iterator[tuple[str | None, Tensor]]:
         """Each teacher in the order of names, with the trained tokens of its samples."""
@@ -100,7 +102,8 @@ def several_teachers_objective(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, TeacherSums]]:
     """`fused_linear_objective` where each term has a teacher, or several, of its own.
 
-    A term without `Term.teachers` is trained on the teacher of each sample. ``signals`` holds a
+    A term without `Term.teachers` is trained on the teacher of each sample, and on none of a sample
+    whose teacher is ``samples.elsewhere``. ``signals`` holds a
     signal of all N tokens for each teacher that a term or a sample of this micro-batch needs.
     Returns the total, the report and the sums of each teacher. Metrics of the teacher, such as
     ``teacher_ce``, are those of the first term's target. ``given`` are further arguments of
@@ -134,7 +137,9 @@ def several_teachers_objective(
     for name, rows in samples.parts() if is_routed else [(None, samples.rows)]:
         coefficient = ce_coefficient
         reported: set[str] = set()
-        for number, (target, own) in enumerate(_targets(terms, name).items()):
+        for number, (target, own) in enumerate(
+            _targets(terms, None if name in samples.elsewhere else name).items()
+        ):
             if target is not None and target[0].mixture == "lowest_loss":
                 one, entries, sums = passes.of_choice(
                     target[0], own[0], signals, rows, samples, coefficient
@@ -173,7 +178,7 @@ def _targets(terms: Sequence[Term], name: str | None) -> dict[_Target | None, li
         teachers = term.teachers
         if teachers is None:
             if name is None:
-                continue  # these tokens have no labels
+                continue  # these tokens have no labels, or a teacher of other terms
             teachers = TermTeachers.of({name: 1.0})
         at: float | str | None = None
         if len(teachers.names) > 1 and teachers.mixture == "arithmetic":

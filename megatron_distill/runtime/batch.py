@@ -213,6 +213,7 @@ class LabelCounts:
     kd: float
     chunks: int = 0  # that both tokenizers share, and those of one token on each side
     pairs: int = 0
+    chunk_labels: int = 0  # labels of the student in these chunks
 
 
 @dataclass(frozen=True)
@@ -230,4 +231,5 @@ class StepBatches:
     positions: int  # global_batch_size * S
     chunks: int = 0  # see `LabelCounts`
     pairs: int = 0
+    chunk_labels: int = 0
     by_source: tuple[LabelCounts, ...] = ()

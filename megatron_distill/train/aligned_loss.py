@@ -19,9 +19,13 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
-from megatron_distill.signals import HiddenState, IdTarget, LogitSource
+from megatron_distill.signals import HiddenState, IdTarget, LogitSource, SignalsByTeacher
+from megatron_distill.train.metrics import part_of
+from megatron_distill.train.several_loss import TeacherFigures
 
 __all__ = ["AlignedLoss"]
+
+_OF = "#"
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,19 @@ class AlignedLoss:
     Attributes:
         vocabularies: both vocabularies on this rank.
         planner: plans the rows of each micro-batch, before the step.
+        teacher: name and number of the teacher among several; None with one.
     """
 
     vocabularies: SharedVocabularies
     planner: ChunkPlanner
+    teacher: tuple[str, int] | None = None
+
+    @property
+    def report_names(self) -> tuple[str, ...]:
+        """Entries that one of several teachers adds to a report: its shares of chunks and pairs."""
+        if self.teacher is None:
+            return ()
+        return tuple(f"{self.teacher[0]}{_OF}{kind}" for kind in ("chunks", "pairs"))
 
     def __call__(
         self,
@@ -60,9 +73,6 @@ class AlignedLoss:
         vocabularies, rows = self.vocabularies, batch.planned
         assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
         plan = rows.plan
-        is_pair = plan.pair_chunks()
-        of_chunks = token_weights(plan.used_chunks(), step.chunks)
-        of_pairs = token_weights(is_pair, step.pairs)
         has_parts = sources > 1
         aligned = AlignedRows(
             plan=plan,
@@ -80,7 +90,7 @@ class AlignedLoss:
                 WeightedTerm(
                     term.on(vocabularies, aligned, target),
                     term.weight * term.temperature_factor,
-                    of_pairs if term.is_of_pairs else of_chunks,
+                    self._chunk_weights(rows, term, step),
                 )
                 for term, target in zip(terms, given, strict=True)
             ),
@@ -96,3 +106,85 @@ class AlignedLoss:
             report[term.name] = report[term.name] * term.temperature_factor
             kd = kd + term.weight * report[term.name]
         return total, report | {"kd": kd}
+
+    def _chunk_weights(self, rows: ChunkRows, term: ChunkTerm, step: StepBatches) -> Tensor:
+        """The weight of each chunk in the mean of a term, fp32 ``[C]``.
+
+        A term without teachers of its own has chunks of samples of the teacher alone, divided by
+        the number of all: samples count alike, whichever teacher trains them.
+        """
+        if term.is_of_pairs:
+            weights = token_weights(rows.plan.pair_chunks(), step.pairs)
+        else:
+            weights = token_weights(rows.plan.used_chunks(), step.chunks)
+        if self.teacher is None or term.teachers is not None:
+            return weights
+        return torch.where(rows.chunk_teachers == self.teacher[1], weights, 0.0)
+
+    def added_to(
+        self,
+        given: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]],
+        student: HiddenState,
+        signal: SignalsByTeacher,
+        batch: Batch,
+        step: StepBatches,
+        *,
+        terms: Sequence[ChunkTerm],
+        sources: int,
+        weight_gradient_sum: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Add the terms of this teacher to the total, report and entries of several teachers.
+
+        A micro-batch for which the teacher did not run has none of them.
+
+        Collective: those of `aligned_linear`.
+        """
+        total, report, entries = given
+        assert self.teacher is not None, "the teacher is one of several"
+        name = self.teacher[0]
+        entries = entries | dict.fromkeys(self.report_names, total.detach().new_zeros(()))
+        own = signal.by_teacher.get(name)
+        if own is None:
+            return total, report, entries
+        more, of_chunks = self(
+            student,
+            own.logit_source(),
+            batch,
+            step,
+            ce_weight=0.0,
+            terms=terms,
+            sources=sources,
+            weight_gradient_sum=weight_gradient_sum,
+        )
+        shares = {term.name: of_chunks[term.name] for term in terms}
+        report = report | shares | {"kd": report["kd"] + of_chunks["kd"]}
+        rows = batch.planned
+        assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
+        is_own = rows.chunk_teachers == self.teacher[1]
+        counts = (rows.plan.used_chunks(), step.chunks), (rows.plan.pair_chunks(), step.pairs)
+        own_shares = [torch.where(is_own, token_weights(*count), 0.0).sum() for count in counts]
+        entries = entries | dict(zip(self.report_names, own_shares, strict=True))
+        return total + more, report, entries
+
+    def take_figures(
+        self, values: dict[str, float], terms: Sequence[ChunkTerm], *, chunks: int, pairs: int
+    ) -> TeacherFigures:
+        """Take the entries of `report_names` out of a step's values; return the teacher's figures.
+
+        Its numbers of chunks, and the weighted sum of its terms' means over its own chunks.
+        `chunks`, `pairs`: the divisors of the values.
+        """
+        assert self.teacher is not None, "the teacher is one of several"
+        own = [values.pop(name) for name in self.report_names]
+        loss, trained = 0.0, [0.0, 0.0]
+        for term in terms:
+            kind = int(term.is_of_pairs)
+            share = 1.0 if term.teachers is not None else own[kind]
+            trained[kind] = max(trained[kind], share)
+            loss += term.weight * part_of(values[term.name], share)
+        found: dict[str, float] = {"chunks": round(trained[0] * chunks)}
+        if any(term.is_of_pairs for term in terms):
+            found["pairs"] = round(trained[1] * pairs)
+        if any(trained):
+            found["kd_loss"] = loss
+        return {self.teacher[0]: found}

@@ -21,13 +21,12 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
-from megatron_distill.train.metrics import MetricsLog, part_of, public_names
+from megatron_distill.train.metrics import LabelTotals, MetricsLog, part_of, public_names
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
-from megatron_distill.train.several_loss import take_teacher_figures
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.throughput import Throughput, peak_memory_bytes
 from megatron_distill.train.validation import HeldOut, validate
@@ -314,7 +313,7 @@ def _record(
     }
     if batches.chunks:
         record["chunks"] = batches.chunks
-        record["aligned_labels"] = part_of(batches.kd_tokens, batches.ce_tokens)
+        record["aligned_labels"] = part_of(batches.chunk_labels, batches.ce_tokens)
         record["data_wait"] = part_of(phases[DATA], seconds)
     if report.sources:
         record["sources"] = report.sources
@@ -327,8 +326,8 @@ def _record(
 
 def _validation(parts: Parts) -> dict[str, object]:
     means, sources = validate(parts.state.student, parts.held_out)
-    labels = sum(step.kd_tokens for step in parts.held_out.steps)
-    teachers = take_teacher_figures(means, labels)
+    counts = LabelTotals.of(parts.held_out.steps, ()).whole
+    teachers = parts.held_out.objective.take_teacher_figures(means, counts)
     values = public_names(means)
     found: dict[str, object] = {"ce_loss": values.pop("ce_loss")}
     # A stored teacher has no records of held-out samples: its loss there is unknown, not zero.

@@ -410,11 +410,13 @@ class OnChunks:
     """Terms between two tokenizers: means over chunks, or over chunks of one token on each side.
 
     Attributes:
-        weights: of each term in the distillation loss.
-        of_pairs: names of the terms on chunks of one token on each side.
+        weights: of all terms in the distillation loss.
+        of_chunks: names of the terms between two tokenizers.
+        of_pairs: of these the terms on chunks of one token on each side.
     """
 
     weights: Mapping[str, float]
+    of_chunks: frozenset[str]
     of_pairs: frozenset[str]
 
     def with_sums(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -459,7 +461,7 @@ class LabelTotals:
         """The weighted count of labels, or the count of chunks, in the mean under that key."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
-        if self.on_chunks is not None and name in self.on_chunks.weights:
+        if self.on_chunks is not None and name in self.on_chunks.of_chunks:
             return counts.pairs if name in self.on_chunks.of_pairs else counts.chunks
         return counts.ce if name in _BY_LABEL else counts.kd
 

@@ -20,13 +20,17 @@ from megatron_distill.losses import (
 from megatron_distill.models.gpt import hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.fused_linear import Partition
-from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import HiddenState, Signal
+from megatron_distill.signals import HiddenState, Signal, SignalsByTeacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.metrics import BY_SOURCE, OnChunks, source_keys, split_report
-from megatron_distill.train.several_loss import SeveralLoss
+from megatron_distill.train.several_loss import (
+    SeveralLoss,
+    TeacherFigures,
+    take_teacher_figures,
+)
 
 
 class Head(Protocol):
@@ -97,19 +101,24 @@ class TokenObjective:
     feature_weights: tuple[float, ...] = ()
     # The loss of terms between two tokenizers; None where the teacher has the student's.
     aligned: AlignedLoss | None = None
-    # The loss with several teachers; None with one.
+    # The loss with several teachers; None with one. With both, `aligned` adds the terms of one.
     several: SeveralLoss | None = None
 
     @property
     def report_names(self) -> tuple[str, ...]:
         """The entries of every report, in one order on all ranks."""
-        of_teachers = () if self.several is None else self.several.report_names
-        return ("total", *self._token_names, *of_teachers)
+        if self.several is None:
+            return ("total", *self._token_names)
+        return ("total", *self._token_names, *self.several.report_names, *self._chunk_shares)
 
     @property
     def source_report_names(self) -> tuple[str, ...]:
         """The entries of a report per source, in one order on all ranks."""
         return source_keys(self._token_names, self.source_names)
+
+    @property
+    def _chunk_shares(self) -> tuple[str, ...]:
+        return () if self.aligned is None else self.aligned.report_names
 
     @property
     def _token_names(self) -> tuple[str, ...]:
@@ -128,9 +137,23 @@ class TokenObjective:
         terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
         if not terms:
             return None
+        shares = self._chunk_shares
         return OnChunks(
-            {term.name: term.weight for term in terms},
-            frozenset(term.name for term in terms if term.is_of_pairs),
+            {term.name: term.weight for term in self.terms},
+            frozenset((*shares, *(term.name for term in terms))),
+            frozenset((*shares[1:], *(term.name for term in terms if term.is_of_pairs))),
+        )
+
+    def take_teacher_figures(self, values: dict[str, float], counts: LabelCounts) -> TeacherFigures:
+        """Take the figures of several teachers out of the values of steps with these counts."""
+        if self.several is None:
+            return {}
+        found = take_teacher_figures(values, counts.kd)
+        if self.aligned is None:
+            return found
+        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
+        return found | self.aligned.take_figures(
+            values, terms, chunks=counts.chunks, pairs=counts.pairs
         )
 
     def at(self, weights: LossWeights, temperatures: Sequence[float]) -> TokenObjective:
@@ -185,10 +208,14 @@ class TokenObjective:
         signal: Signal | None,
         step: StepBatches,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The objective with several teachers, and the entries of each of them."""
-        hidden_NH, rule = hidden_for_head(hidden_sbh, groups=self.groups), self.logit_rule
-        return several(
-            HiddenState(hidden_NH, head.head_weight(), rule.softcap, rule.scale),
+        """The objective with several teachers, and the entries of each of them.
+
+        Terms of a teacher with a tokenizer of its own are computed last, in a pass of their own.
+        """
+        rule, weight = self.logit_rule, head.head_weight()
+        hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups)
+        total, report, entries = several(
+            HiddenState(hidden_NH, weight, rule.softcap, rule.scale),
             signal,
             batch,
             names=self._token_names,
@@ -200,6 +227,20 @@ class TokenObjective:
             chunk_tokens=self.chunk_tokens,
             shard=self.shard,
             group=self.groups.tensor,
+            weight_gradient_sum=head.weight_gradient_sum(),
+        )
+        if self.aligned is None:
+            return total, report, entries
+        assert isinstance(signal, SignalsByTeacher), "several teachers were asked"
+        hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups, whole_context=True)
+        return self.aligned.added_to(
+            (total, report, entries),
+            HiddenState(hidden_NH, weight, rule.softcap, rule.scale),
+            signal,
+            batch,
+            step,
+            terms=[term for term in self.terms if isinstance(term, ChunkTerm)],
+            sources=len(self.source_names),
             weight_gradient_sum=head.weight_gradient_sum(),
         )
 

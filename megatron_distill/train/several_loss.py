@@ -34,26 +34,34 @@ class SeveralLoss:
         names: of the teachers, in the order of their numbers in a batch.
         targets: names of the teachers and means that have figures of their own.
         context: the ranks that share each sample; None for none.
+        elsewhere: teachers whose terms are none of these: with a tokenizer of their own.
     """
 
     names: tuple[str, ...]
     targets: tuple[str, ...]
     context: dist.ProcessGroup | None
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def of(
-        cls, terms: Sequence[Term], names: Sequence[str], context: dist.ProcessGroup
+        cls,
+        terms: Sequence[Term],
+        names: Sequence[str],
+        context: dist.ProcessGroup,
+        *,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> SeveralLoss:
         """The loss of these terms; a mean has figures under its teachers' names, joined by +."""
         targets: dict[str, None] = {}
         for term in terms:
             if term.teachers is None:
-                targets.update(dict.fromkeys(names))
+                targets.update(dict.fromkeys(name for name in names if name not in elsewhere))
             elif term.teachers.mixture == "lowest_loss":
                 targets.update(dict.fromkeys(term.teachers.names))
             else:
                 targets["+".join(term.teachers.names)] = None
-        return cls(tuple(names), tuple(targets), context if context.size() > 1 else None)
+        shared = context if context.size() > 1 else None
+        return cls(tuple(names), tuple(targets), shared, elsewhere)
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -101,6 +109,7 @@ class SeveralLoss:
             tuple(ends),
             batch.trained_rows_n,
             self.context,
+            self.elsewhere,
         )
 
     def _entries(self, sums: Mapping[str, TeacherSums], total: Tensor) -> dict[str, Tensor]:

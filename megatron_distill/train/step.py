@@ -21,7 +21,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Signal, Signals, WithFeatures
 from megatron_distill.train.features import FEATURES_LOSS
-from megatron_distill.train.metrics import SourceFigures, step_figures
+from megatron_distill.train.metrics import LabelTotals, SourceFigures, step_figures
 from megatron_distill.train.objective import (
     Head,
     MicroBatchObjective,
@@ -30,7 +30,7 @@ from megatron_distill.train.objective import (
 )
 from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
 from megatron_distill.train.phase_timers import COMMUNICATION, LOSS, OPTIMIZER, PhaseTimers
-from megatron_distill.train.several_loss import TeacherFigures, take_teacher_figures
+from megatron_distill.train.several_loss import TeacherFigures
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
 
@@ -255,7 +255,7 @@ def train_step(
             means[PROJECTOR_NORM] = projectors.reduce_gradients()
     values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
     projector_norm = values.get(PROJECTOR_NORM, 0.0)
-    teachers = take_teacher_figures(values, step.kd_tokens)
+    teachers = objectives[0].take_teacher_figures(values, LabelTotals.of([step], ()).whole)
     sources = step_figures(
         values,
         step,

@@ -167,7 +167,7 @@ def test_samples_of_the_store_are_those_of_the_stream(
     config = load_config(inputs.folder / "aligned.yaml", [])
     options = data_options(config.data, inputs.folder)
     tokenizer = read_tokenizer(config, options)
-    reading = read_teacher(config.data, config.models["teacher"], Vocabulary.of(tokenizer))
+    reading = read_teacher(config, Vocabulary.of(tokenizer))
     stream = open_training(
         source_specs(config.data.sources),
         tokenizer=tokenizer,

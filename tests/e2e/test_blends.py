@@ -345,13 +345,18 @@ def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
     counts = (LabelCounts(6, 5, chunks=4, pairs=3), LabelCounts(2, 1, chunks=1, pairs=0))
     step = StepBatches((), 8, 6, 8, chunks=5, pairs=3, by_source=counts)
     shares = {"all@a": 0.8, "all@b": 0.1, "pairs@a": 2.0, "pairs@b": 0.0, "kd@a": 9.0, "kd@b": 9.0}
-    on_chunks = OnChunks({"all": 1.0, "pairs": 0.5}, frozenset({"pairs"}))
+    shares |= {"tokens@a": 1.0, "tokens@b": 0.5}  # of a teacher with the student's tokenizer
+    on_chunks = OnChunks(
+        {"all": 1.0, "pairs": 0.5, "tokens": 2.0},
+        frozenset({"all", "pairs"}),
+        frozenset({"pairs"}),
+    )
     found = step_figures(
-        dict(shares), step, ("a", "b"), terms=["all", "pairs"], on_chunks=on_chunks
+        dict(shares), step, ("a", "b"), terms=["all", "pairs", "tokens"], on_chunks=on_chunks
     )
     assert found == {
-        "a": {"kd_tokens": 5, "kd_loss": 2.0, "all": 1.0, "pairs": 2.0},
-        "b": {"kd_tokens": 1, "kd_loss": 0.5, "all": 0.5},
+        "a": {"kd_tokens": 5, "kd_loss": 4.4, "all": 1.0, "pairs": 2.0, "tokens": 1.2},
+        "b": {"kd_tokens": 1, "kd_loss": 6.5, "all": 0.5, "tokens": 3.0},
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,10 @@ def common_ids(pieces: list[list[bytes | None]], tokenizers: list[Any]) -> tuple
 
 
 def texts_of(
-    batch: Batch, logits: list[Tensor], pieces: list[list[bytes | None]]
+    batch: Batch,
+    logits: list[Tensor],
+    pieces: list[list[bytes | None]],
+    samples: Sequence[int] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Alignment]]:
     """The rows of each document of a batch on both sides, and their chunks by equal prefixes.
 
@@ -183,7 +186,7 @@ def texts_of(
     sample before begins with a token of context on each side.
     """
     assert batch.teacher is not None
-    for row in range(len(batch.tokens_bs)):
+    for row in range(len(batch.tokens_bs)) if samples is None else samples:
         for number in batch.document_ids_bS[row].unique().tolist():
             if number < 0:
                 continue

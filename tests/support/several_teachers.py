@@ -59,12 +59,18 @@ class Inputs:
         hidden, weight = self.teachers[name]
         return hidden @ weight.t()
 
-    def samples(self, names: Sequence[str | None]) -> SampleTeachers:
+    def samples(
+        self, names: Sequence[str | None], elsewhere: frozenset[str] = frozenset()
+    ) -> SampleTeachers:
         trained = (self.ce_weights_N != 0) | (self.kd_weights_N != 0)
         rows = trained.nonzero().squeeze(1)
         ends = torch.searchsorted(rows, torch.arange(1, SAMPLES + 1) * LENGTH).tolist()
         return SampleTeachers(
-            tuple(names), torch.arange(SAMPLES).repeat_interleave(LENGTH), tuple(ends), rows
+            tuple(names),
+            torch.arange(SAMPLES).repeat_interleave(LENGTH),
+            tuple(ends),
+            rows,
+            elsewhere=elsewhere,
         )
 
 
@@ -136,6 +142,8 @@ def on_shard(
     terms: Sequence[Term],
     names: Sequence[str | None],
     dtype: torch.dtype = torch.float64,
+    *,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> Result:
     """The objective on this rank's columns; the gradient on the weight is that of the shard."""
     shard = VocabShard.for_rank(VOCABULARY, -(-VOCABULARY // (4 * world)) * 4 * world, rank, world)
@@ -154,7 +162,7 @@ def on_shard(
             for name, (states, head) in inputs.teachers.items()
         },
         inputs.labels_N,
-        samples=inputs.samples(names),
+        samples=inputs.samples(names, elsewhere),
         ce_weights=inputs.ce_weights_N,
         kd_weights=inputs.kd_weights_N,
         terms=terms,

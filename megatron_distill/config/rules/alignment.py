@@ -12,6 +12,7 @@ from megatron_distill.config.rules.teacher_parallel import (
     teacher_parallel,
     under_key,
 )
+from megatron_distill.config.rules.teacher_tokenizers import aligned_role, own_tokenizers
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
@@ -60,7 +61,7 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _without(config, teacher)
         return
     for index, term in enumerate(config.objective.terms):
-        if term.alignment is None:
+        if term.alignment is None and not config.teachers:
             key = f"objective.terms.{index}.alignment"
             yield Problem(
                 (key,),
@@ -81,13 +82,15 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             "objective.balance.per_microbatch = true: terms with an alignment are means over the "
             "chunks of a whole batch, not of one micro-batch; set it to false",
         )
-    yield from two_tokenizers_problems(config, "objective.terms")
+    if not config.teachers or len(own_tokenizers(config)) == 1:
+        yield from two_tokenizers_problems(config, "objective.terms")
 
 
 def two_tokenizers_problems(config: JobConfig, cause: str) -> Iterator[Problem]:
     """Find settings that do not fit a teacher with a tokenizer of its own, asked for by `cause`."""
     yield from _sources(config, cause)
-    yield from _lengths(config, config.teacher)
+    role = aligned_role(config)
+    yield from _lengths(config, config.models.get(role), role)
 
 
 def _stored(config: RunConfig) -> Iterator[Problem]:
@@ -193,22 +196,22 @@ def _sources(config: JobConfig, cause: str) -> Iterator[Problem]:
         )
 
 
-def _lengths(config: JobConfig, teacher: ModelConfig | None) -> Iterator[Problem]:
+def _lengths(config: JobConfig, teacher: ModelConfig | None, role: str) -> Iterator[Problem]:
     length = None if teacher is None else teacher.sequence_length
     if length is None:
         return
-    yield from _length(config.parallel, length)
-    if parallel_key(config, "teacher") != "parallel":
-        yield from under_key(_length(teacher_parallel(config), length), "teacher.parallel")
+    yield from _length(config.parallel, length, role)
+    if role == "teacher" and parallel_key(config, "teacher") != "parallel":
+        yield from under_key(_length(teacher_parallel(config), length, role), "teacher.parallel")
 
 
-def _length(parallel: ParallelConfig, length: int) -> Iterator[Problem]:
+def _length(parallel: ParallelConfig, length: int, role: str) -> Iterator[Problem]:
     factor = parallel.context * 2 if parallel.context > 1 else 1
     if parallel.sequence:
         factor = math.lcm(factor, parallel.tensor * parallel.context)
     if length % factor:
         yield Problem(
-            ("teacher.sequence_length", "parallel.context", "parallel.sequence"),
-            f"teacher.sequence_length = {length}: with parallel.context = {parallel.context} and "
+            (f"{role}.sequence_length", "parallel.context", "parallel.sequence"),
+            f"{role}.sequence_length = {length}: with parallel.context = {parallel.context} and "
             f"parallel.tensor = {parallel.tensor} it must be a multiple of {factor}",
         )

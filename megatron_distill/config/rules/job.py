@@ -15,6 +15,7 @@ from megatron_distill.config.rules.teacher_parallel import (
     teacher_parallel_problems,
     under_key,
 )
+from megatron_distill.config.rules.teacher_tokenizers import aligned_role
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
@@ -230,7 +231,7 @@ def _tokenizer(job: JobConfig) -> Iterator[Problem]:
     given = {key: value for key, value in values.items() if value is not None}
     readers = dict(job.models)
     if is_aligned(job):
-        readers.pop("teacher", None)  # it has a tokenizer of its own
+        readers.pop(aligned_role(job), None)  # it has a tokenizer of its own
     from_model = any(model.hf or model.store for model in readers.values())
     if not given and not from_model:
         yield Problem(

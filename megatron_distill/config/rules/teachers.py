@@ -7,6 +7,7 @@ from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
+from megatron_distill.config.rules.teacher_tokenizers import teacher_tokenizer_problems
 from megatron_distill.config.schema import (
     ModelConfig,
     RunConfig,
@@ -73,6 +74,7 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _routing_weights(config, teachers)
     for key, source in _sources(config):
         yield from _source(key, source, config, routed)
+    yield from teacher_tokenizer_problems(config, routed)
     yield from _unused(config, routed)
 
 
@@ -174,14 +176,6 @@ def _other_losses(config: RunConfig) -> Iterator[Problem]:
             "objective.features pair the student's layers with those of one teacher; set teacher "
             "in place of teachers, or objective.features=[]",
         )
-    for index, term in enumerate(config.objective.terms):
-        if term.alignment is not None:
-            key = f"objective.terms.{index}.alignment"
-            yield Problem(
-                (key, "teachers"),
-                f"{key} = {term.alignment!r}: a teacher with another tokenizer cannot be one of "
-                "several; set teacher in place of teachers, or remove the alignment",
-            )
 
 
 def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
@@ -204,13 +198,6 @@ def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
     for name, value in model.transfer.model_dump(exclude_defaults=True).items():
         default = TransferConfig.model_fields[name].default
         yield without_effect(f"{key}.transfer.{name}", value, reason, instead=default)
-    for name in ("tokenizer", "sequence_length"):
-        if getattr(model, name) is not None:
-            yield Problem(
-                (f"{key}.{name}", "teachers"),
-                f"{key}.{name}: several teachers have the tokenizer and the length of `data`; "
-                "remove it",
-            )
 
 
 def _routing_weights(config: RunConfig, teachers: Mapping[str, object]) -> Iterator[Problem]:

@@ -31,13 +31,15 @@ class AlignedLayout:
     """How conversations become samples of two models; a `Layout`.
 
     A length is the share of a window that a conversation fills, on the side where that is larger,
-    in units of 1 / (width of the student's window * width of the teacher's).
+    in units of 1 / (width of the student's window * width of the teacher's). `distils_all`: as in
+    `AlignedPacker`.
     """
 
     prepared: PreparedConversations
     student: Window
     teacher: Window
     truncation: str
+    distils_all: bool = False
 
     def __post_init__(self) -> None:
         assert self.truncation in ("right", "drop", "error"), self.truncation
@@ -108,7 +110,7 @@ class AlignedLayout:
 
     def sample(self, pieces: Sequence[AlignedPiece], sample_id: int) -> Sample:
         """See `Layout`."""
-        packer = AlignedPacker[int](self.student, self.teacher)
+        packer = AlignedPacker[int](self.student, self.teacher, distils_all=self.distils_all)
         for piece in pieces:
             packer.add(self._document(piece.number).first(piece.chunks), piece.number)
         sample = packer.take(sample_id) if packer.is_ready else packer.flush(sample_id)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.samples import (
     CE_TRAINED,
+    FULLY_TRAINED,
     KD_TRAINED,
     NO_CHUNK,
     PADDING_DOCUMENT,
@@ -65,9 +66,11 @@ class AlignedPacker(Generic[Mark]):
 
     Each document carries a mark; `start` gives the mark and the number of the cell with which the
     next sample begins. A chunk longer than a window is left out, counted and logged.
+    Labels outside of chunks are distilled if `distils_all`, as terms of one tokenizer need it.
     """
 
-    def __init__(self, student: Window, teacher: Window) -> None:
+    def __init__(self, student: Window, teacher: Window, *, distils_all: bool = False) -> None:
+        self._distils_all = distils_all
         self._student = student
         self._teacher = teacher
         self._segments: deque[_Segment[Mark]] = deque()
@@ -167,13 +170,14 @@ class AlignedPacker(Generic[Mark]):
         ]
         (tokens, documents, chunks), teacher = sides
         is_real = documents != PADDING_DOCUMENT
-        flags = np.where(is_real, CE_TRAINED, 0)
+        flags = np.where(is_real, FULLY_TRAINED if self._distils_all else CE_TRAINED, 0)
+        left_out = np.uint8(0 if self._distils_all else KD_TRAINED)
         filled = 0
         for piece in pieces:
             part = piece.tokens(piece.document.student)
             if piece.document.flags_n is not None:
                 place = slice(filled, filled + part.stop - part.start)
-                flags[place] = piece.document.flags_n[part] & ~np.uint8(KD_TRAINED)
+                flags[place] = piece.document.flags_n[part] & ~left_out
             filled += part.stop - part.start
         flags |= np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
         return Sample(

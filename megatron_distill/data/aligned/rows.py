@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_distill.data.samples import NO_TEACHER
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.runtime.batch import Batch, zigzag_index
 
@@ -30,6 +31,7 @@ class ChunkRows:
         ce_weights: fp32 ``[N]``, zero in the parts of other ranks.
         row_sources: int64 ``[N]``, index of the blended source.
         chunk_sources: int64 ``[C]`` likewise.
+        chunk_teachers: int64 ``[C]``, number of the sample's teacher among several, or -1.
         plan: order and tiles of the rows.
     """
 
@@ -38,6 +40,7 @@ class ChunkRows:
     ce_weights: Tensor
     row_sources: Tensor
     chunk_sources: Tensor
+    chunk_teachers: Tensor
     plan: TilePlan
 
     def to(self, device: torch.device | str) -> ChunkRows:
@@ -64,12 +67,14 @@ class ChunkPlanner:
             ranks of a tensor-parallel group, which cut the same tiles.
         context_rank: this rank among the context-parallel ranks.
         context_size: their number.
+        has_labels: whether the loss has the cross-entropy of the rows too.
     """
 
     tile_tokens: int
     band_tokens: int
     context_rank: int = 0
     context_size: int = 1
+    has_labels: bool = True
 
     def planned(self, whole: Batch) -> Batch:
         """This rank's shard of a whole micro-batch in host memory, with its rows."""
@@ -92,16 +97,21 @@ class ChunkPlanner:
         sources = torch.zeros_like(ranks)
         if whole.sources_b is not None:
             sources = whole.sources_b.unsqueeze(1).expand_as(chunks_bS).reshape(-1)
+        teachers = torch.full_like(ranks, NO_TEACHER)
+        if whole.teacher_numbers:
+            numbers_b = torch.tensor(whole.teacher_numbers)
+            teachers = numbers_b.unsqueeze(1).expand_as(chunks_bS).reshape(-1)
         count = whole.chunk_count
         is_owned = _per_chunk(student_chunks, ranks, count) == rank
         ce_weights = _by_rank(whole.ce_weights_bs, size).float()
-        ce_weights = torch.where(ranks == rank, ce_weights, 0.0)
+        ce_weights = torch.where((ranks == rank) & self.has_labels, ce_weights, 0.0)
         return ChunkRows(
             student_labels=_by_rank(whole.labels_bs, size),
             teacher_labels=_by_rank(teacher.labels_bs, size),
             ce_weights=ce_weights,
             row_sources=sources,
             chunk_sources=_per_chunk(student_chunks, sources, count),
+            chunk_teachers=_per_chunk(student_chunks, teachers, count, least=NO_TEACHER),
             plan=TilePlan.of_chunks(
                 _owned(student_chunks, is_owned),
                 _owned(teacher_chunks, is_owned),
@@ -122,10 +132,11 @@ def _by_rank(values_bS: Tensor, size: int) -> Tensor:
     return values_bS[:, order].reshape(-1)
 
 
-def _per_chunk(chunks: Tensor, values: Tensor, count: int) -> Tensor:
-    """The largest value among the rows of each chunk."""
+def _per_chunk(chunks: Tensor, values: Tensor, count: int, *, least: int = 0) -> Tensor:
+    """The largest value among the rows of each chunk, at least `least`."""
     inside = chunks >= 0
-    return values.new_zeros(count).scatter_reduce_(0, chunks[inside], values[inside], "amax")
+    found = values.new_full((count,), least)
+    return found.scatter_reduce_(0, chunks[inside], values[inside], "amax")
 
 
 def _owned(chunks: Tensor, is_owned: Tensor) -> Tensor:

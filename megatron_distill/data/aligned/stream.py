@@ -84,7 +84,7 @@ class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
     Texts are tokenised and aligned by the workers of a pool, which sources may share; see
-    `encoding_pool`.
+    `encoding_pool`. `distils_all`: as in `AlignedPacker`.
     """
 
     encoder: PairEncoder
@@ -92,6 +92,7 @@ class TwoTokenizers:
     teacher_length: int
     pool: EncodingPool
     unaligned: Unaligned
+    distils_all: bool = False
 
     @property
     def identity(self) -> State:
@@ -111,6 +112,7 @@ class TwoTokenizers:
         return AlignedPacker(
             Window(self.student_length + 1, student.eos_id),
             Window(self.teacher_length + 1, teacher.eos_id),
+            distils_all=self.distils_all,
         )
 
     def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, StreamPosition]]:

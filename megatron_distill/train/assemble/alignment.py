@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
-from megatron_distill.config import DataConfig, ModelConfig, RunConfig
+from megatron_distill.config import JobConfig, ModelConfig, RunConfig, aligned_role
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
@@ -198,39 +198,45 @@ def open_teacher_tokens(
     reading: TeacherReading | None = None
     with together():
         if dist.get_rank() == 0:
-            reading = read_teacher(config.data, config.models["teacher"], vocabulary)
+            reading = read_teacher(config, vocabulary)
     teacher = None if reading is None else reading.tokenizer
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
-    found = None
+    found, section = None, config.models[aligned_role(config)]
     if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
         folder = Path(config.data.cache or Path(config.output) / "cache")
         found = open_vocabulary_map(student, teacher, folder=folder, device=device)
-    length = config.models["teacher"].sequence_length or config.data.sequence_length
+    length = section.sequence_length or config.data.sequence_length
     return TeacherTokens(facts, length, reading, found)
 
 
 def read_teacher(
-    data: DataConfig, section: ModelConfig, vocabulary: Vocabulary, *, remedy: str = _PLAIN_TERMS
+    config: JobConfig, vocabulary: Vocabulary, *, remedy: str = _PLAIN_TERMS
 ) -> TeacherReading:
     """Return how samples are read in the teacher's tokens, in a process without a world.
 
     vocabulary: of the student. remedy: advice where both have one tokenizer. Raises ConfigError or
     DataError as `open_teacher_tokens`, the map apart.
     """
-    teacher = read_teacher_tokenizer(section)
+    role, data = aligned_role(config), config.data
+    section = config.models[role]
+    teacher = read_teacher_tokenizer(section, role)
     if teacher.identity == vocabulary.identity:
         raise ConfigError(
-            f"teacher.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; {remedy}"
+            f"{role}.tokenizer: {teacher.name} and data.tokenizer are one tokenizer; {remedy}"
         )
     length = section.sequence_length or data.sequence_length
     workers = data.workers
     if workers is None:
         workers = 2 if (os.cpu_count() or 1) >= _MANY_CORES else 0
-    return TeacherReading(teacher, length, data.max_unaligned, workers)
+    # Terms of teachers with the student's tokenizer train labels outside of chunks too.
+    distils_all = isinstance(config, RunConfig) and any(
+        term.alignment is None for term in config.objective.terms
+    )
+    return TeacherReading(teacher, length, data.max_unaligned, workers, distils_all)
 
 
-def read_teacher_tokenizer(section: ModelConfig) -> Tokenizer:
+def read_teacher_tokenizer(section: ModelConfig, role: str = "teacher") -> Tokenizer:
     """Read a teacher's tokenizer: the one it names, that of its folder, or of its checkpoint.
 
     Raises ConfigError or DataError.
@@ -251,5 +257,5 @@ def read_teacher_tokenizer(section: ModelConfig) -> Tokenizer:
             return load_tokenizer(folder)
     raise ConfigError(
         "the teacher's tokenizer is unknown, and an alignment needs it; set "
-        "teacher.tokenizer.path to its folder, or teacher.tokenizer.encoding"
+        f"{role}.tokenizer.path to its folder, or {role}.tokenizer.encoding"
     )

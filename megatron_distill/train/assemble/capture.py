@@ -174,8 +174,7 @@ def _open_reading(
     with together():
         if dist.get_rank() == 0:
             reading = read_teacher(
-                config.data,
-                config.models["teacher"],
+                config,
                 vocabulary,
                 remedy="set capture.aligned=false, and capture for a run without `alignment`",
             )

@@ -221,9 +221,9 @@ def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
     given = term.values_for(kind)
-    if kind is Term and term.teacher is not None:
+    if term.teacher is not None:
         given["teachers"] = TermTeachers.of({term.teacher: 1.0})
-    elif kind is Term and term.teachers is not None:
+    elif term.teachers is not None:
         given["teachers"] = TermTeachers.of(term.teachers, term.mixture)
     return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
 

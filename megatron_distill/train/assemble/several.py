@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_distill.config import RunConfig, routed_terms
+from megatron_distill.config import RunConfig, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
-from megatron_distill.losses import Term
+from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.signals import Teacher
+from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
-from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
 
-__all__ = ["OpenTeachers", "open_several", "sample_routing"]
+__all__ = ["OpenTeachers", "open_several", "sample_routing", "several_metrics"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class OpenTeachers:
     models: Mapping[str, OnlineTeacher]
     teacher: SeveralTeachers
     loss: SeveralLoss
+    aligned: AlignedLoss | None = None  # of the one with a tokenizer of its own
 
 
 def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers:
@@ -40,31 +42,61 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     assert config.teachers is not None, "the caller has looked"
     groups, execution = site.groups, site.execution
     plain = [term for term in fit.terms if isinstance(term, Term)]
+    own, aligned = fit.own, None
+    foreign = frozenset(own_tokenizers(config))
     models: dict[str, OnlineTeacher] = {}
     teachers: dict[str, Teacher] = {}
     for number, (name, section) in enumerate(sorted(config.teachers.items())):
         key = f"teachers.{name}"
+        vocabulary = own.vocabulary if own is not None and name in foreign else fit.vocabulary
+        source = resolve_model(config, key, vocabulary)
+        # The head's rows are those of the student's vocabulary, unless the teacher has another one.
+        of_head = source.architecture if name in foreign else fit.student
         models[name] = OnlineTeacher.of_source(
-            resolve_model(config, key, fit.vocabulary),
+            source,
             replace(execution, fp8=teacher_fp8(section, key), layers_per_stage=None),
             seed=teacher_seed(config.seed) + number,
-            sequence_length=config.data.sequence_length,
-            shard=vocab_shard(fit.student, groups, tokens=fit.vocabulary.size),
+            sequence_length=section.sequence_length or config.data.sequence_length,
+            shard=vocab_shard(of_head, groups, tokens=vocabulary.size),
             groups=groups,
             offload_hidden=section.offload_hidden,
         )
+        if own is not None and name in foreign:
+            models[name], aligned = own.connect(
+                models[name],
+                fit.student,
+                fit.vocabulary,
+                groups,
+                execution.device,
+                chunk_tokens=config.objective.chunk_tokens,
+            )
+            # The cross-entropy is in the pass of the other terms.
+            planner = replace(aligned.planner, has_labels=False)
+            aligned = replace(aligned, planner=planner, teacher=(name, number))
         teachers[name] = models[name]
         if section.offload:
             teachers[name] = RestingTeacher.of(models[name], key=f"{key}.offload")
-    named = {name for term in plain if term.teachers for name in term.teachers.names}
+    named = {name for term in fit.terms if term.teachers for name in term.teachers.names}
     several = SeveralTeachers(
         teachers,
         named=frozenset(named),
         has_routed_terms=bool(routed_terms(config)),
         is_joint=groups.layout.expert > 1,
+        own_tokens=foreign,
     )
     by_role = {f"teachers.{name}": model for name, model in models.items()}
-    return OpenTeachers(by_role, several, SeveralLoss.of(plain, tuple(models), groups.context))
+    loss = SeveralLoss.of(plain, tuple(models), groups.context, elsewhere=foreign)
+    return OpenTeachers(by_role, several, loss, aligned)
+
+
+def several_metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+    """Return the names of the metrics of the first term's target, besides the losses.
+
+    None where a sample may have a teacher with another tokenizer in place of that target.
+    """
+    plain = [term for term in terms if isinstance(term, Term)]
+    is_routed = any(term.teachers is None for term in terms if isinstance(term, ChunkTerm))
+    return () if not plain or (is_routed and plain[0].teachers is None) else live_metrics(plain)
 
 
 def sample_routing(config: RunConfig) -> Routing | None:

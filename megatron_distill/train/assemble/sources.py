@@ -17,6 +17,7 @@ from megatron_distill.config import (
     JobConfig,
     ModelConfig,
     SourceConfig,
+    aligned_role,
     is_aligned,
 )
 from megatron_distill.data.chat.conversations import (
@@ -138,7 +139,8 @@ def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
 def _readers(config: JobConfig) -> Mapping[str, ModelConfig]:
     """Return the models that read the tokens of `data.tokenizer`, by role."""
     if is_aligned(config):
-        return {role: model for role, model in config.models.items() if role != "teacher"}
+        other = aligned_role(config)
+        return {role: model for role, model in config.models.items() if role != other}
     return config.models
 
 

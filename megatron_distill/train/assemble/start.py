@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
-from megatron_distill.config import CheckpointConfig, JobConfig, RunConfig, to_yaml
+from megatron_distill.config import CheckpointConfig, JobConfig, RunConfig, aligned_role, to_yaml
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
@@ -60,8 +60,8 @@ def check_models(
     """
     for role, model in config.models.items():
         if model.store is None or has_model(model):
-            own = of_teacher if role == "teacher" and of_teacher is not None else vocabulary
-            read_model(config, role, own)
+            is_own = of_teacher is not None and role == aligned_role(config)
+            read_model(config, role, of_teacher if is_own else vocabulary)
 
 
 def newest_checkpoint(output: str, section: CheckpointConfig) -> Path | None:

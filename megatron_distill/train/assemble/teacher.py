@@ -21,7 +21,7 @@ from megatron_distill.train.assemble.models import (
     teacher_seed,
 )
 from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_ranks
-from megatron_distill.train.assemble.several import open_several
+from megatron_distill.train.assemble.several import open_several, several_metrics
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stored import Stored, open_stored
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
@@ -184,8 +184,9 @@ def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     found = open_several(config, fit, site)
     return OpenTeacher(
         signals=found.teacher,
-        metrics=live_metrics(fit.terms),
+        metrics=several_metrics(fit.terms),
         models=found.models,
         shapes={role: model.architecture for role, model in found.models.items()},
         several=found.loss,
+        aligned=found.aligned,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import (
@@ -32,12 +32,14 @@ class SeveralTeachers:
         has_routed_terms: whether a term is trained on the teacher of each sample.
         is_joint: whether data-parallel ranks run a teacher together, as with experts on several of
             them: each then runs it where one of them needs it.
+        own_tokens: the teachers with a tokenizer of their own, which read a batch's `teacher`.
     """
 
     teachers: Mapping[str, Teacher]
     named: frozenset[str]
     has_routed_terms: bool
     is_joint: bool = False
+    own_tokens: frozenset[str] = frozenset()
 
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
@@ -54,7 +56,11 @@ class SeveralTeachers:
                 if isinstance(coming, RestingTeacher):
                     coming.begin()
             own = [number for number, names in enumerate(wanted) if name in names]
-            signals = self.teachers[name].signals([batches[number] for number in own])
+            read = [batches[number] for number in own]
+            if name not in self.own_tokens:
+                # The student's tokens: a live teacher prefers those of another tokenizer.
+                read = [replace(batch, teacher=None) if batch.teacher else batch for batch in read]
+            signals = self.teachers[name].signals(read)
             taken[name] = {number: index for index, number in enumerate(own)}, signals
 
         def at(micro_batch: int) -> Signal | WithFeatures | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.config import check_layout
+from megatron_distill.config import aligned_role, check_layout
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, complaints, load_tree
 
 SEVERAL = MINIMAL | {
@@ -50,7 +50,6 @@ REFUSED = {
     "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
     "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
     "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
-    "alignment": (NAMED, "objective.terms=[{alignment: uld}]", "cannot be one of several"),
     "store": (DRAWN, "teachers.math={store: x}", "the teachers of one run are models"),
     "layout": (
         DRAWN,
@@ -65,6 +64,76 @@ REFUSED = {
 def test_contradictions_are_named(tmp_path: Path, case: str) -> None:
     *overrides, expected = REFUSED[case]
     assert any(expected in text for text in complaints(load_tree, tmp_path, SEVERAL, *overrides))
+
+
+TWO_TOKENIZERS = "teachers.code.sequence_length=32"
+ALIGNED = "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (ALIGNED,),
+        (TWO_TOKENIZERS, DRAWN, "objective.terms=[{}, {alignment: uld}]"),
+        (DRAWN, "objective.terms=[{}, {alignment: uld}, {alignment: common, teacher: code}]"),
+        (TO_MATH, "objective.terms=[{}, {alignment: uld, teachers: {code: 2}}]"),
+    ],
+)
+def test_one_of_several_has_a_tokenizer_of_its_own(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    config = load_tree(tmp_path, SEVERAL, *overrides)
+    check_layout(config, 1)
+    assert aligned_role(config) == "teachers.code"
+
+
+UNALIGNED = {
+    "mean": (
+        "objective.terms=[{}, {alignment: uld, teachers: {math: 1, code: 1}}]", TO_MATH,
+        "a mean or choice of teachers is defined within one vocabulary",
+    ),
+    "mean of two vocabularies": (
+        "objective.terms=[{teachers: {math: 1, code: 1}}, {alignment: uld, teacher: code}]",
+        "code has another tokenizer than the student",
+    ),
+    "two of them": (
+        "objective.terms=[{alignment: uld, teacher: math}, {alignment: uld, teacher: code}]",
+        "teachers.code, teachers.math: have tokenizers of their own",
+    ),
+    "unaligned term": (
+        "objective.terms=[{teacher: code}, {alignment: uld, teacher: code}, {teacher: math}]",
+        "objective.terms.0.alignment = null: teacher 'code' has a tokenizer of its own",
+    ),
+    "no such teacher": (
+        DRAWN, "objective.terms=[{}, {alignment: uld}]", "no teacher has a tokenizer of its own",
+    ),
+    "no aligned term": (NAMED, TWO_TOKENIZERS, "teachers.code.sequence_length is set, but no term"),
+    "samples of no aligned term": (
+        DRAWN, "objective.terms=[{}, {alignment: uld, teacher: code}]",
+        "objective.routing_weights: gives samples to teacher 'code'",
+    ),
+    "samples of no plain term": (
+        TO_MATH, TWO_TOKENIZERS, "objective.terms=[{teacher: math}, {alignment: uld}]",
+        "data.sources.0.teacher: gives samples to teacher 'math'",
+    ),
+    "tokens of one tokenizer": (
+        ALIGNED, "data.sources=[{format: megatron, paths: x}]", "its tokens are of one tokenizer",
+    ),
+    "length": (
+        ALIGNED, "teachers.code.sequence_length=31", "parallel.context=2",
+        "teachers.code.sequence_length = 31",
+    ),
+    "micro-batches": (
+        ALIGNED, "objective.balance={mode: magnitude, per_microbatch: true}", "of a whole batch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNALIGNED)
+def test_terms_that_do_not_fit_the_tokenizers_are_refused(tmp_path: Path, case: str) -> None:
+    *overrides, expected = UNALIGNED[case]
+    found = complaints(load_tree, tmp_path, SEVERAL, *overrides)
+    assert any(expected in text for text in found), found
 
 
 def test_a_term_without_teachers_cannot_name_one(tmp_path: Path) -> None:

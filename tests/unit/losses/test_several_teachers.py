@@ -89,6 +89,24 @@ def test_gradient_is_that_of_finite_differences(kind: str) -> None:
     assert slope == pytest.approx(float((gradient * step).sum()), rel=1e-6)
 
 
+def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone() -> None:
+    # Half of the samples have a teacher whose terms are computed elsewhere.
+    inputs, terms = Inputs.random(5), [Term(), Term("reverse_kl", 0.5, teachers=teachers(math=1))]
+    own = replace(inputs, kd_weights_N=inputs.kd_weights_N.clone())
+    names = ("math", "far", "code", "far")
+    is_elsewhere = torch.tensor([name == "far" for name in names]).repeat_interleave(LENGTH)
+    own.kd_weights_N[is_elsewhere] = 0.0
+    ours = on_shard(0, 1, inputs, terms, names, elsewhere=frozenset({"far"}))
+    routed = solve(own, terms[:1], ("math", "math", "code", "code"))
+    named = solve(inputs, terms[1:], names)
+    for name, oracle in ((terms[0].name, routed), (terms[1].name, named), ("ce", named)):
+        expected = float(oracle.report[name])
+        assert float(ours.report[name]) == pytest.approx(expected, rel=1e-11), name
+    labels = solve(inputs, [], names).hidden_gradient
+    expected_gradient = routed.hidden_gradient + named.hidden_gradient - labels
+    torch.testing.assert_close(ours.hidden_gradient, expected_gradient, rtol=1e-10, atol=1e-13)
+
+
 def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls() -> None:
     inputs = Inputs.random(1)
     mixed = on_shard(0, 1, inputs, [Term(temperature=2.0, teachers=teachers(**MIXED))], NAMES)

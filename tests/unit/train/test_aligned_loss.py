@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,11 @@ from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
-from megatron_distill.losses import ChunkTerm, SharedVocabularies
+from megatron_distill.losses import ChunkTerm, SharedVocabularies, TermTeachers
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
-from megatron_distill.signals import HiddenState
+from megatron_distill.signals import HiddenState, SignalsByTeacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from tests.reference.cross_tokenizer import Alignment, common, likelihood
 
@@ -153,3 +156,66 @@ def test_loss_and_gradients_are_those_of_whole_logits() -> None:
     gradients = torch.autograd.grad(expected, leaves[:2])
     for found, gradient in zip(torch.autograd.grad(total, leaves[:2]), gradients, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
+
+
+def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
+    batch, step = two_sided_batch()
+    batch = replace(batch, teacher_numbers=(1, 0))
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    named = ChunkTerm("likelihood", teachers=TermTeachers.of({"far": 1.0}))
+    total, report = loss_of(batch, step, 0, 1, leaves)
+    aligned = AlignedLoss(vocabularies(), ChunkPlanner(4, 9, has_labels=False), teacher=("far", 1))
+    zero = torch.zeros((), dtype=torch.float64)
+    signals = {"far": HiddenState(leaves[2].reshape(-1, HIDDEN), leaves[3])}
+
+    def added(by_teacher: dict[str, HiddenState]) -> tuple[Tensor, dict[str, Tensor], Any]:
+        return aligned.added_to(
+            (zero, {"ce": zero, "kd": zero}, {}),
+            HiddenState(leaves[0].reshape(-1, HIDDEN), leaves[1]),
+            SignalsByTeacher(2 * LENGTH, by_teacher),
+            aligned.planner.planned(batch),
+            step,
+            terms=[*TERMS, named],
+            sources=0,
+            weight_gradient_sum=None,
+        )
+
+    more, found, shares = added(signals)
+    assert float(found["ce"]) == 0.0
+    torch.testing.assert_close(found[named.name], report["likelihood_forward_kl"])
+    chunks_bS = batch.chunks_bs
+    assert chunks_bS is not None
+    own = len(chunks_bS[0][chunks_bS[0] >= 0].unique())
+    assert float(shares["far#chunks"]) == pytest.approx(own / step.chunks)
+    # The other sample's terms, of the same loss with the other number, make up the whole.
+    rest = replace(aligned, teacher=("far", 0)).added_to(
+        (zero, {"ce": zero, "kd": zero}, {}),
+        HiddenState(leaves[0].reshape(-1, HIDDEN), leaves[1]),
+        SignalsByTeacher(2 * LENGTH, signals),
+        aligned.planner.planned(batch),
+        step,
+        terms=TERMS,
+        sources=0,
+        weight_gradient_sum=None,
+    )
+    for term in TERMS:
+        assert 0 < float(found[term.name]) < float(report[term.name])
+        torch.testing.assert_close(found[term.name] + rest[1][term.name], report[term.name])
+    (gradient,) = torch.autograd.grad(more, leaves[0])
+    assert gradient[1].abs().max() > 0  # of the term that names the teacher
+    nothing, unchanged, none = added({})
+    assert (nothing, unchanged["kd"]) == (zero, zero)
+    assert none == {"far#chunks": zero, "far#pairs": zero}
+    figures = aligned.take_figures(
+        {name: float(value) for name, value in (found | shares).items()},
+        [*TERMS, named], chunks=step.chunks, pairs=step.pairs,
+    )["far"]  # fmt: skip
+    assert figures["chunks"] == step.chunks  # a term names the teacher
+    assert figures["pairs"] < step.pairs
+    expected = sum(
+        term.weight * float(found[term.name]) / float(shares[share])
+        for term, share in zip(TERMS, ("far#chunks", "far#pairs"), strict=True)
+    ) + float(found[named.name])
+    assert figures["kd_loss"] == pytest.approx(expected)

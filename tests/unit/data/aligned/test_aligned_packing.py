@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.collation import count_labels, micro_batch, pack_samples, unpack_samples
-from megatron_distill.data.samples import KD_TRAINED, NO_CHUNK, PADDING_DOCUMENT, Sample
+from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, NO_CHUNK, PADDING_DOCUMENT, Sample
 
 PAD = 999_999
 Sizes = list[tuple[int, int, int, int]]  # per chunk: tokens without text before it, tokens; twice
@@ -86,6 +86,31 @@ def expected(document: AlignedDocument) -> list[tuple[tuple[int, ...], tuple[int
         if all(one.chunks_n[0] != chunk for one in sides):
             found.append((tuple(labels[0]), tuple(labels[1])))
     return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(documents_of_chunks, st.integers(12, 30), st.integers(12, 30))
+def test_terms_of_one_tokenizer_train_labels_outside_of_chunks_too(
+    shapes: list[Sizes], student_width: int, teacher_width: int
+) -> None:
+    windows = Window(student_width, PAD), Window(teacher_width, PAD)
+    aligned = cut_all(AlignedPacker[int](*windows), documents(shapes))
+    all_labels = cut_all(AlignedPacker[int](*windows, distils_all=True), documents(shapes))
+    for one, other in zip(aligned, all_labels, strict=True):
+        assert (one.tokens_S1 == other.tokens_S1).all()
+        assert one.teacher is not None
+        assert other.teacher is not None
+        assert (one.teacher.student_chunks_S1 == other.teacher.student_chunks_S1).all()
+        is_real = other.document_ids_S1 != PADDING_DOCUMENT
+        assert ((other.flags_S1 & KD_TRAINED > 0) == is_real).all()
+        assert ((other.flags_S1 & CE_TRAINED) == (one.flags_S1 & CE_TRAINED)).all()
+        (first,), (second,) = (
+            count_labels(pack_samples([sample]), isolate_documents=True) for sample in (one, other)
+        )
+        assert second.kd == second.ce >= first.kd == first.chunk_labels
+        assert (first.chunks, first.pairs, first.chunk_labels) == (
+            *(second.chunks, second.pairs, second.chunk_labels),
+        )
 
 
 @settings(deadline=None, max_examples=60)
