@@ -52,7 +52,6 @@ __all__ = [
     "to_json",
 ]
 
-
 logger = get_logger(__name__)
 
 Record = Mapping[str, object]
@@ -411,8 +410,7 @@ class OnChunks:
 
     Attributes:
         weights: of all terms in the distillation loss.
-        of_chunks: names of the terms between two tokenizers.
-        of_pairs: of these the terms on chunks of one token on each side.
+        of_chunks, of_pairs: names of the terms on chunks, and of those on pairs of tokens alone.
     """
 
     weights: Mapping[str, float]

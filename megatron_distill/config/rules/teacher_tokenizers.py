@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_distill.config.messages import Problem
-from megatron_distill.config.schema import CaptureConfig, JobConfig, ModelConfig, RunConfig
+from megatron_distill.config.schema import JobConfig, ModelConfig, RunConfig
 
 __all__ = ["aligned_role", "own_tokenizers", "teacher_tokenizer_problems"]
 
@@ -30,10 +30,7 @@ def own_tokenizers(config: RunConfig) -> tuple[str, ...]:
 
 def aligned_role(config: JobConfig) -> str:
     """The role of the model with a tokenizer of its own, in a job that is aligned."""
-    if isinstance(config, CaptureConfig) or not getattr(config, "teachers", None):
-        return "teacher"
-    assert isinstance(config, RunConfig)
-    names = own_tokenizers(config)
+    names = own_tokenizers(config) if isinstance(config, RunConfig) else ()
     return f"teachers.{names[0]}" if names else "teacher"
 
 
@@ -105,10 +102,11 @@ def _samples(config: RunConfig, own: str, trains: Mapping[bool, list[int]]) -> I
     targets: dict[str, set[str]] = {}
     for kind in ("sources", "validation_sources"):
         for index, source in enumerate(getattr(config.data, kind)):
+            key = f"data.{kind}.{index}"
             if source.teacher is not None:
-                targets[f"data.{kind}.{index}.teacher"] = {source.teacher}
+                targets[f"{key}.teacher"] = {source.teacher}
             elif source.teacher_field is not None:
-                targets[f"data.{kind}.{index}.teacher_field"] = set(config.teachers or ())
+                targets[f"{key}.teacher_field"] = set(config.teachers or ())
     weights = config.objective.routing_weights or {}
     if any(weights.values()):
         targets["objective.routing_weights"] = {name for name, w in weights.items() if w}

@@ -356,7 +356,7 @@ class ModelConfig(Section):
         default=None,
         examples=[{"path": "tokenizers/qwen3"}],
         description="Teacher only: its tokenizer where that is not `data.tokenizer`; null: that "
-        "of `teacher.hf`. Used by terms with `alignment`.",
+        "of `teacher.hf`. Used by terms with `alignment`. One of several `teachers` may have it.",
     )
     sequence_length: int | None = Field(
         default=None,

@@ -11,6 +11,7 @@ from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
+from megatron_distill.train.assemble.alignment import TeacherTokens
 from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
@@ -62,17 +63,9 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             offload_hidden=section.offload_hidden,
         )
         if own is not None and name in foreign:
-            models[name], aligned = own.connect(
-                models[name],
-                fit.student,
-                fit.vocabulary,
-                groups,
-                execution.device,
-                chunk_tokens=config.objective.chunk_tokens,
-            )
-            # The cross-entropy is in the pass of the other terms.
-            planner = replace(aligned.planner, has_labels=False)
-            aligned = replace(aligned, planner=planner, teacher=(name, number))
+            chunk_tokens = config.objective.chunk_tokens
+            models[name], found = _connected(own, models[name], chunk_tokens, fit, site)
+            aligned = replace(found, teacher=(name, number))
         teachers[name] = models[name]
         if section.offload:
             teachers[name] = RestingTeacher.of(models[name], key=f"{key}.offload")
@@ -87,6 +80,19 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     by_role = {f"teachers.{name}": model for name, model in models.items()}
     loss = SeveralLoss.of(plain, tuple(models), groups.context, elsewhere=foreign)
     return OpenTeachers(by_role, several, loss, aligned)
+
+
+def _connected(
+    own: TeacherTokens, online: OnlineTeacher, chunk_tokens: int | None, fit: TeacherFit, site: Site
+) -> tuple[OnlineTeacher, AlignedLoss]:
+    """Return a teacher with its head in the layout of the loss, and the loss without labels."""
+    device = site.execution.device
+    teacher, loss = own.connect(
+        online, fit.student, fit.vocabulary, site.groups, device, chunk_tokens=chunk_tokens
+    )
+    assert isinstance(teacher, OnlineTeacher)
+    # The cross-entropy is in the pass of the other terms.
+    return teacher, replace(loss, planner=replace(loss.planner, has_labels=False))
 
 
 def several_metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:

@@ -165,24 +165,27 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     named = ChunkTerm("likelihood", teachers=TermTeachers.of({"far": 1.0}))
-    total, report = loss_of(batch, step, 0, 1, leaves)
+    _, report = loss_of(batch, step, 0, 1, leaves)
     aligned = AlignedLoss(vocabularies(), ChunkPlanner(4, 9, has_labels=False), teacher=("far", 1))
+    other = replace(aligned, teacher=("far", 0))
     zero = torch.zeros((), dtype=torch.float64)
     signals = {"far": HiddenState(leaves[2].reshape(-1, HIDDEN), leaves[3])}
 
-    def added(by_teacher: dict[str, HiddenState]) -> tuple[Tensor, dict[str, Tensor], Any]:
-        return aligned.added_to(
+    def added(
+        loss: AlignedLoss, by_teacher: dict[str, HiddenState]
+    ) -> tuple[Tensor, dict[str, Tensor], Any]:
+        return loss.added_to(
             (zero, {"ce": zero, "kd": zero}, {}),
             HiddenState(leaves[0].reshape(-1, HIDDEN), leaves[1]),
             SignalsByTeacher(2 * LENGTH, by_teacher),
-            aligned.planner.planned(batch),
+            loss.planner.planned(batch),
             step,
             terms=[*TERMS, named],
             sources=0,
             weight_gradient_sum=None,
         )
 
-    more, found, shares = added(signals)
+    more, found, shares = added(aligned, signals)
     assert float(found["ce"]) == 0.0
     torch.testing.assert_close(found[named.name], report["likelihood_forward_kl"])
     chunks_bS = batch.chunks_bs
@@ -190,22 +193,13 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     own = len(chunks_bS[0][chunks_bS[0] >= 0].unique())
     assert float(shares["far#chunks"]) == pytest.approx(own / step.chunks)
     # The other sample's terms, of the same loss with the other number, make up the whole.
-    rest = replace(aligned, teacher=("far", 0)).added_to(
-        (zero, {"ce": zero, "kd": zero}, {}),
-        HiddenState(leaves[0].reshape(-1, HIDDEN), leaves[1]),
-        SignalsByTeacher(2 * LENGTH, signals),
-        aligned.planner.planned(batch),
-        step,
-        terms=TERMS,
-        sources=0,
-        weight_gradient_sum=None,
-    )
+    _, rest, _ = added(other, signals)
     for term in TERMS:
         assert 0 < float(found[term.name]) < float(report[term.name])
-        torch.testing.assert_close(found[term.name] + rest[1][term.name], report[term.name])
+        torch.testing.assert_close(found[term.name] + rest[term.name], report[term.name])
     (gradient,) = torch.autograd.grad(more, leaves[0])
     assert gradient[1].abs().max() > 0  # of the term that names the teacher
-    nothing, unchanged, none = added({})
+    nothing, unchanged, none = added(aligned, {})
     assert (nothing, unchanged["kd"]) == (zero, zero)
     assert none == {"far#chunks": zero, "far#pairs": zero}
     figures = aligned.take_figures(
