@@ -1,0 +1,343 @@
+"""Attention of new positions over a cache: one per row, several per row, or whole first rows.
+
+Shapes: N new positions of all rows, one row after another; b rows, g key-value heads of this rank,
+r query heads for each of them, d head size, S most new positions of a row, m = r S, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
+from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.generation.cache import Cache
+from megatron_distill.runtime.segments import Segments
+
+__all__ = ["Append", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
+
+
+class Step(Protocol):
+    """New positions of the rows of a cache, layer by layer; `finish` makes them old ones."""
+
+    positions_N: Tensor  # int64, on the device
+
+    def attend(
+        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Store keys and values [N, g, d] and attend with query [N, g, r, d]; returns its shape.
+
+        `layer`: of this rank, in the order of the cache. `core`: the layer's attention.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Count the new positions as stored, after all layers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A part of the keys and values, [b, g, K, d] or [1, g, K, d] for all rows alike.
+
+    visible: bool, broadcast to [b, 1, m, K]; None: all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor | None
+
+
+def attend_to(query: Tensor, parts: Sequence[Keys], rule: AttentionRule) -> Tensor:
+    """Return softmax attention [b, g, m, d] of query [b, g, m, d] over all parts together.
+
+    Exact; scores are in fp32. A query that sees no key gives numbers without meaning.
+    """
+    if len(parts) == 1 and rule.softcap is None:
+        (part,) = parts
+        return F.scaled_dot_product_attention(
+            query, part.keys, part.values, attn_mask=part.visible, scale=rule.scale
+        )
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = [_scores(query.to(dtype), part, rule) for part in parts]
+    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, -1), -1)
+    found: Tensor | None = None
+    for part, share in zip(
+        parts, weights.split([score.shape[-1] for score in scores], -1), strict=True
+    ):
+        values = _across_rows(share, part.values.to(dtype), transposed=False)
+        found = values if found is None else found + values
+    assert found is not None
+    return found.to(query.dtype)
+
+
+def _scores(query: Tensor, part: Keys, rule: AttentionRule) -> Tensor:
+    scores = _across_rows(query * rule.scale, part.keys.to(query.dtype), transposed=True)
+    if rule.softcap is not None:
+        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if part.visible is not None:
+        scores = scores.masked_fill_(~part.visible, float("-inf"))
+    return scores
+
+
+def _across_rows(left: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
+    """Return left [b, g, m, x] times right [b, g, ...], or [1, g, ...] as one product per head."""
+    if transposed:
+        right = right.transpose(-1, -2)
+    rows, _, queries, _ = left.shape
+    if right.shape[0] == rows:
+        return torch.matmul(left, right)
+    one = torch.matmul(left.transpose(0, 1).flatten(1, 2), right[0])  # [g, b m, ...]
+    return one.unflatten(1, (rows, queries)).transpose(0, 1).contiguous()
+
+
+def _rule(core: TorchAttention) -> AttentionRule:
+    return replace(core.rule, window=core.window, dropout=0.0)
+
+
+class Append:
+    """One new position for each row, and `padding` positions that count as none."""
+
+    def __init__(self, cache: Cache, padding: int = 0) -> None:
+        self.cache, self.padding = cache, padding
+        self.first = max(cache.starts)
+        positions_b = cache.length - cache.starts_b + cache.first_position
+        self.positions_N = F.pad(positions_b, (0, padding)) if padding else positions_b
+        self._own: dict[int | None, Tensor | None] = {}
+        self._of_prefix: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """See `Step`."""
+        if self.padding:
+            rows = slice(0, self.cache.rows)
+            found = self._attend(layer, core, query[rows], key[rows], value[rows])
+            return F.pad(found, (0, 0) * 3 + (0, self.padding))
+        return self._attend(layer, core, query, key, value)
+
+    def _attend(
+        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        store = self.cache.layers[layer]
+        keys, values = store.append(key, value, self.cache.length)
+        rule = _rule(core)
+        parts = [Keys(keys, values, self._visible(store.slots))]
+        if self.cache.prefix is not None:
+            parts += self._prefix(layer, rule.window)
+        return attend_to(query, parts, rule)
+
+    def _visible(self, slots: int) -> Tensor | None:
+        """Return which of a store's slots [b, 1, 1, stored] belong to each row; None: all."""
+        length = self.cache.length
+        if max(0, length + 1 - slots) >= self.first:
+            return None
+        if slots not in self._own:
+            index = torch.arange(min(length + 1, slots), device=self.positions_N.device)
+            held = length - (length - index) % slots  # the last slot that is stored there
+            self._own[slots] = (held >= self.cache.starts_b[:, None])[:, None, None]
+        return self._own[slots]
+
+    def _prefix(self, layer: int, window: int | None) -> list[Keys]:
+        prefix = self.cache.prefix
+        assert prefix is not None
+        keys, values = prefix.layers[layer]
+        if window is None:
+            return [Keys(keys, values, None)]
+        earliest = prefix.length + self.cache.length - self.first
+        if earliest - window >= prefix.length - 1:
+            return []  # the window is past the prefix in every row
+        kind = window, keys.shape[2]
+        if kind not in self._of_prefix:
+            places = torch.arange(prefix.length - kind[1], prefix.length, device=keys.device)
+            seen = places > (self.positions_N[: self.cache.rows] - window)[:, None]
+            self._of_prefix[kind] = seen[:, None, None]
+        return [Keys(keys, values, self._of_prefix[kind])]
+
+    def finish(self) -> None:
+        """See `Step`."""
+        self.cache.length += 1
+
+
+class _Rows:
+    """Several new positions per row: their rows, slots and positions."""
+
+    def __init__(self, cache: Cache, counts: Sequence[int], padding: int) -> None:
+        """Lay out `counts` positions of each row, and `padding` positions that count as none."""
+        assert len(counts) == cache.rows, (len(counts), cache.rows)
+        self.cache, self.padding = cache, padding
+        self.most = max(counts, default=0)
+        device = cache.starts_b.device
+        self.shifts = [self.most - count for count in counts]
+        self.starts = [
+            start + shift for start, shift in zip(cache.starts, self.shifts, strict=True)
+        ]
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        columns = [column for shift in self.shifts for column in range(shift, self.most)]
+        self.rows_N = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.columns_N = torch.tensor(columns, dtype=torch.int64, device=device)
+        self.shifts_b = torch.tensor(self.shifts, dtype=torch.int64, device=device)
+        self.starts_b = cache.starts_b + self.shifts_b
+        positions_N = cache.length + self.columns_N - self.starts_b[self.rows_N]
+        self.positions_N = F.pad(positions_N + cache.first_position, (0, padding))
+
+    @property
+    def new(self) -> slice:
+        """The positions that are no padding."""
+        return slice(0, self.rows_N.shape[0])
+
+    def finish(self) -> None:
+        """See `Step`."""
+        self.cache.length += self.most
+        self.cache.starts, self.cache.starts_b = self.starts, self.starts_b
+
+
+class FirstRows(_Rows):
+    """The first positions of all rows, without a prefix: attention as in training.
+
+    The rows are documents of one packed sequence.
+    """
+
+    def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:
+        assert cache.length == 0
+        assert cache.prefix is None
+        super().__init__(cache, counts, padding)
+        bounds = [0]
+        for count in (*counts, padding):
+            if count:
+                bounds.append(bounds[-1] + count)
+        self.segments = Segments((tuple(bounds),)).to(cache.starts_b.device)
+        self._stored: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def attend(
+        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """See `Step`."""
+        store = self.cache.layers[layer]
+        if store.slots not in self._stored:
+            chosen = (self.columns_N >= self.most - store.slots).nonzero().squeeze(1)
+            slots = self.columns_N[chosen] % store.slots
+            self._stored[store.slots] = chosen, self.rows_N[chosen], slots
+        chosen, rows, slots = self._stored[store.slots]
+        store.keys[rows, :, slots] = key[chosen]
+        store.values[rows, :, slots] = value[chosen]
+        heads = query.flatten(1, 2)[:, None]
+        attended = core.attend(heads, key[:, None], value[:, None], self.segments, _rule(core))
+        return attended[:, 0].view_as(query)
+
+
+class Extend(_Rows):
+    """Some new positions for each row, after stored ones or a prefix, or as the first."""
+
+    def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:
+        super().__init__(cache, counts, padding)
+        self._visible: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(
+        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """See `Step`."""
+        store, new, rule = self.cache.layers[layer], self.new, _rule(core)
+        old = store.ordered(self.cache.length)
+        keys, values = (
+            self._joined(before, after[new])
+            for before, after in zip(old, (key, value), strict=True)
+        )
+        earlier = old[0].shape[2]
+        groups, repeats, size = query.shape[1:]
+        # [b, g, r, S, d]; the places before a row's first new position stay zero.
+        padded = query.new_zeros(self.cache.rows, groups, repeats, self.most, size)
+        padded[self.rows_N, :, :, self.columns_N] = query[new]
+        per_query = 4 * self.cache.rows * groups * repeats * (earlier + self.most)
+        length = max(1, BLOCK_BYTES // max(1, per_query))
+        attended = torch.cat(
+            [
+                self._block(
+                    padded[:, :, :, start : start + length], start, keys, values, layer, rule
+                )
+                for start in range(0, self.most, length)
+            ],
+            dim=3,
+        )
+        store.replace(keys, values, self.cache.length + self.most)
+        found = torch.zeros_like(query)
+        found[new] = attended[self.rows_N, :, :, self.columns_N]
+        return found
+
+    def _joined(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return old [b, g, t, d] and new [N, g, d] as [b, g, t + S, d], rows ending together."""
+        rows, groups, earlier, size = old.shape
+        joined = old.new_zeros(rows, groups, earlier + self.most, size)
+        if earlier and any(self.shifts):
+            slots = torch.arange(earlier + self.most, device=old.device) - self.shifts_b[:, None]
+            index = slots.clamp(0, earlier - 1)[:, None, :, None].expand_as(joined)
+            joined = old.gather(2, index)
+        elif earlier:
+            joined[:, :, :earlier] = old
+        joined[self.rows_N, :, earlier + self.columns_N] = new
+        return joined
+
+    def _block(
+        self,
+        query: Tensor,
+        start: int,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        rule: AttentionRule,
+    ) -> Tensor:
+        """Return the attention of a block of columns, [b, g, r, q, d]."""
+        rows, groups, repeats, count, size = query.shape
+        columns = slice(start, start + count)
+        visible = self._own(rule.window, keys.shape[2])[:, columns]
+        parts = [Keys(keys, values, _for_heads(visible, repeats))]
+        prefix = self.cache.prefix
+        if prefix is not None:
+            before, of_values = prefix.layers[layer]
+            seen = self._of_prefix(rule.window, before.shape[2])
+            chosen = None if seen is None else _for_heads(seen[:, columns], repeats)
+            parts.append(Keys(before, of_values, chosen))
+        flat = attend_to(query.reshape(rows, groups, repeats * count, size), parts, rule)
+        return flat.view(rows, groups, repeats, count, size)
+
+    def _own(self, window: int | None, keys: int) -> Tensor:
+        """Return which stored and new keys each new position sees, bool [b, S, K]."""
+        kind = window, keys
+        if kind not in self._visible:
+            device, end = self.rows_N.device, self.cache.length + self.most
+            slots = torch.arange(end - keys, end, device=device)
+            own = torch.arange(self.cache.length, end, device=device)[:, None]
+            seen = slots <= own
+            if window is not None:
+                seen &= slots > own - window
+            self._visible[kind] = seen & (slots >= self.starts_b[:, None])[:, None]
+        return self._visible[kind]
+
+    def _of_prefix(self, window: int | None, keys: int) -> Tensor | None:
+        """Return which keys of the prefix each new position sees, bool [b, S, K]; None: all."""
+        prefix = self.cache.prefix
+        assert prefix is not None
+        if window is None:
+            return None
+        columns = torch.arange(self.most, device=self.rows_N.device) + self.cache.length
+        positions = prefix.length + columns - self.starts_b[:, None]
+        places = torch.arange(prefix.length - keys, prefix.length, device=self.rows_N.device)
+        return places > (positions - window)[..., None]
+
+
+def _for_heads(visible: Tensor, repeats: int) -> Tensor:
+    """Return [b, 1, r q, K] from [b, q, K]."""
+    return visible[:, None].expand(-1, repeats, -1, -1).flatten(1, 2)[:, None]
+
+
+def step_for(cache: Cache, counts: Sequence[int], padding: int = 0) -> Step:
+    """Return the step of `counts` new positions per row, and of `padding` that count as none."""
+    if cache.length == 0 and cache.prefix is None:
+        return FirstRows(cache, counts, padding)
+    return Extend(cache, counts, padding)

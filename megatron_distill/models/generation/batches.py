@@ -1,0 +1,112 @@
+"""Division of rows into batches: over data ranks, by cache memory, and by pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "PREFILL_POSITIONS",
+    "Plan",
+    "RowSize",
+    "batches_of",
+    "capacity_of",
+    "plan_batches",
+    "split_rows",
+]
+
+# New positions of one forward pass: bounds the memory of activations.
+PREFILL_POSITIONS = 2**14
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """The positions that a row begins with, and those that it may add."""
+
+    given: int
+    added: int
+
+    @property
+    def total(self) -> int:
+        """All positions of the row."""
+        return self.given + self.added
+
+
+def batches_of(
+    sizes: Sequence[RowSize],
+    rows: Sequence[int],
+    *,
+    row_bytes: Callable[[int], int],
+    cache_bytes: float,
+    positions: int = PREFILL_POSITIONS,
+) -> list[list[int]]:
+    """Cut `rows`, indices into `sizes`, into batches in their order.
+
+    A batch has one row at least; more only if their caches fit `cache_bytes` and their first
+    positions `positions`. `row_bytes` of a capacity; see `capacity_of`.
+    """
+    batches: list[list[int]] = []
+    for row in rows:
+        joined = [*(sizes[other] for other in (batches[-1] if batches else ())), sizes[row]]
+        is_small = len(joined) * row_bytes(capacity_of(joined)) <= cache_bytes
+        if batches and is_small and sum(size.given for size in joined) <= positions:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def capacity_of(sizes: Sequence[RowSize]) -> int:
+    """Return the slots of a cache of rows that end together before they add positions."""
+    return max(size.given for size in sizes) + max(size.added for size in sizes)
+
+
+def split_rows(rows: Sequence[int], parts: int) -> list[list[int]]:
+    """Deal rows into at most `parts` groups of nearly equal numbers."""
+    return [list(rows[start::parts]) for start in range(min(parts, len(rows)))]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of this rank, and where expert ranks are in step, those of all data ranks.
+
+    A batch is a list of groups of rows, one for each group in flight; groups may be empty. With
+    `in_step`, all ranks have the same number of batches and groups.
+    """
+
+    mine: list[list[list[int]]]
+    everyone: list[list[list[list[int]]]]  # [rank][batch][group]
+
+    def largest(self, batch: int, group: int, size: Callable[[list[int]], int]) -> int:
+        """Return the largest of a number over the data ranks' rows of one group."""
+        return max(size(ranks[batch][group]) for ranks in self.everyone)
+
+
+def plan_batches(
+    sizes: Sequence[RowSize],
+    *,
+    rank: int,
+    ranks: int,
+    groups: int,
+    in_step: bool,
+    row_bytes: Callable[[int], int],
+    cache_bytes: float,
+) -> Plan:
+    """Divide all rows over the data ranks, longest first, and each rank's rows into batches.
+
+    groups: rows in flight through the pipeline at the same time.
+    """
+    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].total, row))
+    everyone = []
+    for other in range(ranks):
+        found = batches_of(sizes, order[other::ranks], row_bytes=row_bytes, cache_bytes=cache_bytes)
+        everyone.append([split_rows(batch, groups) for batch in found])
+    if in_step:
+        most = max(len(batches) for batches in everyone)
+        for batches in everyone:
+            batches += [[] for _ in range(most - len(batches))]
+        for batch in range(most):
+            wide = max(len(batches[batch]) for batches in everyone)
+            for batches in everyone:
+                batches[batch] += [[] for _ in range(wide - len(batches[batch]))]
+    return Plan(everyone[rank], everyone if in_step else [everyone[rank]])

@@ -1,0 +1,152 @@
+"""Keys and values of earlier positions, one store per layer.
+
+All rows end at the same slot: a row of `n` positions in a cache of `t` slots has slots t - n to t.
+So one token per row is one slot of all rows, written as a slice. A layer with a window has a ring
+of as many slots. A prefix that all rows share exists once.
+
+Shapes: b rows, g key-value heads of this rank, d head size, t slots, S new slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cache", "KeyShape", "LayerCache", "Prefix", "bytes_per_row"]
+
+
+@dataclass(frozen=True)
+class KeyShape:
+    """The keys of one layer: heads of this rank, their size, and the window, None without."""
+
+    heads: int
+    head_size: int
+    window: int | None
+
+    def slots(self, capacity: int) -> int:
+        """Return the slots that a row of `capacity` positions needs."""
+        return capacity if self.window is None else min(self.window, capacity)
+
+
+def bytes_per_row(shapes: Sequence[KeyShape], capacity: int, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values of one row with `capacity` positions."""
+    numbers = sum(shape.slots(capacity) * shape.heads * shape.head_size for shape in shapes)
+    return 2 * numbers * dtype.itemsize
+
+
+@dataclass
+class LayerCache:
+    """Keys, rotated already, and values of one layer, each [b, g, slots, d]."""
+
+    keys: Tensor
+    values: Tensor
+    window: int | None
+
+    @property
+    def slots(self) -> int:
+        """The slots of the store."""
+        return self.keys.shape[2]
+
+    def ordered(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the stored part of `length` slots in their order, [b, g, stored, d]."""
+        if length <= self.slots:
+            return self.keys[:, :, :length], self.values[:, :, :length]
+        shift = -(length % self.slots)
+        return self.keys.roll(shift, 2), self.values.roll(shift, 2)
+
+    def append(self, key_bgd: Tensor, value_bgd: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Store one slot after `length`; returns all stored ones, in any order."""
+        slot = length % self.slots
+        self.keys[:, :, slot] = key_bgd
+        self.values[:, :, slot] = value_bgd
+        stored = min(length + 1, self.slots)
+        return self.keys[:, :, :stored], self.values[:, :, :stored]
+
+    def replace(self, keys_bgtd: Tensor, values_bgtd: Tensor, length: int) -> None:
+        """Store the last of the slots that end at `length`."""
+        count = min(self.slots, keys_bgtd.shape[2])
+        index = torch.arange(length - count, length, device=self.keys.device) % self.slots
+        self.keys[:, :, index] = keys_bgtd[:, :, -count:]
+        self.values[:, :, index] = values_bgtd[:, :, -count:]
+
+    def select(self, rows: Tensor) -> LayerCache:
+        """Return some of the rows, in a given order, repeated or not."""
+        return LayerCache(
+            self.keys.index_select(0, rows), self.values.index_select(0, rows), self.window
+        )
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The keys and values [1, g, stored, d] per layer of positions before those of all rows."""
+
+    length: int
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, cache: Cache) -> Prefix:
+        """Take the only row of a cache."""
+        assert cache.rows == 1
+        stored = (layer.ordered(cache.length) for layer in cache.layers)
+        return cls(cache.length, tuple((key.clone(), value.clone()) for key, value in stored))
+
+
+@dataclass
+class Cache:
+    """The layers of this rank in the order of their calls, and where each row begins.
+
+    Attributes:
+        length: slots in use, the same for all layers.
+        starts: the first slot of each row, on the host; `starts_b` the same on the device, int64.
+        prefix: of all rows, None without.
+    """
+
+    layers: list[LayerCache]
+    starts: list[int]
+    starts_b: Tensor
+    length: int = 0
+    prefix: Prefix | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        shapes: Sequence[KeyShape],
+        rows: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: Prefix | None = None,
+    ) -> Cache:
+        """Allocate the memory of `rows` with up to `capacity` positions after the prefix."""
+        layers = []
+        for shape in shapes:
+            size = (rows, shape.heads, shape.slots(capacity), shape.head_size)
+            store = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+            layers.append(LayerCache(store[0], store[1], shape.window))
+        starts_b = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(layers, [0] * rows, starts_b, prefix=prefix)
+
+    @property
+    def rows(self) -> int:
+        """The rows."""
+        return len(self.starts)
+
+    @property
+    def first_position(self) -> int:
+        """The position of a row's first slot."""
+        return 0 if self.prefix is None else self.prefix.length
+
+    def select(self, rows: Sequence[int]) -> Cache:
+        """Return some of the rows, in a given order, repeated or not."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.starts_b.device)
+        return Cache(
+            [layer.select(index) for layer in self.layers],
+            [self.starts[row] for row in rows],
+            self.starts_b.index_select(0, index),
+            self.length,
+            self.prefix,
+        )

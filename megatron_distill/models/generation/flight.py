@@ -1,0 +1,147 @@
+"""Rows on their way through the model together: their cache, the last ids, and their ends.
+
+Shapes: b rows, N positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_distill.models.generation.cache import Cache
+from megatron_distill.models.generation.draw import Drawn
+from megatron_distill.models.generation.request import (
+    Ending,
+    OnTokens,
+    Stops,
+    WriteRow,
+    Written,
+)
+from megatron_distill.models.generation.text import Decode, TextStream
+
+__all__ = ["Flight", "RowText"]
+
+# Ended rows are dropped once they are this share: each drop copies the cache.
+_DROPPED_SHARE = 0.25
+
+
+@dataclass
+class RowText:
+    """A row's ids so far; `index` in the request, None for a row that only keeps ranks in step."""
+
+    index: int | None
+    limit: int
+    stops: Stops
+    stream: TextStream | None = None
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    ended: Ending | None = None
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        row: WriteRow,
+        limit: int,
+        stops: Stops,
+        decode: Decode | None,
+        prefix: Sequence[int],
+    ) -> RowText:
+        """Begin a row; `limit`: the most ids that it may add."""
+        stream = None
+        if decode is not None:
+            stream = TextStream(decode, stops.strings, (*prefix, *row.ids)[-8:])
+        return cls(index, limit, stops, stream)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the row goes on."""
+        return self.index is not None and self.ended is None
+
+    def push(self, token: int, log_prob: float) -> None:
+        """Add a drawn id."""
+        self.ids.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.stops.ids:
+            self.ended = "id"
+        elif self.stream is not None and self.stops.strings and self.stream.push(token):
+            self.ended = "string"
+        elif len(self.ids) >= self.limit:
+            self.ended = "length"
+
+    def written(self) -> Written:
+        """Return the result of an ended row."""
+        assert self.ended is not None
+        text = None
+        if self.stream is not None:
+            if not self.stops.strings:
+                for token in self.ids[: -1 if self.ended == "id" else None]:
+                    self.stream.push(token)
+            text = self.stream.finish()
+        return Written(tuple(self.ids), tuple(self.log_probs), self.ended, text)
+
+
+@dataclass
+class Flight:
+    """Rows that are stepped together.
+
+    Attributes:
+        row_keys_b: of draws, int64. ids_b: the ids to read next, int64.
+        padding: positions besides the rows, which keep expert ranks in step.
+        history: drawn ids and log-probabilities that the host has not read.
+    """
+
+    rows: list[RowText]
+    cache: Cache
+    row_keys_b: Tensor
+    ids_b: Tensor
+    padding: int = 0
+    is_over: bool = False
+    history: list[Drawn] = field(default_factory=list)
+
+    def read_history(self, on_tokens: OnTokens | None) -> bool:
+        """Give the drawn ids to their rows; returns whether a log-probability is no number."""
+        ids = torch.stack([drawn.ids_b for drawn in self.history]).tolist()
+        log_probs = torch.stack([drawn.log_probs_b for drawn in self.history]).tolist()
+        self.history.clear()
+        is_broken = False
+        for place, row in enumerate(self.rows):
+            new = []
+            for drawn, drawn_probs in zip(ids, log_probs, strict=True):
+                if not row.is_live:
+                    break
+                is_broken |= not math.isfinite(drawn_probs[place])
+                row.push(drawn[place], min(drawn_probs[place], 0.0))
+                if row.ended != "id":
+                    new.append(drawn[place])
+            if new and on_tokens is not None:
+                assert row.index is not None
+                on_tokens(row.index, new)
+        return is_broken
+
+    def end_all(self) -> None:
+        """End every row."""
+        for row in self.rows:
+            row.ended = row.ended or "length"
+
+    @property
+    def live(self) -> int:
+        """The rows that go on."""
+        return sum(row.is_live for row in self.rows)
+
+    def drop_ended(self, finished: list[RowText]) -> None:
+        """Move ended rows to `finished` and out of the cache, if they are many."""
+        alive = [place for place, row in enumerate(self.rows) if row.is_live]
+        if not alive:
+            alive = [0]  # for ranks that have rows left
+        if len(self.rows) - len(alive) < max(1.0, _DROPPED_SHARE * len(self.rows)):
+            return
+        index = torch.tensor(alive, device=self.ids_b.device)
+        finished += [row for place, row in enumerate(self.rows) if place not in set(alive)]
+        self.rows = [self.rows[place] for place in alive]
+        self.cache = self.cache.select(alive)
+        self.row_keys_b, self.ids_b = self.row_keys_b[index], self.ids_b[index]

@@ -1,0 +1,353 @@
+"""A model that writes and scores text, in any layout.
+
+Data ranks and context ranks have different rows: the weights of context ranks are the same, and one
+new position per row has no sequence to divide. Pipeline stages have as many groups of rows in
+flight as stages. Where experts are spread over data ranks, all of them take every step together.
+
+Left out: CUDA graphs. The number of keys grows with each step, and a graph of this loop would need
+one capture per number of rows, with lengths on the device.
+
+Shapes: b rows, N positions of all rows, H hidden size, V real columns of the head on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError, ConfigError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.generation.attend import Append, Step, step_for
+from megatron_distill.models.generation.batches import RowSize, capacity_of, plan_batches
+from megatron_distill.models.generation.cache import Cache, Prefix, bytes_per_row
+from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
+from megatron_distill.models.generation.flight import Flight, RowText
+from megatron_distill.models.generation.request import (
+    OnTokens,
+    Sampling,
+    Score,
+    ScoreRow,
+    Stops,
+    WriteRow,
+    Written,
+)
+from megatron_distill.models.generation.scoring import Scoring, score_batches
+from megatron_distill.models.generation.stage import Stage
+from megatron_distill.models.generation.text import Decode
+from megatron_distill.models.gpt import HiddenStateGPT
+from megatron_distill.runtime.collectives import agree, highest
+from megatron_distill.runtime.groups import Groups
+
+__all__ = ["CachedGPT"]
+
+_NO_NUMBERS = (
+    "the model's next-token logits are not numbers; its weights are damaged or its training "
+    "diverged: choose an earlier checkpoint"
+)
+# Steps between two looks at the drawn ids: a look waits for the device.
+_STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CachedGPT:
+    """A `LanguageModel` of this rank's model chunks, with keys and values in a cache.
+
+    The weights are read where they are: after an update the next request uses the new ones. With an
+    optimizer that gathers parameters late, gather them first.
+
+    Attributes:
+        vocab_size: ids of the tokenizer, as in `vocab_shard`; no further id is drawn.
+        cache_gib: memory of the cache on each rank, in GiB; it bounds the rows of a batch.
+        decode: ids to text, for `Written.text` and stop strings; None: neither.
+    """
+
+    chunks: Sequence[HiddenStateGPT]
+    architecture: Architecture
+    groups: Groups
+    device: torch.device
+    vocab_size: int | None = None
+    cache_gib: float = 4.0
+    decode: Decode | None = None
+
+    @property
+    def positions(self) -> int:
+        """The most positions of a row."""
+        return self.architecture.max_position_embeddings
+
+    @torch.inference_mode()
+    def write(
+        self,
+        rows: Sequence[WriteRow],
+        *,
+        sampling: Sampling,
+        stops: Stops,
+        prefix: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> list[Written]:
+        """See `LanguageModel`; `on_tokens` is called on the ranks that compute the row.
+
+        Collective: per step those of `Stage.run` and `draw`, and over the pipeline group one
+        broadcast of 16 bytes per row; at the end, data x context group, the written rows.
+        """
+        self._check([(row.ids, 0) for row in rows], prefix)
+        if stops.strings and self.decode is None:
+            raise ConfigError(f"stop strings {stops.strings} need a tokenizer; leave them out")
+        limits = [min(row.limit, self.positions - len(prefix) - len(row.ids)) for row in rows]
+        run = _Run(self, sampling, on_tokens)
+        written = [index for index, limit in enumerate(limits) if limit > 0]
+        texts = {
+            index: RowText.of(index, rows[index], limits[index], stops, self.decode, prefix)
+            for index in written
+        }
+        sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
+        run.prepare(sizes, prefix)
+        for number, batch in enumerate(run.plan.mine):
+            flights = [
+                run.begin(number, place, [texts[written[row]] for row in group], rows)
+                for place, group in enumerate(batch)
+            ]
+            run.first(flights)
+            run.go_on(flights)
+        found = self._gathered(run.finished, run.is_broken)
+        empty = Written((), (), "length", None if self.decode is None else "")
+        return [found.get(index, empty) for index in range(len(rows))]
+
+    @torch.inference_mode()
+    def score(
+        self, rows: Sequence[ScoreRow], *, prefix: Sequence[int] = ()
+    ) -> list[tuple[Score, ...]]:
+        """See `LanguageModel`.
+
+        Collective: those of one forward pass per batch, tensor group two reductions of 24 bytes
+        per position of an answer, at the end the scores over the pipeline and the data x context
+        group.
+        """
+        for row in rows:
+            if not row.answers or not all(row.answers):
+                raise ConfigError("a row to score has no answer, or an empty one; leave it out")
+        longest = [max(len(answer) for answer in row.answers) - 1 for row in rows]
+        self._check([(row.context, more) for row, more in zip(rows, longest, strict=True)], prefix)
+        run = _Run(self, Sampling(), None)
+        scoring = Scoring([row.context for row in rows], [row.answers for row in rows])
+        run.prepare(scoring.sizes, prefix, copies=scoring.most_copies)
+        found = score_batches(scoring, run.stage, run.plan, run.empty_cache)
+        run.stage.finish()
+        scores, is_broken = scoring.shared(found, self.groups, self.device)
+        shared: list[dict[int, tuple[Score, ...]] | None]
+        shared = [None] * self.groups.data_context.size()
+        dist.all_gather_object(shared, scores, group=self.groups.data_context)
+        agree(CheckpointError(_NO_NUMBERS) if is_broken else None)
+        merged = {
+            index: score for part in shared if part is not None for index, score in part.items()
+        }
+        return [merged[index] for index in range(len(rows))]
+
+    def _check(self, rows: Iterable[tuple[Sequence[int], int]], prefix: Sequence[int]) -> None:
+        """Raise ConfigError for rows that the model cannot read; the same on every rank."""
+        rows_of_model = self.architecture.vocab_size
+        for ids, more in rows:
+            length = len(prefix) + len(ids) + more
+            if not ids:
+                raise ConfigError("a row has no token after the shared prefix; give it one")
+            if length > self.positions:
+                raise ConfigError(
+                    f"a row has {length:,} tokens, and the model has {self.positions:,} positions "
+                    "(max_position_embeddings); shorten the row"
+                )
+            if not 0 <= min(ids) <= max(ids) < rows_of_model:
+                raise ConfigError(
+                    f"a row has token id {min(ids) if min(ids) < 0 else max(ids)}, and the model "
+                    f"has {rows_of_model:,} ids; use the model's tokenizer"
+                )
+
+    def _gathered(self, finished: list[RowText], is_broken: bool) -> dict[int, Written]:
+        own = {row.index: row.written() for row in finished if row.index is not None}
+        shared: list[dict[int, Written] | None] = [None] * self.groups.data_context.size()
+        dist.all_gather_object(shared, own, group=self.groups.data_context)
+        agree(CheckpointError(_NO_NUMBERS) if is_broken else None)
+        return {index: text for part in shared if part is not None for index, text in part.items()}
+
+
+class _Run:
+    """One request on this rank."""
+
+    def __init__(self, model: CachedGPT, sampling: Sampling, on_tokens: OnTokens | None) -> None:
+        self.model, self.sampling, self.on_tokens = model, sampling, on_tokens
+        self.groups, self.device = model.groups, model.device
+        self.stage = Stage.of(
+            model.chunks,
+            model.architecture,
+            groups=model.groups,
+            device=model.device,
+            vocab_size=model.vocab_size,
+        )
+        self.interval = _STEPS_BETWEEN_LOOKS[model.device.type]
+        # Ranks with different experts and different rows.
+        self.in_step = model.architecture.moe is not None and model.groups.layout.expert > 1
+        self.prefix: Prefix | None = None
+        self.finished: list[RowText] = []
+        self.is_broken = False
+
+    def prepare(self, sizes: Sequence[RowSize], prefix: Sequence[int], copies: int = 1) -> None:
+        """Plan the batches of rows, and compute the prefix."""
+        self.sizes = sizes
+        self.plan = plan_batches(
+            sizes,
+            rank=self.groups.data_context.rank(),
+            ranks=self.groups.data_context.size(),
+            groups=self.groups.pipeline.size(),
+            in_step=self.in_step,
+            row_bytes=lambda capacity: (
+                copies * bytes_per_row(self.stage.key_shapes, capacity, self.stage.dtype)
+            ),
+            cache_bytes=self.model.cache_gib * _GIB,
+        )
+        largest = capacity_of(sizes) if sizes else 0
+        self.stage.reserve(len(prefix) + largest + 1)
+        if prefix and self.plan.everyone and any(self.plan.everyone):
+            cache = self.empty_cache(1, len(prefix))
+            step = step_for(cache, [len(prefix)])
+            ids_N = torch.tensor(prefix, device=self.device)
+            for number in range(len(self.stage.chunks)):
+                self.stage.run(number, ids_N, step)
+            step.finish()
+            self.prefix = Prefix.of(cache)
+
+    def empty_cache(self, rows: int, capacity: int) -> Cache:
+        """Allocate the cache of some rows, after the prefix."""
+        return Cache.empty(
+            self.stage.key_shapes,
+            rows,
+            capacity,
+            dtype=self.stage.dtype,
+            device=self.device,
+            prefix=self.prefix,
+        )
+
+    def begin(
+        self, batch: int, group: int, texts: list[RowText], requests: Sequence[WriteRow]
+    ) -> _Beginning:
+        """Prepare the first step of a group of rows."""
+        ids = [requests[text.index].ids for text in texts if text.index is not None]
+        keys = [
+            row_key(self.sampling.seed, requests[text.index].sample)
+            for text in texts
+            if text.index is not None
+        ]
+        padding = 0
+        if not texts:  # a row that only keeps the ranks in step
+            texts = [RowText(None, 0, Stops(), ended="length")]
+            ids, keys = [(0,)], [0]
+        if self.in_step:
+            longest = self.plan.largest(
+                batch, group, lambda rows: max(1, sum(self.sizes[row].given for row in rows))
+            )
+            padding = longest - sum(map(len, ids))
+        added = max((text.limit for text in texts), default=0) + self.interval
+        if self.in_step:  # the rows of other ranks may be longer
+            added = max(size.added for size in self.sizes)
+        cache = self.empty_cache(len(ids), max(map(len, ids)) + added)
+        flat = [token for row in ids for token in row] + [0] * padding
+        flight = Flight(
+            texts,
+            cache,
+            torch.tensor(keys, dtype=torch.int64, device=self.device),
+            torch.zeros(len(ids), dtype=torch.int64, device=self.device),
+        )
+        counts = [len(row) for row in ids]
+        ends = torch.tensor(counts, device=self.device).cumsum(0) - 1
+        ids_N = torch.tensor(flat, dtype=torch.int64, device=self.device)
+        return _Beginning(flight, ids_N, step_for(cache, counts, padding), ends)
+
+    def first(self, beginnings: Sequence[_Beginning]) -> None:
+        """Run the given positions of all groups, and draw the first ids."""
+        for number in range(len(self.stage.chunks)):
+            for start in beginnings:
+                hidden_NH = self.stage.run(number, start.ids_N, start.step)
+                if hidden_NH is not None:
+                    positions_b = start.step.positions_N[start.ends_b]
+                    self._draw(start.flight, hidden_NH[start.ends_b], positions_b)
+        for start in beginnings:
+            start.step.finish()
+
+    def go_on(self, beginnings: Sequence[_Beginning]) -> None:
+        """Step all groups until their rows have ended."""
+        flights = [start.flight for start in beginnings]
+        step: dict[int, Step] = {}
+        count = 0
+        while not all(flight.is_over for flight in flights):
+            for number in range(len(self.stage.chunks)):
+                for place, flight in enumerate(flights):
+                    if number == 0 and not flight.is_over:
+                        self._read(flight, is_look=count % self.interval == 0)
+                        step[place] = Append(flight.cache, flight.padding)
+                    if flight.is_over:
+                        continue
+                    hidden_NH = self.stage.run(number, flight.ids_b, step[place])
+                    if hidden_NH is not None:
+                        rows = slice(0, len(flight.rows))
+                        positions_b = step[place].positions_N[rows]
+                        self._draw(flight, hidden_NH[rows], positions_b)
+            for place, flight in enumerate(flights):
+                if not flight.is_over:
+                    step[place].finish()
+            count += 1
+        self.stage.finish()
+
+    def _draw(self, flight: Flight, hidden_bH: Tensor, positions_b: Tensor) -> None:
+        """Draw the next ids on the last stage, and send them to the others."""
+        keys_b = flight.row_keys_b
+        if self.sampling.temperature > 0:
+            keys_b = draw_keys(keys_b, positions_b + 1)
+        drawn = draw(
+            self.stage.logits(hidden_bH),
+            shard=self.stage.shard,
+            group=self.groups.tensor,
+            sampling=self.sampling,
+            keys_b=keys_b,
+        )
+        flight.history.append(drawn)
+        if self.groups.pipeline.size() > 1:
+            both = torch.stack([drawn.ids_b.to(torch.float64), drawn.log_probs_b])
+            self.stage.broadcast(both)
+
+    def _read(self, flight: Flight, *, is_look: bool) -> None:
+        """Take the ids that were drawn last; at a look, end rows and drop them."""
+        if not self.groups.is_last_stage:
+            both = torch.empty(2, len(flight.rows), dtype=torch.float64, device=self.device)
+            self.stage.broadcast(both)
+            flight.history.append(Drawn(both[0].to(torch.int64), both[1]))
+        flight.ids_b = flight.history[-1].ids_b
+        if is_look:
+            if flight.read_history(self.on_tokens):
+                self.is_broken = True
+                flight.end_all()
+            live = flight.live
+            if self.in_step:
+                (live,) = highest(live, device=self.device, group=self.groups.data_context)
+            flight.is_over = live == 0
+            if flight.is_over:
+                self.finished += flight.rows
+                return
+            flight.drop_ended(self.finished)
+        if self.in_step:
+            rows = len(flight.rows)
+            if is_look:
+                (most,) = highest(rows, device=self.device, group=self.groups.data_context)
+                flight.padding = most - rows
+            flight.ids_b = torch.nn.functional.pad(flight.ids_b[:rows], (0, flight.padding))
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """The first step of a flight: its ids, and the last position of each row among them."""
+
+    flight: Flight
+    ids_N: Tensor
+    step: Step
+    ends_b: Tensor

@@ -1,0 +1,253 @@
+"""Text written with a cache: against `transformers` for every family, and in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import CheckpointError, ConfigError
+from tests.distributed.hugging_face_models import MODELS, VOCABULARY, reference, save_model
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+LENGTHS = (5, 11, 23, 8)
+FAST = ("qwen3", "gemma2", "gpt2", "qwen2_moe")
+
+
+def prompts(vocabulary: int = VOCABULARY) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        tuple(torch.randint(3, vocabulary, (length,), generator=generator).tolist())
+        for length in LENGTHS
+    ]
+
+
+def _of_folder(rank: int, world: int, folder: Path, prefix: tuple[int, ...]) -> dict[str, Any]:
+    with megatron_groups() as groups:
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.weights import fill
+
+        shape = describe(folder).architecture
+        (model,) = build(shape, groups, seed=None)
+        fill([model], HuggingFaceWeights(folder, describe(folder)), groups=groups)
+        found = CachedGPT([model], shape, groups, torch.device("cpu"))
+        rows = [WriteRow(ids, sample, 64) for sample, ids in enumerate(prompts())]
+        greedy = {"sampling": Sampling(), "stops": Stops()}
+        alone = found.write(rows, **greedy)
+        after = found.write([WriteRow(row.ids, 0, 24) for row in rows], **greedy, prefix=prefix)
+        answers = [((4,), text.ids[:30], (9, 8, 7), (5, 6)) for text in alone]
+        scored = [ScoreRow(row.ids, several) for row, several in zip(rows, answers, strict=True)]
+        one = [ScoreRow((7,), (ids,)) for ids in prompts()]
+        return {
+            "alone": alone,
+            "after": after,
+            "answers": answers,
+            "scores": found.score(scored),
+            "scores after": found.score(scored, prefix=prefix),
+            "one": found.score(one, prefix=prefix),
+        }
+
+
+class _Reference:
+    """`transformers` on whole texts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = reference(folder)
+
+    @torch.no_grad()
+    def log_probs(self, context: Sequence[int], ids: Sequence[int]) -> tuple[Tensor, bool]:
+        """Return the log-probability of each id after a context, and if all are the likeliest."""
+        logits = self.model(torch.tensor([[*context, *ids]])).logits[0].double()
+        rows = torch.log_softmax(logits, -1)[len(context) - 1 : -1]
+        index = torch.tensor(ids)
+        return rows.gather(1, index[:, None])[:, 0], bool((rows.argmax(-1) == index).all())
+
+    @torch.no_grad()
+    def written(self, context: Sequence[int], count: int) -> list[int]:
+        """Return the continuation by `generate`, with its own cache."""
+        found = self.model.generate(
+            torch.tensor([context]), max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+        return found[0, len(context) :].tolist()
+
+
+def close(found: Sequence[float], expected: Tensor) -> None:
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64), expected, atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+)
+def test_every_family_writes_and_scores_as_transformers(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    positions = {"n_positions" if name == "gpt2" else "max_position_embeddings": 128}
+    folder = save_model(tmp_path / "model", name, **positions)
+    prefix = prompts()[2][:13]
+    (ours,) = pool.run(1, _of_folder, folder, prefix)
+    theirs = _Reference(folder)
+    for context, text in zip(prompts(), ours["alone"], strict=True):
+        assert list(text.ids) == theirs.written(context, 64)
+        assert text.ended == "length"
+        expected, is_greedy = theirs.log_probs(context, text.ids)  # recomputed, without a cache
+        assert is_greedy
+        close(text.log_probs, expected)
+    for context, text in zip(prompts(), ours["after"], strict=True):
+        expected, is_greedy = theirs.log_probs((*prefix, *context), text.ids)
+        assert is_greedy
+        close(text.log_probs, expected)
+    for before, key in (((), "scores"), (prefix, "scores after")):
+        for context, answers, scores in zip(prompts(), ours["answers"], ours[key], strict=True):
+            for answer, score in zip(answers, scores, strict=True):
+                expected, is_greedy = theirs.log_probs((*before, *context), answer)
+                close(score.log_probs, expected)
+                assert score.is_greedy == is_greedy
+    for ids, (score,) in zip(prompts(), ours["one"], strict=True):
+        close(score.log_probs, theirs.log_probs((*prefix, 7), ids)[0])
+
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"sliding_window": 7, "sliding_layers": (0, 2), "qkv_bias": True},
+    "experts": {"moe": MOE},
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "whole": {"temperature": 0.9, "seed": 3},
+    "cut": {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "seed": 4},
+}
+
+
+def _sampled(
+    rank: int,
+    world: int,
+    layout: dict[str, Any],
+    kind: str,
+    order: tuple[int, ...] = (0, 1, 2, 3),
+    cache_gib: float = 1.0,
+) -> dict[str, Any]:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        architecture = small_architecture(
+            **KINDS[kind], vocab_size=197, init_std=0.2, max_position_embeddings=64
+        )
+        chunks = build(architecture, groups, seed=11)
+        model = CachedGPT(
+            chunks, architecture, groups, torch.device("cpu"), vocab_size=190, cache_gib=cache_gib
+        )
+        every = prompts(190)
+        rows = [WriteRow(every[row], row, 9 + row) for row in order]
+        found: dict[str, Any] = {}
+        for name, values in SAMPLINGS.items():
+            texts = model.write(rows, sampling=Sampling(**values), stops=Stops(ids=(3, 50, 51)))
+            found[name] = [texts[order.index(row)].ids for row in range(4)]
+            log_probs = [texts[order.index(row)].log_probs for row in range(4)]
+            found[f"{name}, log-probabilities"] = log_probs
+        scored = [ScoreRow(every[row], ((5,), (9, 8, 7), (6, 5))) for row in order]
+        scores = model.score(scored, prefix=every[1][:6])
+        found["scores, log-probabilities"] = [
+            [value for score in scores[order.index(row)] for value in score.log_probs]
+            for row in range(4)
+        ]
+        return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, values in expected.items():
+        if "log-prob" in name:
+            for some, others in zip(found[name], values, strict=True):
+                close(some, torch.tensor(others, dtype=torch.float64))
+        else:
+            assert found[name] == values, name
+
+
+LAYOUTS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "dense", {"tensor": 2}),
+    (4, "dense", {"tensor": 4}),  # of two key-value heads
+    (2, "dense", {"pipeline": 2}),
+    (2, "dense", {"pipeline": 2, "virtual_pipeline": 2}),
+    (2, "dense", {"context": 2}),
+    (2, "dense", {}),
+    (4, "dense", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    (2, "experts", {"expert": 2}),
+    (2, "experts", {"tensor": 2}),
+    (4, "experts", {"tensor": 2, "expert": 2, "sequence": True}),
+    (4, "experts", {"pipeline": 2, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS, ids=str)
+def test_every_layout_draws_the_same_ids(
+    pool: Pool, world: int, kind: str, layout: dict[str, Any]
+) -> None:
+    (expected,) = pool.run(1, _sampled, {}, kind)
+    lengths = {len(ids) for ids in expected["whole"]}
+    assert len(lengths) > 1, "rows should end at different steps"
+    assert max(max(ids) for ids in expected["whole"]) < 190
+    for found in pool.run(world, _sampled, layout, kind):
+        same(found, expected)
+
+
+@pytest.mark.parametrize(("order", "gib"), [((3, 1, 0, 2), 1.0), ((2, 0, 3, 1), 1e-6)], ids=str)
+def test_order_and_size_of_batches_do_not_change_the_ids(
+    pool: Pool, order: tuple[int, ...], gib: float
+) -> None:
+    (expected,) = pool.run(1, _sampled, {}, "dense")
+    (found,) = pool.run(1, _sampled, {}, "dense", order, gib)
+    same(found, expected)
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    with megatron_groups(tensor=2) as groups:
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        architecture = small_architecture()
+        chunks = build(architecture, groups, seed=11)
+        model = CachedGPT(chunks, architecture, groups, torch.device("cpu"))
+
+        def write(*ids: int, stops: Stops = Stops(), limit: int = 2) -> None:
+            model.write([WriteRow(ids, 0, limit)], sampling=Sampling(), stops=stops)
+
+        def damaged() -> None:
+            with torch.no_grad():
+                chunks[0].decoder.layers[1].mlp.linear_fc2.weight[3, 2] = float("nan")
+            write(5, 6, limit=9)
+
+        cases = {
+            "long": lambda: write(*range(33)),
+            "empty": lambda: write(),
+            "unknown id": lambda: write(5, 200),
+            "no decoder": lambda: write(5, stops=Stops(strings=("a",))),
+            "no answer": lambda: model.score([ScoreRow((5,), ((1,), ()))]),
+            "damaged": damaged,
+        }
+        found = {}
+        for name, case in cases.items():
+            try:
+                case()
+            except (ConfigError, CheckpointError) as error:
+                found[name] = str(error)
+        return found
+
+
+def test_what_cannot_be_written_is_named_on_all_ranks(pool: Pool) -> None:
+    one, other = pool.run(2, _refused)
+    assert one == other
+    assert one["long"].startswith("a row has 33 tokens, and the model has 32 positions")
+    assert "no token after the shared prefix" in one["empty"]
+    assert one["unknown id"].startswith("a row has token id 200, and the model has 200 ids")
+    assert one["no decoder"].startswith("stop strings ('a',) need a tokenizer")
+    assert "has no answer" in one["no answer"]
+    assert "logits are not numbers" in one["damaged"]
