@@ -217,7 +217,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         chunks = build(architecture, groups, seed=11)
         model = CachedGPT(chunks, architecture, groups, torch.device("cpu"))
 
-        def write(*ids: int, stops: Stops = Stops(), limit: int = 2) -> None:
+        def write(*ids: int, strings: tuple[str, ...] = (), limit: int = 2) -> None:
+            stops = Stops(strings=strings)
             model.write([WriteRow(ids, 0, limit)], sampling=Sampling(), stops=stops)
 
         def damaged() -> None:
@@ -229,7 +230,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
             "long": lambda: write(*range(33)),
             "empty": lambda: write(),
             "unknown id": lambda: write(5, 200),
-            "no decoder": lambda: write(5, stops=Stops(strings=("a",))),
+            "no decoder": lambda: write(5, strings=("a",)),
             "no answer": lambda: model.score([ScoreRow((5,), ((1,), ()))]),
             "damaged": damaged,
         }

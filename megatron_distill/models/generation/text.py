@@ -31,6 +31,7 @@ class TextStream:
     _ids: list[int] = field(default_factory=list)
     _start: int = 0  # of the ids that are decoded again
     _settled: int = 0  # ids whose text is complete
+    _is_finished: bool = False
     _given: int = 0  # characters returned by `new_text`
 
     def __post_init__(self) -> None:
@@ -48,12 +49,13 @@ class TextStream:
         """Return the whole text, an unfinished character included."""
         if not self.is_stopped and self._settle(last=True):
             self._find_stop()
+        self._is_finished = True
         return self.text
 
     def new_text(self) -> str:
         """Return the text since the last call that no stop string can take back."""
         end = len(self.text)
-        if not self.is_stopped:
+        if not (self.is_stopped or self._is_finished):
             end -= max((_begun(self.text, string) for string in self.strings), default=0)
         new, self._given = self.text[self._given : end], max(self._given, end)
         return new

@@ -1,0 +1,108 @@
+"""Text of ids that arrive one by one: whole characters and stop strings; rows into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_distill.models.generation.batches import (
+    RowSize,
+    batches_of,
+    capacity_of,
+    plan_batches,
+)
+from megatron_distill.models.generation.text import TextStream
+
+
+def by_bytes(ids: Sequence[int]) -> str:
+    """A decoder with one id per byte."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def without_first_space(ids: Sequence[int]) -> str:
+    """A decoder that drops a leading space, as SentencePiece's."""
+    return by_bytes(ids).removeprefix(" ")
+
+
+def pieces(stream: TextStream, ids: bytes) -> list[str]:
+    found = []
+    for token in ids:
+        is_over = stream.push(token)
+        found.append(stream.new_text())
+        if is_over:
+            break
+    stream.finish()
+    return [*found, stream.new_text()]
+
+
+@given(st.text(max_size=12))
+def test_streamed_pieces_join_to_the_text_and_split_no_character(text: str) -> None:
+    found = pieces(TextStream(by_bytes), text.encode("utf-8", "replace"))
+    assert "".join(found) == text.encode("utf-8", "replace").decode()
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+
+
+@given(st.text("ab\u00e9 ", max_size=20), st.lists(st.text("ab\u00e9", min_size=1, max_size=3)))
+def test_a_stop_string_over_several_ids_ends_the_text_before_it(
+    text: str, strings: list[str]
+) -> None:
+    stream = TextStream(by_bytes, tuple(strings))
+    found = pieces(stream, text.encode())
+    # The first that is complete; of those that are complete with one character, the longest.
+    ends = [(text.find(one) + len(one), text.find(one)) for one in strings if one in text]
+    first = min((end for end, _ in ends), default=0)
+    expected = text[: min(start for end, start in ends if end == first)] if ends else text
+    assert stream.text == "".join(found) == expected
+    assert stream.is_stopped == bool(ends)
+
+
+def test_text_that_may_become_a_stop_string_waits() -> None:
+    stream = TextStream(by_bytes, ("\n\nQ",))
+    assert pieces(stream, b"a\n\nb\n\nQ") == ["a", "", "", "\n\nb", "", "", "", ""]
+
+
+def test_the_first_space_is_kept_after_a_prompt() -> None:
+    stream = TextStream(without_first_space, context=b"ab")
+    assert "".join(pieces(stream, b" c d")) == " c d"
+
+
+def test_an_unfinished_character_is_in_the_text_at_its_end() -> None:
+    assert pieces(TextStream(by_bytes), b"a\xc3") == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+sizes_of_rows = st.lists(st.builds(RowSize, st.integers(1, 90), st.integers(0, 40)), max_size=12)
+
+
+@given(sizes_of_rows, st.integers(1, 400), st.integers(1, 200))
+def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
+    sizes: list[RowSize], memory: int, positions: int
+) -> None:
+    batches = batches_of(
+        sizes, range(len(sizes)), row_bytes=lambda n: n, cache_bytes=memory, positions=positions
+    )
+    assert [row for batch in batches for row in batch] == list(range(len(sizes)))
+    for batch in batches:
+        rows = [sizes[row] for row in batch]
+        if len(rows) > 1:
+            assert len(rows) * capacity_of(rows) <= memory
+            assert sum(row.given for row in rows) <= positions
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@given(sizes_of_rows)
+def test_data_ranks_share_the_rows(in_step: bool, sizes: list[RowSize]) -> None:
+    plans = [
+        plan_batches(
+            sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=int, cache_bytes=200
+        )
+        for rank in range(3)
+    ]
+    rows = [row for plan in plans for batch in plan.mine for group in batch for row in group]
+    assert sorted(rows) == list(range(len(sizes)))
+    if in_step:
+        shapes = {tuple(len(batch) for batch in plan.mine) for plan in plans}
+        assert len(shapes) == 1, "ranks would make different numbers of steps"
