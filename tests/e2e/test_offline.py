@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.store import UNKNOWN, Identity, convert_maxtext
+from megatron_distill.train.assemble.trained_config import load_trained_run
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import Inputs, KnownRuns, assembled, failure, records, run
+from tests.e2e.runs import CPU, Inputs, KnownRuns, assembled, failure, records, run
 from tests.support.store_maxtext_files import example, sequence, write
 
 STEPS, ROWS = 8, 8
@@ -218,12 +220,20 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
 ) -> None:
     held_out = ("validation.samples=11", "validation.interval=10", "train.micro_batch_size=4")
     arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
-    run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *SHORT, *arguments)
+    saved = (*SHORT, *arguments, "checkpoint.save=true")
+    run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *saved)
     found = [one["validation"] for one in records(tmp_path) if "validation" in one]
     assert len(found) == 2
     assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
     assert found[1]["ce_loss"] < found[0]["ce_loss"]
     assert found[1]["teacher_ce_loss"] == found[0]["teacher_ce_loss"]
+    (evaluated,) = pool.run(1, _evaluate, str(tmp_path))
+    compared = evaluated["comparison"]
+    assert compared["top1_agreement"] == pytest.approx(found[1]["top1_agreement"], rel=2e-6)
+    least, most = compared["acceptance"]
+    assert 0.0 < least < most <= 1.0, "a store of few ids bounds it"
+    assert compared["tokens_per_verification"]["1"] == pytest.approx([1 + least, 1 + most])
+    assert "forward_kl" not in compared
     # Joined with a corpus, the store has no records of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)
@@ -254,6 +264,13 @@ def test_several_stores_share_the_steps_by_weight(
         losses = [one["kd_loss"] for one in sources.values()]
         merged = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
         assert merged == pytest.approx(record["kd_loss"], rel=2e-6)
+
+
+def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble.trained_run import evaluate
+
+    return evaluate(load_trained_run(folder, [], world_size=world), CPU)
 
 
 def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:

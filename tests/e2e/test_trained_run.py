@@ -43,31 +43,78 @@ def trained(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, float]:
+def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.train.assemble.trained_run import evaluate
 
     return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(pool: Pool, trained: Path) -> dict[str, Any]:
+    """The evaluation of the student by one process."""
+    (found,) = pool.run(1, _evaluate, str(trained / "student"), [])
+    return found
+
+
+def test_an_evaluation_repeats_the_runs_own_validation(
+    trained: Path, on_one_rank: dict[str, Any]
+) -> None:
+    expected: Any = records(trained / "student")[-1]["validation"]
+    assert on_one_rank.keys() >= expected.keys() >= {"ce_loss", "kd_loss", "top1_agreement"}
+    for name, value in expected.items():
+        assert on_one_rank[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
+    compared = on_one_rank["comparison"]
+    assert compared["label_nll"] == pytest.approx(expected["ce_loss"], rel=2e-6)
+    assert compared["top1_agreement"] == pytest.approx(expected["top1_agreement"], rel=2e-6)
+    assert compared["forward_kl"] == pytest.approx(expected["forward_kl"], rel=1e-5)
+    assert sum(row["share"] for row in compared["calibration"]) == pytest.approx(1.0, rel=1e-6)
+    tokens = list(compared["tokens_per_verification"].values())
+    # Blocks of one draft begin at every label, as the mean over labels does.
+    assert tokens[0] == pytest.approx(1.0 + compared["acceptance"], rel=1e-6)
+    assert tokens == sorted(tokens)
+    assert len(tokens) == 8
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        [],
         pytest.param(["parallel.tensor=2", "parallel.sequence=true"], marks=pytest.mark.slow),
         ["parallel.pipeline=2"],
+        ["parallel.context=2"],
+        pytest.param([], marks=pytest.mark.slow),
     ],
-    ids=lambda layout: "+".join(layout) or "one",
+    ids=lambda layout: "+".join(layout) or "data",
 )
-def test_an_evaluation_in_any_layout_repeats_the_runs_own_validation(
-    pool: Pool, trained: Path, layout: list[str]
+def test_an_evaluation_is_the_same_in_every_layout(
+    pool: Pool, trained: Path, on_one_rank: dict[str, Any], layout: list[str]
 ) -> None:
-    expected: Any = records(trained / "student")[-1]["validation"]
-    world = 2 if layout else 1
-    for found in pool.run(world, _evaluate, str(trained / "student"), layout):
-        assert found.keys() >= expected.keys() >= {"ce_loss", "kd_loss", "top1_agreement"}
-        for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
+    for found in pool.run(2, _evaluate, str(trained / "student"), layout):
+        assert _flat(found) == pytest.approx(_flat(on_one_rank), rel=2e-5, abs=1e-6)
+
+
+def _flat(figures: Any, name: str = "") -> dict[str, float]:
+    """The figures by their paths."""
+    if isinstance(figures, dict):
+        entries = figures.items()
+    elif isinstance(figures, list):
+        entries = enumerate(figures)
+    else:
+        return {name: figures}
+    return {
+        key: one for word, part in entries for key, one in _flat(part, f"{name}/{word}").items()
+    }
+
+
+def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Path) -> None:
+    own = [f"teacher.checkpoint={trained / 'student'}", "teacher.architecture=null"]
+    (found,) = pool.run(1, _evaluate, str(trained / "student"), own)
+    compared = found["comparison"]
+    assert compared["acceptance"] == pytest.approx(1.0, abs=1e-6)
+    assert compared["forward_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert compared["entropy_gap"] == pytest.approx(0.0, abs=1e-7)
+    drafts = compared["tokens_per_verification"]
+    assert drafts == pytest.approx({str(g): g + 1.0 for g in range(1, 9)}, rel=1e-6)
 
 
 def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:
