@@ -41,6 +41,7 @@ from megatron_distill.evaluation.quickstart import (
     check_equal_start,
     make,
     remove_child,
+    show_drafts,
     show_outcome,
     show_store,
     spread,
@@ -56,6 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
 SAMPLE_TOKENS = 150
 STORE = "teacher_store"
+DRAFT = "4"  # tokens that a student drafts for one forward pass of the teacher
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Flow:
         return made if self.offline is None else (*made, self.offline)
 
     def agreement_file(self, run: ChildRun) -> Path:
-        """Held-out losses and agreement with the teacher, of a run without a live teacher."""
+        """Held-out losses of a student, and its figures beside the teacher."""
         return self.place / f"{run.name}_with_teacher.json"
 
     @property
@@ -218,10 +220,10 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
     logs = [run.log() for run in flow.students]
     for other in logs[1:]:
         check_equal_start(logs[0], other)
-    # Only the run with a live teacher has validated the student against it.
+    compared = [_beside_teacher(flow, run) for run in flow.students]
     summaries = [
-        summarize(log) if run is flow.distilled else _beside_teacher(flow, run)
-        for run, log in zip(flow.students, logs, strict=True)
+        replace(summarize(log), top1_agreement=figures["top1_agreement"])
+        for log, figures in zip(logs, compared, strict=True)
     ]
     summaries.insert(0, summarize(flow.teacher.log()))
     losses = [_held_out_loss(summary, flow) for summary in summaries]
@@ -235,6 +237,11 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
     )
     (flow.place / "result.md").write_text(markdown_table(summaries), encoding="utf-8")
     show_outcome(summaries, brought, console)
+    drafts = {
+        run.label: figures["tokens_per_verification"][DRAFT]
+        for run, figures in zip(flow.students, compared, strict=True)
+    }
+    show_drafts(drafts, DRAFT, console)
     if flow.capture is not None:
         show_store(flow.capture.summary(), summaries[2], summaries[3], console)
     checkpoints = sorted(flow.distilled.folder.glob("checkpoints/step_*[0-9]"))
@@ -248,6 +255,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
         "seed": flow.seed,
         "runs": [vars(summary) for summary in summaries],
         "margin": vars(brought),
+        "tokens_per_verification": {"draft": DRAFT, **drafts},
         **({} if flow.capture is None else {"store": flow.capture.summary()}),
     }
 
@@ -281,10 +289,10 @@ def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
     return summary.held_out_ce
 
 
-def _beside_teacher(flow: Flow, run: ChildRun) -> RunSummary:
-    """Return the summary of a student with its agreement with the teacher."""
+def _beside_teacher(flow: Flow, run: ChildRun) -> Mapping[str, Any]:
+    """The figures of a student beside the teacher, on the held-out samples."""
     answer = flow.agreement_file(run)
-    said = ask(
+    written = ask(
         ROOT / "launch" / "evaluate.py",
         [
             *(str(run.folder), "--json", str(answer)),
@@ -293,7 +301,8 @@ def _beside_teacher(flow: Flow, run: ChildRun) -> RunSummary:
         ],
         answer=answer,
     )
-    return replace(summarize(run.log()), top1_agreement=json.loads(said)["top1_agreement"])
+    figures: Mapping[str, Any] = json.loads(written)["comparison"]
+    return figures
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ __all__ = [
     "over_seeds",
     "processes_here",
     "remove_child",
+    "show_drafts",
     "show_outcome",
     "show_store",
     "spread",
@@ -312,6 +313,15 @@ def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Cons
     )
     if brought.gap_closed is not None and brought.nats > 0:
         console.print(f"That is {brought.gap_closed:.0%} of the way to its teacher.")
+
+
+def show_drafts(tokens: Mapping[str, float], draft: str, console: Console) -> None:
+    """Print the expected tokens of a forward pass of the teacher that checks a student's draft."""
+    listed = ", ".join(f"{label} {value:.2f}" for label, value in tokens.items())
+    console.print(
+        f"Expected tokens per forward pass of the teacher over {draft} drafted tokens: {listed}.",
+        markup=False,
+    )
 
 
 def show_store(

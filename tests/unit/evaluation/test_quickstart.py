@@ -15,6 +15,7 @@ from megatron_distill.runtime.torchrun import ChildOutcome
 ROOT = Path(quickstart.__file__).parent.parent
 LOSS = {"teacher": 3.0, "student_alone": 4.0, "student_distilled": 3.5}
 STEPS = 4
+COMPARED = {"comparison": {"top1_agreement": 0.25, "tokens_per_verification": {"4": 1.75}}}
 
 
 class Children:
@@ -32,7 +33,7 @@ class Children:
             return self.outcome
         if script == "evaluate.py":
             self.made.append("evaluation")
-            Path(words[words.index("--json") + 1]).write_text('{"top1_agreement": 0.25}')
+            Path(words[words.index("--json") + 1]).write_text(json.dumps(COMPARED))
         elif script == "convert_checkpoint.py":
             self.made.append("export")
             exported = Path(words[words.index("--hf") + 1])
@@ -112,14 +113,15 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert start(tmp_path) == 0
     assert children.made == [
         *("teacher", "student_alone", "student_distilled"),
-        *("evaluation", "export", "sample"),
+        *("evaluation", "evaluation", "export", "sample"),
     ]
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     assert ["teacher", "3.0000", "50.0%", "400", "1,000", "0.50"] in rows
     assert ["student", "alone", "4.0000", "25.0%", "400", "1,000", "0.50"] in rows
-    assert ["distilled", "student", "3.5000", "50.0%", "400", "1,000", "0.50"] in rows
+    assert ["distilled", "student", "3.5000", "25.0%", "400", "1,000", "0.50"] in rows
     assert "ends 0.5000 nats per token lower (12.5%)" in text
+    assert "over 4 drafted tokens: student alone 1.75, distilled student 1.75." in text
     assert "50% of the way to its teacher" in text
     assert f"{tmp_path}/curves.png" in text
     assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in text
@@ -165,7 +167,7 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     stale = tmp_path / "teacher" / "stale"
     stale.touch()
     assert start(tmp_path, "--fresh", "train.micro_batch_size=1") == 0
-    assert len(children.made) == 12
+    assert len(children.made) == 14
     assert not stale.exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
