@@ -6,6 +6,7 @@ gradients. Student logits are ``[N, S]``, teacher logits ``[M, G]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +31,23 @@ class Alignment:
         teacher = (self.teacher_chunks == chunk).nonzero().squeeze(1)
         return student, teacher
 
-    def sizes(self) -> tuple[Tensor, Tensor]:
-        """Rows of each chunk ``[C]`` on both sides."""
-        chunks = torch.arange(self.count)
-        return (
-            (self.student_chunks == chunks.unsqueeze(1)).sum(1),
-            (self.teacher_chunks == chunks.unsqueeze(1)).sum(1),
-        )
 
-
-def _stacked(values: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(values) if values else like.new_zeros(0, dtype=torch.float64)
+def _per_chunk(
+    student: Tensor,
+    at: Alignment,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    one_each: bool = False,
+) -> Tensor:
+    """A loss of the rows of each chunk; zero without rows on a side, or with more than one."""
+    nothing = student.double().sum() * 0
+    values = []
+    for chunk in range(at.count):
+        rows = at.rows(chunk)
+        counts = [len(one) for one in rows]
+        is_defined = counts == [1, 1] if one_each else min(counts) > 0
+        values.append(loss(*rows) if is_defined else nothing)
+    return torch.stack(values) if values else student.new_zeros(0, dtype=torch.float64)
 
 
 def _between(name: str, log_p: Tensor, log_q: Tensor, **given: float) -> Tensor:
@@ -60,18 +67,15 @@ def likelihood(
     student: Tensor, teacher: Tensor, at: Alignment, name: str, tau: float = 1.0, **given: float
 ) -> Tensor:
     """Binary divergence between the probabilities of each chunk's text, to the power 1/tau."""
-    values = []
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         log_q = _label_log_prob(student, at.student_labels, rows) / tau
         log_p = _label_log_prob(teacher, at.teacher_labels, teacher_rows) / tau
         of_student = torch.stack([log_q, _log_rest(log_q)])
         of_teacher = torch.stack([log_p, _log_rest(log_p)])
-        values.append(_between(name, of_teacher, of_student, **given))
-    return _stacked(values, student)
+        return _between(name, of_teacher, of_student, **given)
+
+    return _per_chunk(student, at, of_chunk)
 
 
 def _others(width: int, ids: Tensor) -> Tensor:
@@ -103,13 +107,9 @@ def common(
     Without further tokens in one of the vocabularies, both models are normalised over the common
     ones. With ``top_k`` all but the teacher's k most probable common tokens are the further ones.
     """
-    values = []
     has_rest = len(ids[0]) < student.shape[1] and len(ids[1]) < teacher.shape[1]
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) != 1 or len(teacher_rows) != 1:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         log_q = (student.double()[rows[0]] / temperature).log_softmax(0)
         log_p = (teacher.double()[teacher_rows[0]] / temperature).log_softmax(0)
         log_q = _with_rest(log_q, ids[0], has_rest=has_rest)
@@ -118,8 +118,9 @@ def common(
             chosen = log_p[: len(ids[1])].topk(top_k).indices
             log_q = _with_rest(log_q, chosen, has_rest=top_k < len(log_q))
             log_p = _with_rest(log_p, chosen, has_rest=top_k < len(log_p))
-        values.append(_between(name, log_p, log_q, **given))
-    return _stacked(values, student)
+        return _between(name, log_p, log_q, **given)
+
+    return _per_chunk(student, at, of_chunk, one_each=True)
 
 
 def chunk_mean(logits: Tensor, rows: Tensor, temperature: float) -> Tensor:
@@ -142,14 +143,10 @@ def projection(
     The classes are the k teacher ids with the largest teacher mean among those that some student
     id projects to, and all further ids as one class.
     """
-    values = []
     covered = (matrix.abs().sum(0) > 0).nonzero().squeeze(1)
     k = len(covered) if top_k is None else min(top_k, len(covered))
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         q = chunk_mean(student, rows, temperature) @ matrix.double()
         p = chunk_mean(teacher, teacher_rows, temperature)
         order = p[covered].sort(descending=True, stable=True).indices
@@ -158,8 +155,9 @@ def projection(
         if len(chosen) < len(p):
             of_student = torch.cat([of_student, 1 - q[chosen].sum(0, keepdim=True)])
             of_teacher = torch.cat([of_teacher, p[_others(len(p), chosen)].sum(0, keepdim=True)])
-        values.append(_between(name, of_teacher.log(), of_student.log(), **given))
-    return _stacked(values, student)
+        return _between(name, of_teacher.log(), of_student.log(), **given)
+
+    return _per_chunk(student, at, of_chunk)
 
 
 _EPSILON = 1e-10
@@ -182,12 +180,8 @@ def published_projection(
     """
     k = teacher.shape[1] if top_k is None else top_k
     chosen = teacher.double().amax(0).topk(k).indices.sort().values
-    values = []
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         q = (chunk_mean(student, rows, temperature) @ matrix.double())[chosen]
         q = q / (q.sum() + _EPSILON)
         log_p = (teacher.double()[teacher_rows][:, chosen] / temperature).log_softmax(1).mean(0)
@@ -196,8 +190,9 @@ def published_projection(
             value = ((q + _EPSILON) * (log_q - log_p)).sum()
         else:
             value = (log_p.exp() * (log_p - log_q)).sum()
-        values.append(temperature**2 * value)
-    return _stacked(values, student)
+        return temperature**2 * value
+
+    return _per_chunk(student, at, of_chunk)
 
 
 def sorted_distance(left: Tensor, right: Tensor, top_k: int | None = None) -> Tensor:
@@ -224,54 +219,18 @@ def gold(
     **given: float,
 ) -> Tensor:
     """Divergence over common tokens and the rest, plus the sorted distance of uncommon ones."""
-    values = []
     has_rest = len(ids[0]) < student.shape[1] and len(ids[1]) < teacher.shape[1]
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         q = chunk_mean(student, rows, temperature)
         p = chunk_mean(teacher, teacher_rows, temperature)
         log_q = _with_rest(q.log(), ids[0], has_rest=has_rest)
         log_p = _with_rest(p.log(), ids[1], has_rest=has_rest)
         left, right = q[_others(len(q), ids[0])], p[_others(len(p), ids[1])]
         distance = sorted_distance(left, right, uncommon_top_k)
-        values.append(_between(name, log_p, log_q, **given) + distance)
-    return _stacked(values, student)
+        return _between(name, log_p, log_q, **given) + distance
 
-
-def published_gold(
-    student: Tensor,
-    teacher: Tensor,
-    at: Alignment,
-    ids: tuple[Tensor, Tensor],
-    *,
-    reverse: bool = False,
-    temperature: float = 1.0,
-    uncommon_top_k: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Both parts of the published loss (GOLD): a sum over common tokens, may be negative.
-
-    Chunk means are of log-probabilities on both sides; sorted parts end with the shorter one.
-    """
-    factor, sums, distances = temperature**2, [], []
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            continue
-        log_q = (student.double()[rows] / temperature).log_softmax(1).mean(0)
-        log_p = (teacher.double()[teacher_rows] / temperature).log_softmax(1).mean(0)
-        here, there = log_q[ids[0]], log_p[ids[1]]
-        if reverse:
-            here, there = there, here
-        sums.append(factor * (there.exp() * (there - here)).sum())
-        left, right = log_q[_others(len(log_q), ids[0])], log_p[_others(len(log_p), ids[1])]
-        size = min(len(left), len(right))
-        if uncommon_top_k is not None:
-            size = min(size, uncommon_top_k)
-        distances.append(factor * sorted_distance(left.exp(), right.exp(), size))
-    return _stacked(sums, student), _stacked(distances, student)
+    return _per_chunk(student, at, of_chunk)
 
 
 def uld(
@@ -282,16 +241,13 @@ def uld(
     uncommon_top_k: int | None = None,
 ) -> Tensor:
     """Sorted distance of the whole chunk means (universal logit distillation)."""
-    values = []
-    for chunk in range(at.count):
-        rows, teacher_rows = at.rows(chunk)
-        if len(rows) == 0 or len(teacher_rows) == 0:
-            values.append(student.double().sum() * 0)
-            continue
+
+    def of_chunk(rows: Tensor, teacher_rows: Tensor) -> Tensor:
         q = chunk_mean(student, rows, temperature)
         p = chunk_mean(teacher, teacher_rows, temperature)
-        values.append(sorted_distance(q, p, uncommon_top_k))
-    return _stacked(values, student)
+        return sorted_distance(q, p, uncommon_top_k)
+
+    return _per_chunk(student, at, of_chunk)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Divergences per chunk between tokenizers from float64 problems, and shards of their models."""
+"""Divergences per chunk between tokenizers with their oracles, and shards of their models."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import DenseLogits
-from tests.reference.cross_tokenizer import Alignment
+from tests.reference import cross_tokenizer as oracles
+from tests.reference.cross_tokenizer import AlignedProblem, Alignment
 
-DIVERGENCES = [
+DIVERGENCES: list[tuple[str, dict[str, float]]] = [
     ("forward_kl", {}),
     ("reverse_kl", {}),
     ("js_divergence", {}),
@@ -21,26 +22,86 @@ DIVERGENCES = [
     ("skewed_forward_kl", {"skew_lambda": 0.2}),
     ("skewed_reverse_kl", {"skew_lambda": 0.2}),
 ]
-WORLDS = [1, 2, 4]
+# Every loss, as arguments of `cross_tokenizer_divergence`.
+FORMS: dict[str, dict[str, Any]] = {
+    "likelihood": {"alignment": "likelihood"},
+    "common": {"alignment": "common"},
+    "top_k": {"alignment": "common", "top_k": 5},
+    "projection": {"alignment": "projection", "top_k": 7},
+    "published": {"alignment": "projection", "top_k": 20, "published": True},
+    "gold": {"alignment": "gold", "uncommon_top_k": 5},
+    "uld": {"alignment": "uld", "uncommon_top_k": 9},
+}
+Loss = dict[str, Any]
 SIZES = (83, 61)
 # Padded sizes of student and teacher: even shards, and last shards of padding alone.
 PADDED = [(84, 64), (128, 112)]
 
 
-class AlignedLossCase(Protocol):
-    """A loss with the arguments of `cross_tokenizer_divergence` that select it."""
+def loss_of(form: str, problem: AlignedProblem, name: str = "forward_kl", **given: Any) -> Loss:
+    """The arguments that select a loss between the vocabularies of a problem."""
+    loss = {**FORMS[form], "divergence": name, **given}
+    if loss["alignment"] in ("common", "gold"):
+        return {"common_ids": problem.ids, **loss}
+    if loss["alignment"] == "projection":
+        sizes = len(problem.weight), len(problem.teacher_weight)
+        return {"map_rows": map_rows(sizes), **loss}
+    return loss
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments."""
-        ...
+
+def oracle(student: Tensor, teacher: Tensor, at: Alignment, loss: Loss) -> Tensor:
+    """The loss per chunk by its definition, in float64."""
+    given = dict(loss)
+    alignment, name = given.pop("alignment"), given.pop("divergence")
+    temperature = given.pop("temperature", 1.0)
+    if alignment == "likelihood":
+        return oracles.likelihood(student, teacher, at, name, temperature, **given)
+    if alignment == "uld":
+        return oracles.uld(student, teacher, at, temperature, **given)
+    if alignment == "projection":
+        matrix = _matrix(given.pop("map_rows"), student.shape[1], teacher.shape[1])
+        if not given.pop("published", False):
+            return oracles.projection(student, teacher, at, matrix, name, temperature, **given)
+        # The ids are of the largest logits in rows of chunks.
+        teacher = teacher.double().where((at.teacher_chunks >= 0).unsqueeze(1), -1e3)
+        reverse = name == "reverse_kl"
+        return oracles.published_projection(
+            student, teacher, at, matrix, reverse=reverse, temperature=temperature, **given
+        )
+    of_ids = oracles.common if alignment == "common" else oracles.gold
+    ids = given.pop("common_ids")
+    return of_ids(student, teacher, at, ids, name, temperature, **given)
+
+
+def map_rows(sizes: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of one to three teacher ids in CSR form; a tenth has none, and some ids no row."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 4, sizes[:1], generator=generator)
+    lengths[torch.rand(sizes[0], generator=generator) < 0.1] = 0
+    reached = torch.randperm(sizes[1], generator=generator)[: sizes[1] * 3 // 4]
+    ids = [reached[torch.randperm(len(reached), generator=generator)[:n]] for n in lengths.tolist()]
+    weights = [0.9 * 0.1 ** torch.arange(n) for n in lengths.tolist()]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return offsets, torch.cat(ids), torch.cat([w / w.sum() for w in weights])
+
+
+def identity_rows(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The map between one vocabulary and itself."""
+    return torch.arange(size + 1), torch.arange(size), torch.ones(size)
+
+
+def _matrix(rows: tuple[Tensor, Tensor, Tensor], height: int, width: int) -> Tensor:
+    offsets, ids, weights = rows
+    matrix = torch.zeros(height, width, dtype=torch.float64)
+    matrix[torch.arange(height).repeat_interleave(offsets.diff()), ids] = weights.double()
+    return matrix
 
 
 def divergence(
     student: Tensor,
     teacher: Tensor,
     at: Alignment,
-    loss: AlignedLossCase,
+    loss: Loss,
     *,
     tile_tokens: int = 7,
     shards: tuple[VocabShard | None, VocabShard | None] = (None, None),
@@ -49,12 +110,19 @@ def divergence(
     return cross_tokenizer_divergence(
         student,
         DenseLogits(teacher),
-        **loss.arguments,
+        **loss,
         student=AlignedSide(at.student_chunks, at.student_labels, shards[0]),
         teacher_side=AlignedSide(at.teacher_chunks, at.teacher_labels, shards[1]),
         chunks=at.count,
         tile_tokens=tile_tokens,
     )
+
+
+def gradient_of(values: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of the sum of values per chunk with weights 1, 2, 3..."""
+    weights = torch.arange(1, len(values) + 1, dtype=values.dtype)
+    (found,) = torch.autograd.grad(values, leaf, weights)
+    return found
 
 
 def padded(values: Tensor, size: int) -> Tensor:
