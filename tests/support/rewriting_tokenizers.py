@@ -14,7 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from tests.support.tokenizer_kinds import training_texts
+from megatron_distill.data.tokenizers.open import Tokenizer
+from tests.support.tokenizer_kinds import tokenizer_of, training_texts
 
 
 def _wrapped(backend: tokenizers.Tokenizer, name: str, **tokens: Any) -> HuggingFaceTokenizer:
@@ -93,3 +94,8 @@ REWRITING: dict[str, Callable[[], HuggingFaceTokenizer]] = {
 @cache
 def rewriting_tokenizer(kind: str) -> HuggingFaceTokenizer:
     return REWRITING[kind]()
+
+
+def kind_of(kind: str) -> Tokenizer:
+    """A tokenizer of one of these kinds, or of those of `tokenizer_kinds`."""
+    return rewriting_tokenizer(kind) if kind in REWRITING else tokenizer_of(kind)

@@ -104,31 +104,6 @@ def test_chunks_are_those_of_the_slow_reference(sides: tuple[list[Range], list[R
         assert numbers == expected
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.binary(max_size=60), cuts=st.tuples(*[st.sets(st.integers(0, 60))] * 2))
-def test_both_sides_of_a_chunk_are_the_same_bytes(
-    data: bytes, cuts: tuple[set[int], set[int]]
-) -> None:
-    sides = [
-        list(pairwise(sorted({0, len(data)} | {cut for cut in own if cut <= len(data)})))
-        for own in cuts
-    ]
-    chunks = align_spans(*sides)
-    written: list[list[bytes]] = []
-    for spans, ranges_C2 in zip(sides, (chunks.student, chunks.teacher), strict=True):
-        written.append(
-            [b"".join(data[slice(*span)] for span in spans[a:b]) for a, b in ranges_C2.tolist()]
-        )
-        assert (
-            ranges_C2.ravel().tolist()
-            == [
-                edge for edge in accumulate([0, *np.diff(ranges_C2)[:, 0].tolist()]) for _ in (0, 1)
-            ][1:-1]
-        ), "no token is left out"
-    assert written[0] == written[1]
-    assert b"".join(written[0]) == data
-
-
 @pytest.mark.parametrize(
     ("spans", "message"),
     [

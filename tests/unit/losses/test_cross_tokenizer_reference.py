@@ -37,8 +37,6 @@ MATRIX = torch.tensor(
 EXAMPLE = Alignment(
     ints(0, 1, -1), ints(-1, 0, 1, 1, -1), ints(3, 2, -1), ints(1, 2, 0, 1, -1), count=2
 )
-# Row i of the sides, without the shift by one that makes a row predict the next label.
-OWN_POSITIONS = Alignment(ints(0, 1, 2), ints(0, 0, 1, 2, 2), ints(2, 3, 2), ints(0, 1, 2, 0, 1), 3)
 ONE_TOKEN = Alignment(ints(0), ints(0), ints(0), ints(0), count=1)
 
 
@@ -47,15 +45,9 @@ ONE_TOKEN = Alignment(ints(0), ints(0), ints(0), ints(0), count=1)
     [
         (4, 1.0, False, 2.123720, (2.301411, 1.946029)),
         (4, 1.0, True, 0.482409, None),
-        (4, 2.0, False, 14.231138, None),
         (4, 2.0, True, 1.361716, None),
         (3, 1.0, False, 0.153052, (0.359899, -0.053795)),
-        (3, 1.0, True, 0.377049, (0.437367, 0.316731)),
-        (3, 2.0, False, 0.386654, None),
-        (3, 2.0, True, 0.612607, None),
         (2, 1.0, False, 0.068885, (0.224618, -0.086849)),
-        (2, 1.0, True, 0.274020, None),
-        (2, 2.0, False, 0.241976, None),
         (2, 2.0, True, 0.474044, None),
     ],
 )
@@ -70,25 +62,6 @@ def test_published_projection(
     assert float(value.mean()) == pytest.approx(expected, abs=1e-6)
     if chunks is not None:
         assert value.tolist() == pytest.approx(chunks, abs=1e-6)
-
-
-def test_published_projection_without_a_shift() -> None:
-    value = published_projection(STUDENT, TEACHER, OWN_POSITIONS, MATRIX)
-    assert value.tolist() == pytest.approx([2.101178, 1.984755, 3.246358], abs=1e-6)
-
-
-def test_gradient_of_the_published_projection() -> None:
-    student = STUDENT.clone().requires_grad_()
-    value = published_projection(student, TEACHER[:, :3], EXAMPLE, MATRIX[:, :3])
-    (gradient,) = torch.autograd.grad(value.mean(), student)
-    expected = [
-        [0.038017, 0.005983, 0.139333, -0.183333],
-        [0.026363, -0.039315, 0.050454, -0.037501],
-        [0.0] * 4,
-    ]
-    torch.testing.assert_close(
-        gradient, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0
-    )
 
 
 def test_arithmetic_chunk_means_are_a_divergence() -> None:

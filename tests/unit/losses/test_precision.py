@@ -1,18 +1,26 @@
-"""Every divergence in fp32 against float64, on many rows of models that know nothing of each other:
-from nearly uniform ones, whose distance is small, to such that are nearly sure of one token."""
+"""Every divergence in fp32 against float64, per token, on the whole vocabulary and on a live
+teacher's top-k.
+
+Models that know nothing of each other: from nearly uniform ones, whose distance is small, to such
+that are nearly sure of one token. Students near their teachers, where values are of second order:
+noise from 0.1 down to 0.001, spreads from 1 to 4, temperatures from 0.5 to 4.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_distill.losses import Term
 from megatron_distill.signals import DenseLogits
 from tests.reference import divergences as oracles
 from tests.reference.distillation import Problem, row_error
-from tests.reference.logits import logit_pair
+from tests.reference.logits import logit_pair, neighbours
 from tests.support.divergence_runs import (
     NAMES,
     SUPPORTS,
@@ -41,6 +49,51 @@ def test_values_and_gradients_of_many_rows(name: str, given: dict[str, float]) -
     for spread, temperature in ((1.0, 4.0), (2.0, 4.0), (2.0, 1.0), (2.0, 0.5), (4.0, 0.5)):
         student, teacher = logit_pair(ROWS, COLUMNS, seed=11, spread=spread)
         assert_six_digits(name, student, teacher, temperature, given)
+
+
+def near_pairs() -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Logits of students near their teachers, and a temperature."""
+    for spread, temperature in ((1.0, 1.0), (4.0, 1.0), (2.0, 4.0), (2.0, 0.5)):
+        for noise in (0.1, 0.01, 0.001):
+            yield *neighbours(64, COLUMNS, noise, spread=spread), temperature
+    student, teacher = neighbours(64, COLUMNS, 0.01, spread=2.0)
+    yield student + 40.0, teacher, 1.0
+    # Rows near and far side by side.
+    student[::3] = student[::3].flip(1)
+    yield student, teacher, 1.0
+    # Half of the vocabulary has next to nothing of the probability and differs by whole logits.
+    student, teacher = neighbours(64, COLUMNS, 0.01, spread=1.0)
+    for logits in (student, teacher):
+        logits[:, 1000:] = (40.0 * logits[:, 1000:] - 30.0).clamp(max=-12.0)
+    yield student, teacher, 1.0
+
+
+@pytest.mark.parametrize(("name", "given"), CASES)
+def test_a_student_near_its_teacher(name: str, given: dict[str, float]) -> None:
+    for student, teacher, temperature in near_pairs():
+        assert_six_digits(name, student, teacher, temperature, given)
+
+
+@pytest.mark.parametrize(("support", "noise"), [("renormalized", 0.001), ("tail", 0.1)])
+@pytest.mark.parametrize(("name", "given"), CASES)
+def test_the_top_k_of_a_live_teacher(
+    name: str, given: dict[str, float], support: str, noise: float
+) -> None:
+    student, teacher = neighbours(64, COLUMNS, noise, spread=2.0)
+    ones = torch.ones(64)
+    terms: dict[str, Any] = {"divergence": name, "top_k": 32, "support": support, **given}
+    found = solved(student, DenseLogits(teacher), ones, **terms)
+    kept = oracles.topk(teacher.double(), 32, 1.0)
+    expected = differentiated(
+        student, lambda leaf: oracles.on_top_k(name, leaf, *kept, support, 1.0, **given), ones
+    )
+    # The teacher's log-probs are fp32, so that a store replays the loss; log ratios are of the size
+    # of the noise.
+    bound = (2e-6 if name == "total_variation" else 5e-7) / noise
+    assert float(((found[0] - expected[0]).abs() / expected[0]).max()) < bound
+    # The slope of total variation jumps where a log ratio is smaller than what is known of it.
+    if name != "total_variation":
+        assert row_error(found[1], expected[1]) < bound
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])

@@ -72,23 +72,6 @@ def test_values_and_gradients_are_those_of_the_oracle(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["arithmetic", "geometric", "lowest"])
-def test_gradient_is_that_of_finite_differences(kind: str) -> None:
-    inputs = Inputs.random(3)
-    gradient = on_shard(0, 1, inputs, TERMS[kind], NAMES).hidden_gradient
-    generator = torch.Generator().manual_seed(1)
-    step = torch.randn(inputs.hidden_NH.shape, generator=generator, dtype=torch.float64)
-    totals = [
-        on_shard(
-            0, 1, replace(inputs, hidden_NH=inputs.hidden_NH + sign * 1e-5 * step), TERMS[kind],
-            NAMES,
-        ).total
-        for sign in (1, -1)
-    ]  # fmt: skip
-    slope = float(totals[0] - totals[1]) / 2e-5
-    assert slope == pytest.approx(float((gradient * step).sum()), rel=1e-6)
-
-
 def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone() -> None:
     # Half of the samples have a teacher whose terms are computed elsewhere.
     inputs, terms = Inputs.random(5), [Term(), Term("reverse_kl", 0.5, teachers=teachers(math=1))]

@@ -28,14 +28,6 @@ def test_negative_counts_are_refused() -> None:
         token_weights(torch.tensor([True]), -1)
 
 
-def test_parts_of_a_batch_weigh_as_the_whole() -> None:
-    mask = torch.rand(40, generator=torch.Generator().manual_seed(0)) > 0.3
-    count = int(mask.sum())
-    parts = torch.cat([token_weights(part, count) for part in mask.split([1, 30, 9])])
-    assert torch.equal(parts, token_weights(mask, count))
-    assert float(parts.sum()) == pytest.approx(1.0, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "support"),
     [("forward_kl", "dense"), ("js_divergence", "tail"), ("adaptive_kl", "renormalized")],

@@ -84,34 +84,25 @@ def test_defect_01_no_accumulator_in_the_fused_objective(name: str, one_thread: 
         assert peak(support, 64) - peak(support, 32) < 32 * 300
 
 
-def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
-    monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    working = []
-    for vocab in (VOCAB, 8 * VOCAB):
-        problem = Problem.random(2 * CHUNK, HIDDEN, vocab)
-        gradients = 4 * HIDDEN * (2 * CHUNK + vocab)
-        # The three blocks of a row each are as large as the vocabulary.
-        working.append(trace_of(problem, None).peak_bytes - gradients - 3 * 4 * vocab)
-    logits = 2 * 4 * CHUNK * VOCAB
-    assert all(abs(bytes_ - logits) < 0.1 * logits for bytes_ in working)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_a_buffer_for_the_weight_nothing_grows_with_the_vocabulary(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "has_buffer"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
+)
+def test_peak_memory_does_not_grow_with_the_vocabulary(
+    dtype: torch.dtype, has_buffer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
     monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
     monkeypatch.setattr(weight_gradient, "_PRODUCT_ELEMENTS", VOCAB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    blocks_of_a_row = 3 if dtype == torch.float32 else 5
+    blocks_of_a_row = 3 if dtype == torch.float32 else 5  # each as large as the vocabulary
     working = []
     for vocab in (VOCAB, 8 * VOCAB):
         problem = Problem.random(2 * CHUNK, HIDDEN, vocab, dtype=dtype)
-        peak = trace_of(problem, None, buffer=torch.zeros(vocab, HIDDEN)).peak_bytes
-        working.append(peak - blocks_of_a_row * 4 * vocab)
+        buffer = torch.zeros(vocab, HIDDEN) if has_buffer else None
+        gradients = 0 if has_buffer else 4 * HIDDEN * (2 * CHUNK + vocab)
+        peak = trace_of(problem, None, buffer=buffer).peak_bytes
+        working.append(peak - gradients - blocks_of_a_row * 4 * vocab)
     logits = 2 * dtype.itemsize * CHUNK * VOCAB
     product = 0 if dtype == torch.float32 else dtype.itemsize * VOCAB
     assert all(abs(bytes_ - logits - product) < 0.1 * logits for bytes_ in working)

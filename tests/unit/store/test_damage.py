@@ -277,6 +277,30 @@ def test_a_store_of_another_identity_is_refused(
     )
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])
+def test_a_damaged_sidecar_is_found_when_a_store_is_opened(store: Path, damage: str) -> None:
+    path = store / "shards/logits-000002.json"
+    content = path.read_bytes()
+    value = json.loads(content)
+    del value["seal"]
+    if damage == "gone":
+        path.unlink()
+    else:
+        changed = {
+            "flipped": content.replace(b'"count": ', b'"count":1', 1),
+            "cut": content[:100],
+            "of another shard": (store / "shards/logits-000001.json").read_bytes(),
+            "resealed": sealed(value | {"sha256": "0" * 64}),
+        }
+        path.write_bytes(changed[damage])
+    with pytest.raises(StoreError) as caught:
+        StoreReader.open(store)
+    assert str(caught.value).startswith(f"{path}: "), caught.value
+    assert str(caught.value).endswith(repair(store)), caught.value
+    path.write_bytes(content)
+    assert read_all(store)
+
+
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"not a teacher store \(no plan\.json\)"):
         StoreReader.open(tmp_path)

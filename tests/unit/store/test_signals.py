@@ -16,12 +16,11 @@ from megatron_distill.store import (
     cut_to_mass,
     draw_ids,
     pack,
-    sampled_signal,
     top_k_signal,
     unpack,
 )
 from megatron_distill.store.drawn_entries import uniforms
-from tests.support.store_samples import made_up, settings, tokens_of, top_k_of
+from tests.support.store_samples import settings, tokens_of, top_k_of
 
 UID = b"12345678"
 TEMPERATURES = (0.5, 2.0, 4.0)
@@ -163,16 +162,3 @@ def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is() -> None:
         draw_ids(torch.full((1, 6), -torch.inf), 4, seed=0, sample_id=0)
     with pytest.raises(ValueError, match="do not sum to one"):
         draw_ids(torch.randn(1, 6), 4, seed=0, sample_id=0)
-
-
-@pytest.mark.parametrize("draws", [5, 300])
-@pytest.mark.parametrize("vocab_size", [500, 131_073])
-def test_draws_come_back_from_a_record(draws: int, vocab_size: int) -> None:
-    capture = settings(mode="sampled", k=draws, sampling_seed=3, vocab_size=vocab_size, codec="f32")
-    record = made_up(2, capture)
-    found = unpack(pack(record, capture, UID)).entries
-    assert (found.ids_SM == record.entries.ids_SM).all()
-    assert (found.counts_SM == record.entries.counts_SM).all()
-    signal = sampled_signal([record, record])
-    assert signal.ids.shape == (32, draws)
-    assert (signal.counts.sum(1) == draws).all()

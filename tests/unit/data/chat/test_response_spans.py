@@ -52,26 +52,12 @@ MARKED = {
         turns(" Hi\n", "  Yo! "),
         f"<|begin_of_text|>{H}user{E}Hi<|eot_id|>{H}assistant{E}[*Yo!<|eot_id|>*]",
     ),
-    "llama31, system": (
-        "llama31",
-        WITH_SYSTEM,
-        LLAMA31_SYSTEM + f"Be brief.<|eot_id|>{H}user{E}Hi<|eot_id|>"
-        f"{H}assistant{E}[*Yo!<|eot_id|>*]{H}user{E}2+2?<|eot_id|>"
-        f"{H}assistant{E}[*4<|eot_id|>*]",
-    ),
     "llama31, a tool call without a list of tools": (
         "llama31",
         tool_dialogue(),
         LLAMA31_SYSTEM + f"<|eot_id|>{H}user{E}Is it sunny?<|eot_id|>"
         f'{H}assistant{E}[*{{"name": "weather", "parameters": {{"city": "Paris"}}}}<|eot_id|>*]'
         f'{H}ipython{E}"sun"<|eot_id|>{H}assistant{E}[*It is.<|eot_id|>*]',
-    ),
-    "qwen25, two turns": (
-        "qwen25",
-        TWO,
-        QWEN_SYSTEM + "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n[*Yo!<|im_end|>*]\n<|im_start|>user\n2+2?<|im_end|>\n"
-        "<|im_start|>assistant\n[*4<|im_end|>*]\n",
     ),
     "qwen25, a text and a tool call": (
         "qwen25",
@@ -86,13 +72,6 @@ MARKED = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[*Yo!<|im_end|>*]\n"
         "<|im_start|>user\n2+2?<|im_end|>\n"
         "<|im_start|>assistant\n[*<think>\neasy\n</think>\n\n4<|im_end|>*]\n",
-    ),
-    "qwen3 adds an empty thought": (
-        "qwen3",
-        TWO,
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[*Yo!<|im_end|>*]\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n"
-        "<|im_start|>assistant\n[*<think>\n\n</think>\n\n4<|im_end|>*]\n",
     ),
     "qwen3, a tool call and another turn": (
         "qwen3",

@@ -95,22 +95,6 @@ def test_the_start_is_enough_to_come_back_to_any_sample(
             assert int(documents[first][offset]) == int(expected[taken - 1].tokens_S1[-1])
 
 
-def test_samples_of_a_document_that_spans_them() -> None:
-    packer: Packer[str] = Packer(4, padding_token=PAD)
-    packer.add(np.array([1, 2, 0], np.int32), "short")
-    packer.add(np.array([3, 4, 5, 6, 7, 8, 0], np.int32), "long")
-    first, second = packer.take(0), packer.take(1)
-    assert first.tokens_S1.tolist() == [1, 2, 0, 3, 4]
-    assert first.document_ids_S1.tolist() == [0, 0, 0, 1, 1]
-    assert second.tokens_S1.tolist() == [4, 5, 6, 7, 8]
-    assert second.document_ids_S1.tolist() == [0, 0, 0, 0, 0]  # goes on as one of its own
-    assert packer.start == ("long", 5)
-    tail = packer.flush(2)
-    assert tail is not None
-    assert tail.tokens_S1.tolist() == [8, 0, PAD, PAD, PAD]
-    assert tail.document_ids_S1.tolist() == [0, 0, -1, -1, -1]
-
-
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_tail_without_a_label_is_no_sample(left: int) -> None:
     packer: Packer[int] = Packer(4, padding_token=PAD)
