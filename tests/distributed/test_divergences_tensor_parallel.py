@@ -19,6 +19,7 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
 from tests.reference.logits import logit_pair, neighbours
 from tests.reference.tracing import Trace
+from tests.support.divergence_runs import expected
 
 WORLDS = [1, 2, 4]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,6 +30,8 @@ LEAST = {"dense": 0.0, "tail": 0.0, "renormalized": 0.0, "raw": 1.0}
 # Real and padded sizes: the last shard of four is partly padding; wholly.
 SIZES = [(203, 224), (129, 256)]
 KEPT = 9
+
+ALL = slice(None)
 
 Case = tuple[str, str, float]
 CASES: list[Case] = [
@@ -82,16 +85,10 @@ def all_cases(
 
 def expected_of(case: Case, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     name, support, temperature = case
-    leaf = student.double().requires_grad_()
-    if support == "dense":
-        value = oracles.dense(name, leaf, teacher, temperature)
-    else:
-        signal = signal_of(support, teacher, slice(0, 0), temperature)
-        value = oracles.on_top_k(
-            name, leaf, signal.ids, signal.log_probs, signal.log_tail, support, temperature
-        )
-    (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
-    return value.detach(), gradient
+    is_dense = support == "dense"
+    signal = DenseLogits(teacher) if is_dense else signal_of(support, teacher, ALL, temperature)
+    upstream, given = torch.linspace(0.1, 1.0, len(student)), {"temperature": temperature}
+    return expected(student, signal, upstream, divergence=name, support=support, **given)
 
 
 def promised(case: Case, world: int) -> int:
@@ -274,28 +271,18 @@ def few_columns_of_each(rank: int, world: int, ids: str) -> list[tuple[Tensor, T
 ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:]]
 
 
-def assert_shards_of_few_columns_equal_the_whole(pool: Pool, ids: str) -> None:
+@pytest.mark.parametrize("ids", ["many", "first shard's"])
+def test_defect_15_more_ids_than_a_shard_has_columns_or_none(pool: Pool, ids: str) -> None:
     ranks = pool.run(4, few_columns_of_each, ids)
     student, teacher = logit_pair(6, 20, 7)
     kept = few_ids(teacher, ids)
+    upstream = torch.linspace(0.1, 1.0, len(student))
     for number, (name, support) in enumerate(ON_IDS):
-        leaf = student.double().requires_grad_()
-        value = oracles.on_top_k(name, leaf, kept.ids, kept.log_probs, kept.log_tail, support, 1.0)
-        (gradient,) = torch.autograd.grad(value, leaf, torch.linspace(0.1, 1.0, len(leaf)).double())
+        value, gradient = expected(student, kept, upstream, divergence=name, support=support)
         answers = [rank[number] for rank in ranks]
-        error = (answers[0][0] - value.detach()).abs() / value.detach().abs().clamp(
-            min=LEAST[support]
-        )
+        error = (answers[0][0] - value).abs() / value.abs().clamp(min=LEAST[support])
         assert float(error.max()) < 1e-6, (name, support)
         found = torch.cat([answer[1] for answer in answers], 1)
         assert row_error(found[:, :20], gradient) < 1e-6, (name, support)
         assert not found[:, 20:].any()
         assert max(answer[2].width for answer in answers) < KEPT
-
-
-def test_defect_15_more_ids_than_a_shard_has_columns(pool: Pool) -> None:
-    assert_shards_of_few_columns_equal_the_whole(pool, "many")
-
-
-def test_defect_15_ranks_without_any_of_the_ids(pool: Pool) -> None:
-    assert_shards_of_few_columns_equal_the_whole(pool, "first shard's")

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective, token_divergence
+from megatron_distill.losses import Term, token_divergence
 from megatron_distill.ops import VocabShard, vocab_parallel_log_softmax
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.distributed.pool import Pool
 from tests.reference.distillation import Problem, row_error, solve
 from tests.reference.tracing import traced
+from tests.support.objective_runs import objective
 
 WORLDS = [1, 2, 4]
 # Real and padded sizes: none padded; the last shard partly; the last of four wholly.
@@ -62,20 +63,10 @@ def objective_on_shard(
     hidden = problem.hidden_NH.requires_grad_()
     weight = padded(problem.weight_GH, sizes[1])[columns].requires_grad_()
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
+    given = {"terms": terms, "chunk_tokens": chunk_tokens, "shard": shard}
     forward = traced(
         lambda: results.append(
-            fused_linear_objective(
-                hidden,
-                weight,
-                signal,
-                problem.labels_N,
-                ce_weights=problem.ce_weights_N,
-                kd_weights=problem.kd_weights_N,
-                terms=terms,
-                chunk_tokens=chunk_tokens,
-                shard=shard,
-                group=dist.group.WORLD,
-            )
+            objective(problem, hidden, weight, signal, **given, group=dist.group.WORLD)
         )
     )
     total, report = results[0]
