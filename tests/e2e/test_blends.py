@@ -327,18 +327,6 @@ def test_counts_of_no_source_are_no_figures() -> None:
     assert values == {"ce": 3.0, "kd": 0.0}
 
 
-def test_a_step_reports_only_losses_and_terms_for_a_source() -> None:
-    from megatron_distill.train.metrics import step_figures
-
-    step = StepBatches((), 6, 4, 8, by_source=(LabelCounts(6, 1), LabelCounts(0, 3)))
-    shares = {"kd@a": 0.5, "kd@b": 1.5, "forward_kl@a": 0.25, "forward_kl@b": 0.75}
-    values = {"kd": 2.0, "forward_kl": 1.0, **shares, "top1_agreement@a": 0.25}
-    assert step_figures(values, step, ("a", "b"), terms=["forward_kl"]) == {
-        "a": {"kd_tokens": 1, "kd_loss": 2.0, "forward_kl": 1.0},
-        "b": {"kd_tokens": 3, "kd_loss": 2.0, "forward_kl": 1.0},
-    }
-
-
 def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
     from megatron_distill.train.metrics import OnChunks, step_figures
 

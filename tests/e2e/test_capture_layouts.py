@@ -145,6 +145,14 @@ def test_every_layout_writes_the_values_of_the_whole_logits(
         assert_equals_the_logits(record, of_sample)
 
 
+@pytest.fixture(scope="module")
+def singly(pool: Pool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of one rank with micro-batches of one sample."""
+    store = tmp_path_factory.mktemp("capture") / "singly"
+    assert run_in(pool, 1, config, store, "capture.micro_batch_size=1") is True
+    return store
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -157,17 +165,16 @@ def test_every_layout_writes_the_values_of_the_whole_logits(
 def test_where_the_numbers_are_equal_so_are_the_files(
     pool: Pool,
     config: Path,
+    singly: Path,
     reference: Path,
     tmp_path: Path,
     overrides: tuple[int, tuple[str, ...]],
 ) -> None:
     world, changes = overrides
-    changes = (*changes, "capture.micro_batch_size=1")
-    one, other = tmp_path / "one", tmp_path / "other"
-    assert run_in(pool, 1, config, one, "capture.micro_batch_size=1") is True
-    assert run_in(pool, world, config, other, *changes) is True
-    assert contents(other) == contents(one)
-    assert contents(one).keys() == contents(reference).keys()
+    other = tmp_path / "other"
+    assert run_in(pool, world, config, other, *changes, "capture.micro_batch_size=1") is True
+    assert contents(other) == contents(singly)
+    assert contents(other).keys() == contents(reference).keys()
 
 
 def test_experts_exchange_over_replicas_of_which_one_has_nothing_left(

@@ -37,10 +37,10 @@ def tokenizer(inputs: Inputs) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def corpus(inputs: Inputs) -> Path:
-    """A tenth of the session's, so that two epochs are few steps."""
+    """A twentieth of the session's, so that two epochs are few steps."""
     lines = inputs.corpus.read_text().splitlines(keepends=True)
     path = inputs.folder / "few.jsonl"
-    path.write_text("".join(lines[::10]))
+    path.write_text("".join(lines[::20]))
     return path
 
 

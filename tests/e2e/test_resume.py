@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -236,16 +235,3 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     assert str(folder) in text
     assert "damaged" in text
     assert "\n" not in text
-
-
-def test_starting_anew_over_checkpoints_is_refused(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
-) -> None:
-    output = copied(saved, tmp_path)
-    before: list[Any] = records(output)
-    text = failure(
-        pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, "checkpoint.resume=false"
-    )
-    assert "checkpoint.resume=false" in text
-    assert "step_0000002" in text
-    assert records(output) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,19 +84,6 @@ def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) ->
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": None,
     }
-
-
-def test_another_kind_does_not_continue_a_run(
-    pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
-) -> None:
-    copy = shutil.copytree(trained.run, tmp_path / "run")
-    size = load_tokenizer(trained.tokenizer).vocab_size
-    endings = call(
-        *(pool, inputs.folder / "dense.yaml", copy, *SHORT, "train.steps=4"),
-        *(f"student.architecture.vocab_size={size}", f"teacher.architecture.vocab_size={size}"),
-        *("checkpoint.save=true", f"schedule.decay_steps={STEPS}", "parallel.tensor=2"),
-    )
-    assert "was trained with another tokenizer" in message(endings)
 
 
 def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(
