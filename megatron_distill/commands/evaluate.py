@@ -1,4 +1,4 @@
-"""Evaluate a trained student and its teacher on held-out data."""
+"""Evaluate a model on tasks, or a trained student and its teacher on held-out data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     add_run_arguments,
     load_trained_run,
+    load_weights,
     run_and_overrides,
 )
 
@@ -24,14 +26,95 @@ if TYPE_CHECKING:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, example="e.g. teacher.checkpoint=runs/teacher")
     parser.add_argument("--json", type=Path, help="write the figures to this file, not out")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="tasks instead of held-out losses: a YAML file, a name such as mmlu, or NAME=FOLDER",
+    )
+    parser.add_argument("--limit", type=int, help="items of each task, at even distances")
+    parser.add_argument("--hf", metavar="DIR", help="with --tasks: Hugging Face folder, not a run")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="with --tasks: checkpoint of this library, not a run"
+    )
+    parser.add_argument(
+        "--teacher", action="store_true", help="with --tasks: evaluate the run's teacher too"
+    )
 
 
 def _objection(arguments: argparse.Namespace) -> str | None:
-    return NO_RUN if run_and_overrides(arguments)[0] is None else None
+    weights = [one for one in (arguments.hf, arguments.checkpoint) if one is not None]
+    if weights and not arguments.tasks:
+        return "--hf and --checkpoint are evaluated on tasks; add --tasks"
+    if len(weights) > 1 or (weights and arguments.run is not None):
+        return "give one of a run, --hf and --checkpoint"
+    if arguments.teacher and (weights or not arguments.tasks):
+        return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
+    return NO_RUN if not weights and run_and_overrides(arguments)[0] is None else None
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    return with_launch(lambda launch: _evaluate(arguments, launch))
+    work = _evaluate_tasks if arguments.tasks else _evaluate
+    return with_launch(lambda launch: work(arguments, launch))
+
+
+def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
+    from megatron_distill.evaluation.requests import Interrupted
+    from megatron_distill.evaluation.tasks.record import load_task
+    from megatron_distill.runtime.launch import joined_world
+    from megatron_distill.runtime.termination import TerminationRequest
+
+    began = time.perf_counter()
+    named, config = arguments.hf or arguments.checkpoint, None
+    with launch.together("configuration"):
+        if named is not None:
+            kind = "hf" if arguments.hf else "checkpoint"
+            config = load_weights({kind: named}, arguments.words, world_size=launch.size)
+        else:
+            named, overrides = run_and_overrides(arguments)
+            assert named is not None, "the check asks for one"
+            plain = [] if arguments.teacher else ["teacher=null", "objective.terms=[]"]
+            config = load_trained_run(named, [*plain, *overrides], world_size=launch.size)
+        tasks = [load_task(*_named_task(one, arguments.limit)) for one in arguments.tasks]
+    with (
+        joined_world(
+            **config.runtime.model_dump(),
+            splits_layers=config.parallel.splits_layers,
+            launch=launch,
+        ) as device,
+        TerminationRequest(),
+    ):
+        from megatron_distill.train.assemble.evaluation import evaluate_weights
+
+        try:
+            found = evaluate_weights(config, device, tasks, teacher=arguments.teacher)
+        except Interrupted:
+            raise KeyboardInterrupt from None
+    if launch.rank == 0:
+        _write_out({"model": str(named), **found}, arguments.json)
+    place = "" if arguments.json is None else f"; the results are in {arguments.json}"
+    note(
+        launch,
+        f"{named}: {', '.join(task.name for task in tasks)} in "
+        f"{time.perf_counter() - began:.1f} s{place}",
+    )
+
+
+def _named_task(given: str, limit: int | None) -> tuple[str, dict[str, object]]:
+    """Return the task of a word of --tasks and the changes to it."""
+    named, equals, folder = given.partition("=")
+    changes: dict[str, object] = {"folder": folder} if equals else {}
+    return named, {**changes, **({} if limit is None else {"limit": limit})}
+
+
+def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
+    """Write figures as JSON to a file, or to standard output."""
+    text = json.dumps(figures, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
@@ -51,11 +134,7 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
 
         figures = evaluate(config, device)
     if launch.rank == 0:
-        text = json.dumps(figures, indent=1) + "\n"
-        if arguments.json is None:
-            sys.stdout.write(text)
-        else:
-            arguments.json.write_text(text, encoding="utf-8")
+        _write_out(figures, arguments.json)
     place = "" if arguments.json is None else f"; the figures are in {arguments.json}"
     note(
         launch,
@@ -68,10 +147,12 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
 
 
 COMMAND = Command(
-    description="""Held-out losses of a trained student and its teacher, as JSON.
+    description="""Held-out losses of a trained student and its teacher, or results of tasks.
 
     megatron-distill evaluate runs/first
-    megatron-distill evaluate runs/first parallel.tensor=2 --processes 2""",
+    megatron-distill evaluate runs/first parallel.tensor=2 --processes 2
+    megatron-distill evaluate runs/first --tasks mmlu=data/mmlu quiz.yaml --limit 500
+    megatron-distill evaluate --hf models/llama --tasks mmlu=data/mmlu --json mmlu.json""",
     add_arguments=_add_arguments,
     run=_run,
     check=_objection,

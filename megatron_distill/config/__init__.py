@@ -1,6 +1,7 @@
 """The configuration of a run: schema, loading and rules over several keys."""
 
 from megatron_distill.config.load import (
+    config_of,
     load_capture_config,
     load_config,
     load_warnings,
@@ -29,8 +30,10 @@ from megatron_distill.config.schema import (
     CheckpointConfig,
     ConversationConfig,
     DataConfig,
+    EvaluationConfig,
     FeatureConfig,
     JobConfig,
+    KeepBestConfig,
     LoggingConfig,
     ModelConfig,
     MoeConfig,
@@ -72,8 +75,10 @@ __all__ = [
     "CheckpointConfig",
     "ConversationConfig",
     "DataConfig",
+    "EvaluationConfig",
     "FeatureConfig",
     "JobConfig",
+    "KeepBestConfig",
     "LoggingConfig",
     "ModelConfig",
     "MoeConfig",
@@ -100,6 +105,7 @@ __all__ = [
     "check_architecture",
     "check_features",
     "check_layout",
+    "config_of",
     "data_row",
     "has_own_ranks",
     "layout_row",

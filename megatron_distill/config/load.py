@@ -1,7 +1,7 @@
 """Read a run's YAML, apply dotted overrides, and report every problem at once."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from megatron_distill.config.rules.run import rule_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
 from megatron_distill.errors import ConfigError
 
-__all__ = ["load_capture_config", "load_config", "load_warnings", "to_yaml"]
+__all__ = ["config_of", "load_capture_config", "load_config", "load_warnings", "to_yaml"]
 
 
 J = TypeVar("J", bound=JobConfig)
@@ -42,6 +42,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _loaded(path, overrides, RunConfig)[0]
 
 
+def config_of(
+    content: Mapping[str, Any], overrides: Sequence[str] = (), *, named: str
+) -> RunConfig:
+    """Return the configuration of a mapping instead of a file; `named` stands for its path.
+
+    Raises ConfigError as `load_config`.
+    """
+    return _checked(OmegaConf.create(dict(content)), named, overrides, RunConfig)[0]
+
+
 def load_capture_config(path: str | Path, overrides: Sequence[str] = ()) -> CaptureConfig:
     """Read the file of a capture; otherwise as `load_config`."""
     return _loaded(path, overrides, CaptureConfig)[0]
@@ -56,7 +66,12 @@ def load_warnings(path: str | Path, overrides: Sequence[str], kind: type[JobConf
 
 
 def _loaded(path: str | Path, overrides: Sequence[str], kind: type[J]) -> tuple[J, list[str]]:
-    tree = _read_mapping(Path(path), kind)
+    return _checked(_read_mapping(Path(path), kind), path, overrides, kind)
+
+
+def _checked(
+    tree: DictConfig, path: str | Path, overrides: Sequence[str], kind: type[J]
+) -> tuple[J, list[str]]:
     warnings = []
     for override in overrides:
         _apply(tree, override, Path(path))

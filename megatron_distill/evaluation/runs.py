@@ -50,6 +50,7 @@ class RunLog:
     folder: Path
     steps: tuple[Mapping[str, object], ...]
     validations: tuple[Mapping[str, object], ...]
+    evaluations: tuple[Mapping[str, object], ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -100,13 +101,17 @@ def read_run(folder: Path, *, label: str) -> RunLog:
         raise DataError(f"{path}: there is no such file; name the output folder of a run")
     steps: list[Mapping[str, object]] = []
     validations: list[Mapping[str, object]] = []
+    evaluations: list[Mapping[str, object]] = []
     lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is None:
             raise DataError(f"{path}:{number}: no JSON object with a whole number under `step`")
-        (validations if "validation" in record else steps).append(record)
-    return RunLog(label, folder, tuple(steps), tuple(validations))
+        if "evaluation" in record:
+            evaluations.append(record)
+        else:
+            (validations if "validation" in record else steps).append(record)
+    return RunLog(label, folder, tuple(steps), tuple(validations), tuple(evaluations))
 
 
 def _parse(line: bytes) -> Mapping[str, object] | None:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_distill.data.prefetch import StepSource
 from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
+from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, highest
@@ -21,6 +22,8 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
+from megatron_distill.train.checkpoint.best import BestRule
+from megatron_distill.train.evaluation.phase import RunEvaluation, named_measures
 from megatron_distill.train.metrics import LabelTotals, MetricsLog, part_of, public_names
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.phase_report import PhaseReports
@@ -93,6 +96,7 @@ class LoopPlan:
     save: bool
     clip_grad_norm: float
     max_bad_steps: int
+    best: BestRule | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Parts:
     reports: PhaseReports
     profiler: StepProfiler
     device: torch.device
+    evaluation: RunEvaluation | None = None
 
 
 class _Vote(IntEnum):
@@ -154,7 +159,7 @@ def _train(
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state, timers = parts.state, parts.state.student.timers
     watch = ClampWatch(parts.balancing.ratios.clamp)
-    stopping = False
+    stopping = _evaluated_before(parts, log)
     while state.step < plan.steps and not stopping:
         step = state.step + 1
         parts.profiler.before_step(step)
@@ -176,13 +181,54 @@ def _train(
         parts.profiler.after_step(step)
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
         log.write({**record, "balance": dict(balance)} if balance else record)
-        if parts.held_out.steps and (last or _due(step, plan.validation_interval)):
-            log.write({"step": step, "validation": _validation(parts)})
-        if plan.save and (last or stopping or _due(step, plan.checkpoint_interval)):
+        measures, interrupted = _measures(parts, plan, log, step, stopping=stopping)
+        stopping = stopping or interrupted
+        is_best = state.note_best(plan.best, measures)
+        if plan.save and (last or stopping or is_best or _due(step, plan.checkpoint_interval)):
             state.save(parts.loader)
         state.checkpoints.poll()
         garbage.after_step(step)
     return stopping
+
+
+def _evaluated_before(parts: Parts, log: _Log) -> bool:
+    """Evaluate tasks before the first step of the run; return whether a signal ended it."""
+    if parts.evaluation is None:
+        return False
+    try:
+        results = parts.evaluation.before_training(parts.state.step)
+    except Interrupted:
+        return True
+    if results:
+        log.write({"step": parts.state.step, "evaluation": results})
+    return False
+
+
+def _measures(
+    parts: Parts, plan: LoopPlan, log: _Log, step: int, *, stopping: bool
+) -> tuple[dict[str, float], bool]:
+    """Validate and evaluate after a step, where they are due, and log both.
+
+    Returns the measures by name, and whether a signal ended the evaluation.
+    """
+    found: dict[str, float] = {}
+    is_end = step == plan.steps
+    if parts.held_out.steps and (is_end or _due(step, plan.validation_interval)):
+        validation = _validation(parts)
+        log.write({"step": step, "validation": validation})
+        numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
+        found |= {f"validation.{name}": value for name, value in numbers.items()}
+    evaluation = parts.evaluation
+    if evaluation is None or stopping:  # a signal came before it began
+        return found, False
+    if evaluation.is_due(step, is_last=is_end):
+        try:
+            results = evaluation.after_step()
+        except Interrupted:
+            return found, True
+        log.write({"step": step, "evaluation": results})
+        found |= named_measures(results)
+    return found, False
 
 
 class _Log:

@@ -85,7 +85,11 @@ class TrainingProgress:
         return progress
 
     def write(self, record: Record) -> None:
-        """Show a step's record, or a line of a validation's record."""
+        """Show a step's record, or lines of a validation's or an evaluation's record."""
+        evaluation = record.get("evaluation")
+        if isinstance(evaluation, Mapping):
+            self._reporter.line("\n".join(_evaluation_lines(record, evaluation)))
+            return
         validation = record.get("validation")
         if isinstance(validation, Mapping):
             self._validation = validation
@@ -225,6 +229,19 @@ def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
     if losses:
         yield f"step {record['step']} held-out kd by teacher: {losses}"
     yield from _source_lines(record, validation)
+
+
+def _evaluation_lines(record: Record, evaluation: Record) -> Iterator[str]:
+    """One line per model: each task with its usual measure and standard error."""
+    for role, results in evaluation.items():
+        parts = [f"step {record['step']} {role}:"]
+        for task, result in cast(Mapping[str, Record], results).items():
+            name = next(iter(result))
+            value, error = _number(result, name), _number(result, f"{name}_stderr")
+            if value is not None:
+                around = "" if error is None else f" +- {error:.4f}"
+                parts.append(f"{task} {name} {value:.4f}{around}")
+        yield "  ".join(parts)
 
 
 def _teacher_losses(record: Record, digits: int = 4) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_distill.models.pipeline_stages import configured_layers, even_laye
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.checkpoint.best import Best, BestRule
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
 from megatron_distill.train.checkpoint.shards import Shard
@@ -51,6 +53,7 @@ class RunState:
     tokens: int = 0
     bad_steps: int = 0
     balance: BalanceState = BalanceState()
+    best: Best | None = None
     configuration: dict[str, Any] = field(default_factory=dict)  # plain, for the description
 
     def advance(self, batches: StepBatches, *, applied: bool) -> None:
@@ -58,6 +61,12 @@ class RunState:
         self.step += 1
         self.tokens += batches.positions
         self.bad_steps += not applied
+
+    def note_best(self, rule: BestRule | None, values: Mapping[str, float]) -> bool:
+        """Return whether this step has the best value of the rule's metric so far."""
+        found = None if rule is None else rule.better(self.step, values, self.best)
+        self.best = found or self.best
+        return found is not None
 
     def save(self, loader: StepSource) -> None:
         """Write a checkpoint of this step; see `CheckpointFolder.save`."""
@@ -75,6 +84,7 @@ class RunState:
                     balance=self.balance.as_dict(),
                     features=self._features(),
                     configuration=self.configuration,
+                    best=None if self.best is None else vars(self.best),
                 ),
                 _random_states(self.student.groups),
             )
@@ -96,6 +106,7 @@ class RunState:
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
         self.balance = saved_balance(description, folder)
+        self.best = Best.of(description.best, folder)
         applied = self.step - self.bad_steps
         set_steps(self.optimizer, applied)
         if self._projectors is not None:

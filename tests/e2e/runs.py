@@ -369,7 +369,8 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 def step_records(output: Path) -> list[dict[str, Any]]:
     """Return the records of steps, which are not those of validations."""
-    return [record for record in records(output) if "validation" not in record]
+    others = {"validation", "evaluation"}
+    return [record for record in records(output) if not others & set(record)]
 
 
 def course(found: Sequence[dict[str, Any]]) -> list[tuple[float, ...]]:

@@ -292,6 +292,28 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
             yield without_effect(key, value, "with checkpoint.save = false", instead=nothing)
 
 
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    evaluation, best = config.evaluation, config.checkpoint.keep_best
+    if evaluation.interval and not evaluation.tasks:
+        reason = "without evaluation.tasks"
+        yield without_effect("evaluation.interval", evaluation.interval, reason, instead=0)
+    if best is None:
+        return
+    key = "checkpoint.keep_best.metric"
+    if best.metric.startswith("validation."):
+        if not config.validation.samples:
+            yield Problem(
+                (key, "validation.samples"),
+                f"{key} = {best.metric!r} but validation.samples = 0; set it to 1 or more",
+            )
+    elif not evaluation.tasks:
+        yield Problem(
+            (key, "evaluation.tasks"),
+            f"{key} = {best.metric!r} but evaluation.tasks is empty; give the task, or a metric "
+            "such as validation.ce_loss",
+        )
+
+
 def _profile(config: RunConfig) -> Iterator[Problem]:
     profile = config.profile
     for name, least, count in (("steps", 1, "counted from 1"), ("ranks", 0, "counted from 0")):
@@ -326,6 +348,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _batch,
     _validation,
     _checkpoint,
+    _evaluation,
     _profile,
 )
 

@@ -6,6 +6,11 @@ from megatron_distill.config.schema.data import (
     SourceConfig,
     TokenizerConfig,
 )
+from megatron_distill.config.schema.evaluation import (
+    EvaluationConfig,
+    KeepBestConfig,
+    TaskConfig,
+)
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
     ModelConfig,
@@ -54,8 +59,10 @@ __all__ = [
     "CheckpointConfig",
     "ConversationConfig",
     "DataConfig",
+    "EvaluationConfig",
     "FeatureConfig",
     "JobConfig",
+    "KeepBestConfig",
     "LoggingConfig",
     "ModelConfig",
     "MoeConfig",
@@ -72,6 +79,7 @@ __all__ = [
     "SourceConfig",
     "StoreConfig",
     "StoreSourceConfig",
+    "TaskConfig",
     "TeacherParallelConfig",
     "TermConfig",
     "TokenizerConfig",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from megatron_distill.config.schema.data import DataConfig
+from megatron_distill.config.schema.evaluation import EvaluationConfig
 from megatron_distill.config.schema.model import ModelConfig
 from megatron_distill.config.schema.objective import ObjectiveConfig
 from megatron_distill.config.schema.section import Section
@@ -90,6 +91,9 @@ class RunConfig(JobConfig):
     )
     validation: ValidationConfig = Field(
         default=ValidationConfig(), description="Losses on held-out samples during the run."
+    )
+    evaluation: EvaluationConfig = Field(
+        default=EvaluationConfig(), description="Tasks evaluated during the run."
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Saving and resuming."

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from megatron_distill.config.schema.evaluation import KeepBestConfig
 from megatron_distill.config.schema.section import Section
 
 __all__ = [
@@ -184,6 +185,11 @@ class CheckpointConfig(Section):
         default=0, ge=0, description="Steps between checkpoints; 0: only at the end."
     )
     keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_best: KeepBestConfig | None = Field(
+        default=None,
+        description="Save where a metric is the best so far, and keep that checkpoint too; null: "
+        "off. `checkpoints/best.json` names it.",
+    )
     asynchronous: bool = Field(default=False, description="Write checkpoints in the background.")
     save: bool = Field(default=True, description="Write checkpoints.")
     resume: bool = Field(

@@ -37,6 +37,7 @@ from megatron_distill.train.assemble.distillation import (
     open_held_out,
     open_run,
 )
+from megatron_distill.train.assemble.evaluation import best_rule, open_evaluation
 from megatron_distill.train.assemble.models import export_source, job_groups
 from megatron_distill.train.assemble.own_ranks import publish_start, run_teacher
 from megatron_distill.train.assemble.site import Site
@@ -126,6 +127,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
     balancing = build_balancing(config.objective, opened.objective)
     newest = _checkpoint_to_resume(config.output, config.checkpoint, state)
     held_out = open_held_out(config.train, config.objective, opened)
+    evaluation = open_evaluation(config, opened, state) if config.evaluation.tasks else None
     loader = _open_training(config.train, config.runtime, opened)
     if newest is not None:
         state.restore(newest, loader)
@@ -157,6 +159,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
         ),
         profiler=profiler,
         device=device,
+        evaluation=evaluation,
     )
     return parts, loop_plan(config)
 
@@ -324,4 +327,5 @@ def loop_plan(config: RunConfig) -> LoopPlan:
         save=config.checkpoint.save,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         max_bad_steps=config.train.max_bad_steps,
+        best=best_rule(config.checkpoint.keep_best) if config.checkpoint.keep_best else None,
     )

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_distill.config import ModelConfig, RunConfig, check_layout, load_config
+from megatron_distill.config import (
+    ModelConfig,
+    RunConfig,
+    check_layout,
+    config_of,
+    load_config,
+)
 from megatron_distill.errors import ConfigError
 
-__all__ = ["NO_RUN", "add_run_arguments", "load_trained_run", "run_and_overrides"]
+__all__ = [
+    "NO_RUN",
+    "add_run_arguments",
+    "load_trained_run",
+    "load_weights",
+    "run_and_overrides",
+]
 
 NO_RUN = "give the output folder of a run, e.g. runs/first"
 
@@ -69,6 +81,30 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
     config = load_config(file, [*_ONE_PROCESS, *own, *overrides])
     config = _with_shared_ranks(config)
+    check_layout(config, world_size)
+    return config
+
+
+def load_weights(
+    source: Mapping[str, str], overrides: Sequence[str], *, world_size: int
+) -> RunConfig:
+    """Return the configuration of weights without a run: `hf` or `checkpoint`, and its path.
+
+    The tokenizer is that of the weights unless `overrides` name another. Raises ConfigError.
+    """
+    (kind, path) = next(iter(source.items()))
+    content = {
+        "student": dict(source),
+        "data": {
+            "sources": [{"format": "python_stdlib"}],
+            "tokenizer": {"path": path if kind == "hf" else None},
+            "sequence_length": 2 * world_size,
+        },
+        "train": {"steps": 1, "global_batch_size": world_size},
+        "checkpoint": {"save": False},
+        "output": path,
+    }
+    config = config_of(content, [*_ONE_PROCESS, *overrides], named=f"--{kind} {path}")
     check_layout(config, world_size)
     return config
 

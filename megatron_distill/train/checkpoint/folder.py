@@ -24,8 +24,9 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
 from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
-from megatron_distill.runtime.atomic_files import flush_folder, write_flushed
+from megatron_distill.runtime.atomic_files import flush_folder, replace_file, write_flushed
 from megatron_distill.runtime.collectives import any_rank, together
+from megatron_distill.train.checkpoint.best import BEST_FILE, Best
 from megatron_distill.train.checkpoint.shards import Shard, Staging
 from megatron_distill.train.checkpoint.writer import (
     Snapshot,
@@ -60,6 +61,7 @@ class Description:
     features: dict[str, Any] | None = None
     # The settings of the run that wrote it; empty in imports and in older versions' checkpoints.
     configuration: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] | None = None  # see `Best`; None: the run keeps no best checkpoint
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""
@@ -81,6 +83,10 @@ class Description:
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from None
         return found
+
+
+def _name_of(step: int) -> str:
+    return f"step_{step:07d}"
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -140,7 +146,7 @@ class _Attempt:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: saves and prunes.
+    """The checkpoints of one run: saves, and removes all but the newest ones and the best.
 
     Every method is called by all ranks together. `close` must be called at the end.
     """
@@ -186,7 +192,7 @@ class CheckpointFolder:
         Collective: world, gathers of a short object per rank, and of one per tensor at the end.
         """
         self.finish()
-        name = f"step_{description.step:07d}"
+        name = _name_of(description.step)
         attempt = _Attempt(self._root / (name + _PARTIAL), self._root / name, description)
         with together():
             snapshot = take_snapshot(shards, objects or {}, self._staging)
@@ -292,8 +298,12 @@ class CheckpointFolder:
             flush_folder(self._root)
         except (OSError, ValueError) as error:
             raise self._failed(attempt, failure_of(error, 0)) from error
+        best = Best.of(attempt.description.best, attempt.final)
+        if best is not None and best.step == attempt.description.step:
+            replace_file(self._root / BEST_FILE, json.dumps(vars(best), indent=1).encode())
         for old in complete_checkpoints(self._root)[: -self._keep]:
-            _remove(old)
+            if best is None or old.name != _name_of(best.step):
+                _remove(old)
         _LOGGER.info("saved %s", attempt.final)
 
     def _failed(self, attempt: _Attempt, reason: str) -> CheckpointError:

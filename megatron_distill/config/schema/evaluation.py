@@ -1,0 +1,105 @@
+"""The section of the evaluation of tasks during a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from megatron_distill.config.schema.section import Section
+
+__all__ = ["EvaluationConfig", "KeepBestConfig", "TaskConfig"]
+
+
+class TaskConfig(Section):
+    """One task, and changes to its file. docs/evaluation.md has the keys of such a file."""
+
+    task: str = Field(
+        min_length=1,
+        examples=["mmlu"],
+        description="Name of a task of the package, or path of a YAML file.",
+    )
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="Name in the results; null: that of the task.",
+    )
+    folder: str | None = Field(
+        default=None, min_length=1, description="Folder of the data set; null: that of the task."
+    )
+    files: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="Files of the items; null: those of the task."
+    )
+    shot_files: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="Files of the examples; null: those of the task."
+    )
+    shots: int | None = Field(
+        default=None, ge=0, description="Examples before an item; null: those of the task."
+    )
+    limit: int | None = Field(
+        default=None, ge=1, description="Items, at even distances; null: `evaluation.limit`."
+    )
+    chat: bool | None = Field(
+        default=None, description="Prompts in the chat template; null: as the task says."
+    )
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys of the task that differ from its file."""
+        given = self.model_dump(exclude={"task"})
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class EvaluationConfig(Section):
+    """Tasks that are evaluated during the run, on all ranks in the layout of training."""
+
+    tasks: tuple[TaskConfig, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[[{"task": "mmlu", "folder": "data/mmlu", "limit": 1000}]],
+        description="The tasks; a text stands for `{task: TEXT}`. Empty: none.",
+    )
+    interval: int = Field(
+        default=0, ge=0, description="Steps between evaluations; 0: only at the end."
+    )
+    at_start: bool = Field(default=True, description="Evaluate the student before the first step.")
+    teacher: bool = Field(
+        default=True,
+        description="Evaluate a live teacher in the student's layout once, before the first step, "
+        "as the baseline.",
+    )
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Items of each task, at even distances over its files; null: all.",
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest input in tokens; null: the model's positions. Longer prompts lose "
+        "whole examples, then tokens on the left.",
+    )
+    batch_tokens: int = Field(
+        default=8192, ge=1, description="Tokens of one micro-batch of one rank, at least one input."
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _named(cls, tasks: Any) -> Any:
+        """A text is the name of a task."""
+        if not isinstance(tasks, list | tuple):
+            return tasks
+        return [{"task": one} if isinstance(one, str) else one for one in tasks]
+
+
+class KeepBestConfig(Section):
+    """The checkpoint that is kept beside the newest ones."""
+
+    metric: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9_]+$",
+        examples=["mmlu.acc"],
+        description="`TASK.MEASURE` of the student, or `validation.NAME`.",
+    )
+    mode: Literal["max", "min"] = Field(
+        default="max", description="Whether the largest or the smallest value is the best."
+    )

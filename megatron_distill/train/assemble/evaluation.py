@@ -1,0 +1,294 @@
+"""From a configuration to evaluated models: in a run, and from weights alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill import __version__
+from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
+from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
+from megatron_distill.evaluation.tasks.record import Task, load_task
+from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.collectives import from_first_rank, on_first_rank
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.runtime.termination import is_requested
+from megatron_distill.train.assemble.distillation import OpenRun
+from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
+from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.checkpoint.best import BestRule
+from megatron_distill.train.evaluation.phase import (
+    EvaluatedModel,
+    Results,
+    RunEvaluation,
+    evaluate_model,
+)
+from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
+from megatron_distill.train.run_state import RunState
+from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.resting import RestingTeacher
+from megatron_distill.train.validation import evaluating
+
+__all__ = ["best_rule", "configured_tasks", "evaluate_weights", "open_evaluation"]
+
+_LOGGER = get_logger(__name__)
+
+
+def best_rule(section: KeepBestConfig) -> BestRule:
+    """Translate `checkpoint.keep_best`."""
+    return BestRule(section.metric, section.mode)
+
+
+def configured_tasks(section: EvaluationConfig) -> tuple[Task, ...]:
+    """Read the tasks of the configuration; raises ConfigError."""
+    found: list[Task] = []
+    for index, entry in enumerate(section.tasks):
+        task = load_task(entry.task, entry.changes)
+        if task.limit is None:
+            task = replace(task, limit=section.limit)
+        if task.name in [one.name for one in found]:
+            raise ConfigError(
+                f"evaluation.tasks.{index}: a second task has the name {task.name!r}; give it "
+                "another `name`"
+            )
+        found.append(task)
+    return tuple(found)
+
+
+def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunEvaluation:
+    """Read the tasks, encode them for student and teachers, and return the run's evaluation.
+
+    Raises ConfigError or DataError on all ranks.
+
+    Collective: world, one broadcast of the tasks' tokens per model.
+    """
+    section, log = config.evaluation, Path(config.output) / "metrics.jsonl"
+    tasks = from_first_rank(lambda: configured_tasks(section))
+    _check_metric(config.checkpoint.keep_best, tasks)
+    groups, device = opened.site.groups, opened.site.execution.device
+    student = state.student
+    shape = state.architecture
+    scored = ScoredModel(
+        student.wrapped,
+        lambda: student.head.head_weight().detach(),
+        shape,
+        vocab_shard(shape, groups, tokens=opened.vocabulary.size),
+        groups,
+        device,
+    )
+    found = EvaluatedModel(
+        "student",
+        _scorer(scored, section),
+        _prepared(tasks, opened.samples.tokenizer, _positions(shape, section), device),
+        partial(evaluating, student),
+    )
+    teachers = list(_teachers(section, tasks, opened)) if section.teacher else []
+    return RunEvaluation(
+        found,
+        teachers,
+        interval=section.interval,
+        at_start=section.at_start,
+        logged=from_first_rank(lambda: _logged(log)),
+    )
+
+
+def _check_metric(keep_best: KeepBestConfig | None, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError where the best checkpoint's metric is none of these tasks."""
+    if keep_best is None:
+        return
+    name, _, measure = keep_best.metric.partition(".")
+    measures = {task.name: task.measures for task in tasks}
+    if name != "validation" and measure not in measures.get(name, ()):
+        known = [f"{task}.{one}" for task, own in measures.items() for one in own]
+        raise ConfigError(
+            f"checkpoint.keep_best.metric = {keep_best.metric!r} is no measure of this run; give "
+            f"one of {', '.join([*known, 'validation.ce_loss'])}"
+        )
+
+
+def _logged(path: Path) -> frozenset[tuple[str, int]]:
+    """Return the roles and steps of the evaluations in a log."""
+    found = set()
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        if '"evaluation"' in line:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill; the log drops it
+            found |= {(role, record["step"]) for role in record["evaluation"]}
+    return frozenset(found)
+
+
+def _teachers(
+    section: EvaluationConfig, tasks: Sequence[Task], opened: OpenRun
+) -> Iterator[EvaluatedModel]:
+    """Yield the teachers whose models are on these ranks."""
+    teacher = opened.teacher
+    if not teacher.models and (teacher.stored is not None or teacher.remote is not None):
+        _LOGGER.info(
+            "no baseline of the teacher: its model is not on the student's ranks; "
+            "`megatron-distill evaluate` measures it"
+        )
+    reading = opened.samples.options.teacher
+    tokenizer = opened.samples.tokenizer if reading is None else reading.tokenizer
+    device = opened.site.execution.device
+    for role, model in teacher.models.items():
+        prepared = _prepared(tasks, tokenizer, _positions(model.architecture, section), device)
+        size = from_first_rank(lambda: tokenizer.vocab_size if tokenizer is not None else 0)
+        groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
+        head = partial(_own_head, model)
+        scored = ScoredModel(
+            [model.model],
+            head,
+            model.architecture,
+            vocab_shard(model.architecture, groups, tokens=size),
+            groups,
+            device,
+        )
+        yield EvaluatedModel(
+            role, _scorer(scored, section), prepared, partial(_awake, opened, model)
+        )
+
+
+def _own_head(model: OnlineTeacher | OwnLayout) -> torch.Tensor:
+    return model.model.head_weight().detach()
+
+
+@contextmanager
+def _awake(opened: OpenRun, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
+    """A block with the teacher's weights on the device, and Megatron-Core in its layout."""
+    signals = opened.teacher.signals
+    weights = signals.weights if isinstance(signals, RestingTeacher) else None
+    if weights is not None:
+        weights.take()
+    try:
+        if isinstance(model, OwnLayout):
+            with model.own_groups.in_use():
+                yield
+        else:
+            yield
+    finally:
+        if weights is not None:
+            weights.release()
+
+
+def _scorer(model: ScoredModel, section: EvaluationConfig) -> ModelScorer:
+    positions = _positions(model.architecture, section)
+    return ModelScorer(model, positions, section.batch_tokens, stop_requested=is_requested)
+
+
+def _positions(shape: Architecture, section: EvaluationConfig) -> int:
+    """The longest input of a model."""
+    most = shape.max_position_embeddings
+    return most if section.max_length is None else min(most, section.max_length)
+
+
+def _prepared(
+    tasks: Sequence[Task], tokenizer: Tokenizer | None, positions: int, device: torch.device
+) -> tuple[PreparedTask, ...]:
+    """Encode the tasks on the first rank, which has the tokenizer, and share them.
+
+    Collective: world, those of `on_first_rank`, and a broadcast of the tasks' tokens.
+    """
+
+    def prepared() -> tuple[PreparedTask, ...]:
+        assert tokenizer is not None, "the first rank has it"
+        return tuple(prepare_task(task, tokenizer, positions=positions) for task in tasks)
+
+    found = [on_first_rank(prepared, device=device)]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    for task in found[0]:
+        if task.truncated and dist.get_rank() == 0:
+            _LOGGER.warning(
+                "task %s: %d of %d prompts are longer than the %d positions of the model and lose "
+                "tokens on the left; lower its shots, or raise evaluation.max_length",
+                *(task.task.name, task.truncated, len(task.items), positions),
+            )
+    return found[0]
+
+
+@dataclass(frozen=True)
+class _Role:
+    """A model of a configuration that is evaluated, and its seed if its weights are random."""
+
+    name: str
+    seed: int
+
+
+def evaluate_weights(
+    config: RunConfig, device: Device, tasks: Sequence[Task], *, teacher: bool
+) -> dict[str, Any]:
+    """Evaluate the student of a configuration, and its teacher if asked for, without training.
+
+    Returns the results by role and the facts of the models. Raises a MegatronDistillError on all
+    ranks together; Interrupted on all ranks where a signal asked for it.
+    """
+    roles = [_Role("student", config.seed)]
+    if teacher and config.teacher is None:
+        raise ConfigError("--teacher: the run has no `teacher` section; leave it out")
+    if teacher:
+        roles.append(_Role("teacher", teacher_seed(config.seed)))
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
+        device.alone,
+    ):
+        options = data_options(
+            config.data, Path(config.output), shows_progress=config.logging.progress
+        )
+        tokenizer, vocabulary = open_tokenizer(config, options)
+        execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
+        results: dict[str, Results] = {}
+        for role in roles:
+            model = _opened(config, role, (tokenizer, vocabulary), tasks, execution, groups)
+            results[role.name] = evaluate_model(model)
+    return {
+        "version": __version__,
+        "precision": config.train.precision,
+        "tokenizer": vocabulary.identity,
+        "results": results,
+        "first_prompts": {task.task.name: task.first_prompt for task in model.tasks},
+    }
+
+
+def _opened(
+    config: RunConfig,
+    role: _Role,
+    tokens: tuple[Tokenizer | None, Vocabulary],
+    tasks: Sequence[Task],
+    execution: Execution,
+    groups: Groups,
+) -> EvaluatedModel:
+    """Build the model of a role and encode the tasks for it."""
+    tokenizer, vocabulary = tokens
+    source = resolve_model(config, role.name, vocabulary)
+    shape, section = source.architecture, config.evaluation
+    # Before the weights are read: a wrong task shows at once.
+    prepared = _prepared(tasks, tokenizer, _positions(shape, section), execution.device)
+    (model,) = source.build(execution, groups=groups, seed=role.seed, interleaved=False)
+    model.requires_grad_(False)
+    model.eval()
+    scored = ScoredModel(
+        [model],
+        lambda: model.head_weight().detach(),
+        shape,
+        vocab_shard(shape, groups, tokens=vocabulary.size),
+        groups,
+        execution.device,
+    )
+    return EvaluatedModel(role.name, _scorer(scored, section), prepared)

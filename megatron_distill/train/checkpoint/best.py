@@ -1,0 +1,58 @@
+"""The best step of a run by one of its metrics, whose checkpoint is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_distill.errors import CheckpointError
+
+__all__ = ["BEST_FILE", "Best", "BestRule"]
+
+BEST_FILE = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step with the best value so far."""
+
+    step: int
+    metric: str
+    value: float
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any] | None, place: object) -> Best | None:
+        """Read the entry of a description, None if it has none; raises CheckpointError."""
+        if not content:
+            return None
+        try:
+            return cls(int(content["step"]), str(content["metric"]), float(content["value"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{place}: `best` in its description is damaged ({error!r}); use another checkpoint"
+            ) from error
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """Which value is the best: the largest (`max`) or the smallest (`min`) of a metric."""
+
+    metric: str
+    mode: str
+
+    def better(self, step: int, values: Mapping[str, float], best: Best | None) -> Best | None:
+        """Return the step as the best one if its value beats the best so far, else None.
+
+        A value that is missing or no number beats nothing, and a best value of another metric
+        counts for nothing.
+        """
+        value = values.get(self.metric, math.nan)
+        if math.isnan(value):
+            return None
+        if best is not None and best.metric == self.metric:
+            is_better = value > best.value if self.mode == "max" else value < best.value
+            if not is_better:
+                return None
+        return Best(step, self.metric, value)

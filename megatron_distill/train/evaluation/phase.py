@@ -1,0 +1,154 @@
+"""Evaluation of tasks during a run: a phase that leaves the state of training as it was."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_distill.errors import counted
+from megatron_distill.evaluation.requests import Scorer
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
+from megatron_distill.evaluation.tasks.results import task_result
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.groups import repeated_dropout
+from megatron_distill.runtime.progress import duration
+
+__all__ = [
+    "EvaluatedModel",
+    "RunEvaluation",
+    "evaluate_model",
+    "kept_random_states",
+    "named_measures",
+]
+
+_LOGGER = get_logger(__name__)
+_NOTE_SECONDS = 30.0
+
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model, and the tasks in its tokens.
+
+    Attributes:
+        role: `student`, `teacher` or `teachers.NAME`.
+        in_use: block in which the model is in evaluation mode and its weights are on the device.
+    """
+
+    role: str
+    scorer: Scorer
+    tasks: Sequence[PreparedTask]
+    in_use: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def evaluate_model(model: EvaluatedModel) -> Results:
+    """Return the results of a model by task, the same on every rank but for the seconds.
+
+    Raises Interrupted on all ranks together, where a signal asked for it.
+
+    Collective: those of the scorer.
+    """
+    found: Results = {}
+    with model.in_use():
+        for task in model.tasks:
+            began = time.perf_counter()
+            noted = _Noted(f"{model.role}: {task.task.name}", len(task.requests))
+            scores = model.scorer.score(task.requests, advanced=noted.advanced)
+            result = task_result(task, scores)
+            found[task.task.name] = {**result, "seconds": time.perf_counter() - began}
+    return found
+
+
+@dataclass
+class _Noted:
+    """Log lines of a long task, by the first rank."""
+
+    name: str
+    requests: int
+    _began: float = field(default_factory=time.monotonic)
+    _last: float = field(default_factory=time.monotonic)
+
+    def advanced(self, done: int) -> None:
+        """Tell how far the task is, every half a minute."""
+        now = time.monotonic()
+        if dist.get_rank() != 0 or now - self._last < _NOTE_SECONDS or not done:
+            return
+        self._last = now
+        left = (now - self._began) * (self.requests - done) / done
+        _LOGGER.info(
+            "%s: %s of %s, about %s left",
+            *(self.name, f"{done:,}", counted(self.requests, "request"), duration(left)),
+        )
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restore every random state of this process after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with repeated_dropout():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@dataclass(frozen=True)
+class RunEvaluation:
+    """The evaluations of a run: the student at some steps, its teachers once.
+
+    Attributes:
+        interval: steps between evaluations; 0: only at the end.
+        at_start: whether the student is evaluated before the first step.
+        teachers: evaluated once, before the first step or after a resume.
+        logged: roles with the steps of their results that the log of an earlier start has.
+    """
+
+    student: EvaluatedModel
+    teachers: Sequence[EvaluatedModel]
+    interval: int
+    at_start: bool
+    logged: frozenset[tuple[str, int]] = frozenset()
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether the student is evaluated after a step."""
+        return is_last or (self.interval > 0 and step % self.interval == 0)
+
+    def before_training(self, step: int) -> dict[str, Results]:
+        """Return the results by role that the log lacks at a start at this step; often none.
+
+        Raises Interrupted as `evaluate_model`.
+        """
+        # A resumed run drops what an earlier start logged of later steps.
+        roles = {role for role, logged in self.logged if logged <= step}
+        models = [teacher for teacher in self.teachers if teacher.role not in roles]
+        is_due = self.at_start if step == 0 else self.is_due(step, is_last=False)
+        if is_due and ("student", step) not in self.logged:
+            models.append(self.student)
+        return self._results(models)
+
+    def after_step(self) -> dict[str, Results]:
+        """Return the student's results by role; raises Interrupted as `evaluate_model`."""
+        return self._results([self.student])
+
+    def _results(self, models: Sequence[EvaluatedModel]) -> dict[str, Results]:
+        with kept_random_states():
+            return {model.role: evaluate_model(model) for model in models}
+
+
+def named_measures(results: Mapping[str, Results]) -> dict[str, float]:
+    """Return the student's measures under `TASK.MEASURE`."""
+    return {
+        f"{task}.{name}": float(value)
+        for task, result in results.get("student", {}).items()
+        for name, value in result.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,229 @@
+"""Tasks during a run change nothing in it; results do not depend on the layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import (
+    CONTEXT,
+    CPU,
+    EXPERT,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Inputs,
+    checkpoints,
+    configure,
+    course,
+    failure,
+    quick_and_slow,
+    records,
+    run,
+    train_here,
+)
+
+STEPS = 4
+COMMON = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=2")
+WORDS = ("return", "import", "class", "while")
+
+
+def quiz(folder: Path) -> tuple[str, ...]:
+    """Write two tasks of one's own; returns the overrides that evaluate them."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"q": f"def f{n}", "options": WORDS, "right": n % 4, "part": n % 2} for n in range(14)]
+    (folder / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "quiz.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}:'\nchoices: options\nanswer: right\n"
+        f"group: part\nshots: 1\nshot_separator: ' '\nfolder: {folder}\nfiles: [quiz.jsonl]\n"
+    )
+    texts = [{"text": f"for one in range({n}): print(one)" * n} for n in range(1, 4)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    prose = f"{{task: text, name: prose, folder: {folder}, files: [text.jsonl]}}"
+    return (f"evaluation.tasks=[{folder / 'quiz.yaml'}, {prose}]", "evaluation.interval=2")
+
+
+def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The steps and results of a run's evaluations, without their seconds."""
+    found = []
+    for record in records(output):
+        if "evaluation" in record:
+            for results in record["evaluation"].values():
+                for result in results.values():
+                    assert result.pop("seconds") > 0
+            found.append((record["step"], record["evaluation"]))
+    return found
+
+
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
+    "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
+    "CP2": ("dense", 2, (CONTEXT,)),
+    "experts EP2": ("moe", 2, (EXPERT,)),
+    "two tokenizers": ("aligned", 2, (TENSOR,)),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, ("DP2, parameters gathered late",)))
+def test_training_is_bit_identical_with_and_without(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, world, layout = CASES[case]
+    config, tasks = inputs.folder / f"{name}.yaml", quiz(tmp_path)
+    plain = run(pool, world, config, tmp_path / "plain", *COMMON, *layout)
+    evaluated = run(pool, world, config, tmp_path / "evaluated", *COMMON, *layout, *tasks)
+    assert course(evaluated) == course(plain)
+    (start, first), *later = evaluations(tmp_path / "evaluated")
+    assert start == 0
+    assert set(first) == {"teacher", "student"}, "the teacher once, before the first step"
+    assert [(step, set(found)) for step, found in later] == [(2, {"student"}), (4, {"student"})]
+    for results in (*first.values(), *(found["student"] for _, found in later)):
+        assert results["quiz"]["n"] == 14
+        assert set(results["quiz"]["groups"]) == {"0", "1"}
+        assert results["prose"]["bits_per_byte"] > 0
+    assert first["student"] != later[-1][1]["student"], "training changes the student"
+
+
+@contextmanager
+def asked_after(calls: int) -> Iterator[None]:
+    """A signal that an evaluation sees at its n-th look."""
+    looks = iter(range(10**9))
+    place = "megatron_distill.train.assemble.evaluation.is_requested"
+    with patch(place, lambda: next(looks) >= calls):
+        yield
+
+
+def _stopped(rank: int, world: int, config: Path, overrides: list[str], calls: int) -> bool:
+    with asked_after(calls):
+        return train_here(rank, world, config, overrides)
+
+
+class _Killed(BaseException):
+    """An end of the process in the middle of an evaluation."""
+
+
+def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int) -> str:
+    import megatron_distill.train.evaluation.phase as phase
+
+    evaluate, calls = phase.evaluate_model, iter(range(10**9))
+
+    def dying(*given: Any) -> Any:
+        if next(calls) == call:
+            raise _Killed
+        return evaluate(*given)
+
+    try:
+        with patch.object(phase, "evaluate_model", dying):
+            train_here(rank, world, config, overrides)
+    except _Killed:
+        return "killed"
+    return "lived"
+
+
+def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
+    expected = run(pool, 2, config, whole, *COMMON, *tasks)
+    results = evaluations(whole)
+
+    # Before the first step there are at least four looks: two models, two tasks.
+    arguments = [f"output={stopped}", *COMMON, *tasks, "evaluation.batch_tokens=64"]
+    looks = 2
+    while True:  # until the signal comes in the evaluation after the second step
+        if pool.run(2, _stopped, config, arguments, looks) == [True, True]:
+            break
+        steps = [record["step"] for record in records(stopped)] if stopped.exists() else []
+        if steps and max(steps) == 2 and checkpoints(stopped) == ["step_0000002"]:
+            break
+        looks += 6
+        __import__("shutil").rmtree(stopped)
+    assert [step for step, _ in evaluations(stopped)] == [0]
+    after = run(pool, 2, config, stopped, *COMMON, *tasks, "evaluation.batch_tokens=64")
+    assert course(after) == course(expected)
+    assert [step for step, _ in evaluations(stopped)] == [0, 2, 4], "the missing one was made up"
+
+    # Calls: teacher and student at the start, the student after the steps 2 and 4.
+    arguments = [f"output={killed}", *COMMON, *tasks]
+    assert pool.run(2, _killed, config, arguments, 3) == ["killed"] * 2
+    assert checkpoints(killed) == ["step_0000002"]
+    assert course(run(pool, 2, config, killed, *COMMON, *tasks)) == course(expected)
+    assert evaluations(killed) == results
+
+
+def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    """Bits per byte rise with a rate that is far too high: an early step is the best."""
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: min}", "checkpoint.keep=1")
+    wild = ("optimizer.learning_rate=0.9", "schedule.warmup_steps=2", "evaluation.interval=1")
+    output = tmp_path / "run"
+    arguments = (*COMMON, *tasks, *best, *wild, "evaluation.at_start=false")
+    run(pool, 2, config, output, *arguments)
+    values = {
+        step: found["student"]["prose"]["bits_per_byte"]
+        for step, found in evaluations(output)
+        if step
+    }
+    lowest = min(values, key=lambda step: values[step])
+    assert lowest < STEPS, values
+    written = json.loads((output / "checkpoints" / "best.json").read_text())
+    assert written == {"step": lowest, "metric": "prose.bits_per_byte", "value": values[lowest]}
+    assert checkpoints(output) == ["best.json", f"step_{lowest:07d}", f"step_{STEPS:07d}"]
+    text = failure(
+        pool, 1, config, tmp_path / "other", *COMMON, *tasks,
+        "checkpoint.keep_best.metric=quiz.exact_match",
+    )  # fmt: skip
+    assert "checkpoint.keep_best.metric = 'quiz.exact_match' is no measure of this run" in text
+    assert "quiz.acc, quiz.acc_norm" in text
+
+
+def _results(
+    rank: int, world: int, folder: str, overrides: list[str], tasks: list[str], teacher: bool
+) -> dict[str, Any]:
+    from megatron_distill.evaluation.tasks.record import load_task
+    from megatron_distill.train.assemble.trained_config import load_trained_run
+
+    plain = [] if teacher else ["teacher=null", "objective.terms=[]"]
+    config = load_trained_run(folder, [*plain, *overrides], world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble.evaluation import evaluate_weights
+
+    found = evaluate_weights(config, CPU, [load_task(one) for one in tasks], teacher=teacher)
+    return found["results"]
+
+
+def test_results_of_a_finished_run_are_those_of_any_layout(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    output = tmp_path / "run"
+    run(pool, 2, config, output, *COMMON, *tasks)
+    (_, first), *_, (_, last) = evaluations(output)
+    named = [str(tmp_path / "quiz.yaml")]
+    layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE, SEQUENCE])]
+    for world, layout in layouts:
+        for found in pool.run(world, _results, str(output), layout, named, True):
+            for role, results in (("student", last["student"]), ("teacher", first["teacher"])):
+                measured = found[role]["quiz"]
+                assert measured["prompt_hash"] == results["quiz"]["prompt_hash"]
+                for name in ("acc", "acc_norm", "n"):
+                    assert measured[name] == results["quiz"][name], (role, name)
+
+
+def test_a_wrong_task_ends_the_run_and_leaves_no_folder(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    (tmp_path / "quiz.jsonl").unlink()
+    text = failure(pool, 2, config, tmp_path / "run", *COMMON, *tasks)
+    assert "task quiz: files: there is no file" in text
+    assert not (tmp_path / "run").exists()
