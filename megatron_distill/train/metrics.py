@@ -187,9 +187,6 @@ def to_json(record: Record) -> str:
     return json.dumps(plain, allow_nan=False)
 
 
-_OWN_HEADS: Final = ("validation", "evaluation")
-
-
 def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
 
@@ -197,14 +194,15 @@ def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """
     for name, value in record.items():
         if name != "step":
-            yield from _numbers(name if name in _OWN_HEADS else f"train/{name}", value)
+            has_own_head = name in ("validation", "evaluation")
+            yield from _numbers(name if has_own_head else f"train/{name}", value)
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if key != "groups":  # of a task: many, and in the file
-                yield from _numbers(f"{name}/{key}", inner)
+            # The groups of a task are many; the file has them.
+            yield from _numbers(f"{name}/{key}", {} if key == "groups" else inner)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield name, float(value)
 
