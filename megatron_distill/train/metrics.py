@@ -2,9 +2,8 @@
 
 Metrics of each source of a blend travel in a report and become means here.
 
-Experiment trackers as sinks for metrics: TensorBoard and Weights & Biases.
-
-Both are optional dependencies and are imported when the sink is made.
+Experiment trackers as sinks for metrics: TensorBoard and Weights & Biases. Both are optional
+dependencies and are imported when the sink is made.
 """
 
 from __future__ import annotations
@@ -201,7 +200,6 @@ def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            # The groups of a task are many; the file has them.
             yield from _numbers(f"{name}/{key}", {} if key == "groups" else inner)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield name, float(value)
