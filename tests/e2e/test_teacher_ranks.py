@@ -320,3 +320,36 @@ def test_a_stage_of_several_chunks_decodes_an_answer_once(
     given += [SENT, TOP_K, "train.steps=3"]
     taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, 1, timeout=SECONDS)
     assert taken == [0, 3 * 4, 0]
+
+
+EVERY_ALIGNMENT = (
+    "objective.terms=[{alignment: projection, temperature: 2.0}, {alignment: gold}, "
+    "{alignment: uld}, {alignment: likelihood}, {alignment: common, top_k: 8}]"
+)
+# The teacher's sequences have 24 tokens, the student's 32.
+OWN_TOKENS: dict[str, tuple[int, int, Sequence[str]]] = {
+    "1 and 1": (1, 1, ()),
+    "1 and 1, 0 ahead": (1, 1, ("teacher.steps_ahead=0", "teacher.transfer.backend=ipc")),
+    "TP2+sequence and PP2": (2, 2, (STUDENT_TP2, STUDENT_SP, "teacher.parallel={pipeline: 2}")),
+    "CP2 and TP2+sequence": (
+        2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2, sequence: true}"),
+    ),
+    "PP2 and CP2": (2, 2, ("parallel.pipeline=2", "teacher.parallel={context: 2}")),
+    "every alignment, TP2 and DP2": (2, 2, (STUDENT_TP2, OWN_TP1, EVERY_ALIGNMENT)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(OWN_TOKENS, ["TP2+sequence and PP2"]))
+def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    students, teachers, own = OWN_TOKENS[case]
+    config = inputs.folder / "aligned.yaml"
+    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, *own)
+    terms = [one for one in own if one.startswith("objective.terms")]
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, *terms)
+    is_exact = case.startswith("1 and 1")
+    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
+    names = [name for name in expected[0] if name.startswith(("likelihood", "common", "gold"))]
+    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *names))
+    assert len(names) >= 3, expected[0]

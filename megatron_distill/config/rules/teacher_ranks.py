@@ -99,7 +99,6 @@ def _without_ranks(teacher: ModelConfig) -> Iterator[Problem]:
 
 def _refused(config: RunConfig) -> Iterator[Problem]:
     """Name what only a teacher on the student's ranks can do."""
-    remedy = "remove it, or remove teacher.ranks and teacher.nodes"
     for index, entry in enumerate(config.objective.features):
         if entry.loss == "attention":
             name = f"objective.features.{index}.loss"
@@ -108,13 +107,6 @@ def _refused(config: RunConfig) -> Iterator[Problem]:
                 f"{name} = 'attention': needs queries and keys of the same heads on each rank of "
                 "both models, and this teacher has ranks of its own; use a loss of hidden states, "
                 "or remove teacher.ranks and teacher.nodes",
-            )
-    for index, term in enumerate(config.objective.terms):
-        if term.alignment is not None:
-            yield Problem(
-                (f"objective.terms.{index}.alignment", *_KEYS),
-                f"objective.terms.{index}.alignment = {term.alignment!r}: a teacher on ranks of "
-                f"its own answers in the student's tokens only; {remedy}",
             )
     teacher = config.models["teacher"]
     if teacher.offload_hidden:
@@ -169,6 +161,14 @@ def _transfer(config: RunConfig, transfer: TransferConfig) -> Iterator[Problem]:
 def _term(key: str, term: TermConfig, k: int) -> Iterator[Problem]:
     """A term must choose its ids among those that are sent."""
     what = f"teacher.transfer.what = 'top_k' with k = {k}"
+    if term.alignment is not None:
+        yield Problem(
+            (f"{key}.alignment", "teacher.transfer.what"),
+            f"{key}.alignment = {term.alignment!r}: {what} sends the teacher's ids for the "
+            "student's positions, and an alignment needs the teacher's own; set "
+            "teacher.transfer.what to hidden",
+        )
+        return
     if term.top_k is None:
         yield Problem(
             (f"{key}.top_k", "teacher.transfer.what"),

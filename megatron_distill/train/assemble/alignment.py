@@ -40,11 +40,20 @@ from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import RemoteHead
 
-__all__ = ["Live", "TeacherTokens", "open_teacher_tokens", "read_teacher", "read_teacher_tokenizer"]
+__all__ = [
+    "Live",
+    "TeacherTokens",
+    "open_teacher_tokens",
+    "own_tokens",
+    "read_teacher",
+    "read_teacher_tokenizer",
+]
 
-# None: a teacher from a store.
-Live = TypeVar("Live", OnlineTeacher | OwnLayout, None)
+# On ranks of its own: its head alone. None: a teacher from a store.
+Live = TypeVar("Live", OnlineTeacher | OwnLayout, RemoteHead, None)
+Placed = TypeVar("Placed", OnlineTeacher | OwnLayout, RemoteHead)
 
 # Alignments that compare tokens, and so need the map between both vocabularies.
 _OF_TOKENS: Final = ("common", "projection", "gold")
@@ -87,7 +96,7 @@ class TeacherTokens:
         ConfigError, on all ranks, where a record lacks the mass of common tokens.
 
         Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
-        the teacher's head.
+        the teacher's head, which for one elsewhere follows when it has arrived.
         """
         group, rank = _sharing(groups), groups.tensor.rank()
         shard, tokens_map = vocab_shard(student, groups, tokens=vocabulary.size), self.tokens_map
@@ -99,7 +108,8 @@ class TeacherTokens:
         if tokens_map is not None and online is None:
             shared = _with_places(tokens_map, shared, rank, device)
         elif tokens_map is not None and online is not None:
-            online, shared = _with_map(tokens_map, online, shared, rank, device)
+            shared, layout = _with_map(tokens_map, shared, rank, device)
+            online = _arranged(online, layout)
         # All ranks of the group must cut the same tiles, and their shards may differ.
         shards = shards_of(shared.teacher_shard, group)
         widest = max(shared.student_shard.width, *(one.width for one in shards))
@@ -136,26 +146,32 @@ def _with_places(
     return replace(shared, common=columns.to(device), places=places.to(device))
 
 
-def _with_map(
-    tokens_map: VocabularyMap,
-    online: OnlineTeacher | OwnLayout,
-    shared: SharedVocabularies,
-    rank: int,
-    device: torch.device,
-) -> tuple[OnlineTeacher | OwnLayout, SharedVocabularies]:
-    """Return the teacher with its head rearranged, and both vocabularies with the map between them.
+def _arranged(online: Placed, layout: TeacherLayout | None) -> Placed:
+    """Return the teacher with its head in a layout.
 
-    The head is in the layout of the relaxed pairs, which include the strict ones.
+    Collective: tensor group, one all-to-all of the head, if it is here.
+    """
+    if isinstance(online, RemoteHead):
+        online.layout = layout
+    elif layout is not None and online.head_weight is not None:
+        return replace(online, head_weight=layout.rows(online.head_weight))
+    return online
+
+
+def _with_map(
+    tokens_map: VocabularyMap, shared: SharedVocabularies, rank: int, device: torch.device
+) -> tuple[SharedVocabularies, TeacherLayout | None]:
+    """Return both vocabularies with the map between them, and the layout of the teacher's head.
+
+    It is that of the relaxed pairs, which include the strict ones; None on one rank.
     """
     group, shard, teacher_shard = shared.group, shared.student_shard, shared.teacher_shard
     shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
     pairs = {name: _tensors(*tokens_map.common(name)) for name in get_args(Partition)}
-    new_ids = torch.arange(teacher_shard.size)
+    new_ids, layout = torch.arange(teacher_shard.size), None
     if group is not None:
         ids, teacher_ids = pairs["relaxed"]
         layout = TeacherLayout.of(ids, teacher_ids, shards, teacher_shards, group)
-        if online.head_weight is not None:
-            online = replace(online, head_weight=layout.rows(online.head_weight))
         new_ids, teacher_shard, teacher_shards = layout.new_ids, layout.shard, list(layout.shards)
     columns = {
         name: CommonColumns.of(ids, new_ids[teacher_ids], shards, teacher_shards, rank)
@@ -170,7 +186,7 @@ def _with_map(
     projected = ProjectedRows.of(
         offsets, new_ids[row_ids], weights, unreached_ids=new_ids[unreached], shards=own
     )
-    return online, SharedVocabularies(
+    found = SharedVocabularies(
         student_shard=shard,
         teacher_shard=teacher_shard,
         common=columns["strict"].to(device),
@@ -179,6 +195,7 @@ def _with_map(
         projected=projected.to(device),
         gold={name: GoldColumns.of(one, own).to(device) for name, one in columns.items()},
     )
+    return found, layout
 
 
 def _tensors(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
@@ -195,6 +212,22 @@ def open_teacher_tokens(
 
     Collective: world, one broadcast of a short object, and those of `open_vocabulary_map`.
     """
+    own = own_tokens(config, vocabulary)
+    teacher = None if own.reading is None else own.reading.tokenizer
+    found = None
+    if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
+        folder = Path(config.data.cache or Path(config.output) / "cache")
+        found = open_vocabulary_map(student, teacher, folder=folder, device=device)
+    return replace(own, tokens_map=found)
+
+
+def own_tokens(config: RunConfig, vocabulary: Vocabulary) -> TeacherTokens:
+    """Open the teacher's own tokenizer without a map; `vocabulary`: of the student.
+
+    Raises DataError or ConfigError on all ranks: no tokenizer is named, or it is the student's.
+
+    Collective: world, one broadcast of a short object.
+    """
     reading: TeacherReading | None = None
     with together():
         if dist.get_rank() == 0:
@@ -202,12 +235,8 @@ def open_teacher_tokens(
     teacher = None if reading is None else reading.tokenizer
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
-    found, section = None, config.models[aligned_role(config)]
-    if any(term.alignment in _OF_TOKENS for term in config.objective.terms):
-        folder = Path(config.data.cache or Path(config.output) / "cache")
-        found = open_vocabulary_map(student, teacher, folder=folder, device=device)
-    length = section.sequence_length or config.data.sequence_length
-    return TeacherTokens(facts, length, reading, found)
+    length = config.models[aligned_role(config)].sequence_length or config.data.sequence_length
+    return TeacherTokens(facts, length, reading, None)
 
 
 def read_teacher(

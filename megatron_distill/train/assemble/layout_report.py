@@ -39,7 +39,12 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: int) -> str:
         plan = answer_plan(config, roles, teacher, student, precision, sent_records(config))
         lines += _exchange(plan, roles)
     if teacher is not None:
-        flops = step_flops_per_token(student, teacher, sequence_length=config.data.sequence_length)
+        flops = step_flops_per_token(
+            student,
+            teacher,
+            sequence_length=config.data.sequence_length,
+            teacher_length=config.models["teacher"].sequence_length,
+        )
         lines += _balance(flops, roles, teacher, config)
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from megatron_distill.config import (
     RunConfig,
     TrainConfig,
     TransferConfig,
+    is_aligned,
     teacher_parallel,
 )
 from megatron_distill.data.loader import StepLoader
@@ -33,6 +34,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
+from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.answer_plan import (
     answer_plan,
     answer_settings,
@@ -104,13 +106,15 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
-    teacher = resolve_model(config, "teacher", vocabulary).architecture
+    tokens = vocabulary if fit.own is None else fit.own.vocabulary
+    teacher = resolve_model(config, "teacher", tokens).architecture
+    of_head = student if fit.own is None else teacher
     transfer, length = config.models["teacher"].transfer, config.data.sequence_length
     settings = answer_settings(transfer, terms, tokens=vocabulary.size, length=length)
     plan = answer_plan(config, bridge.roles, teacher, student, execution.dtype, settings)
     ring, weight, file = None, None, None
     if groups.is_last_stage and settings is None:
-        shard = vocab_shard(student, groups, tokens=vocabulary.size)
+        shard = vocab_shard(of_head, groups, tokens=tokens.size)
         weight = torch.empty(
             shard.stop - shard.start,
             teacher.hidden_size,
@@ -128,18 +132,17 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
             alone=device.alone,
             slots=slots,
         )
-    parts = head_parts(plan, teacher, student, vocabulary.size)
+    parts = head_parts(plan, teacher, of_head, tokens.size)
     head = RemoteHead(weight, teacher, groups)
     found = OwnRanksTeacher(
         Asking(plan, bridge, ring),
-        teacher,
+        head,
         AnswerReader(
             plan,
             partial(_output, head)
             if settings is None
             else partial(_top_k, plain_terms(terms), settings, execution.device),
         ),
-        weight=weight,
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
         alone=device.alone,
@@ -152,7 +155,9 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
 def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> Signal:
     """Return the signal of sent hidden states."""
     (hidden_sbh,) = columns
-    return ModelOutput(batch.tokens_bs.numel(), lambda: hidden_sbh, head)
+    tokens = (batch.teacher or batch).tokens_bs.numel()
+    has_own_tokens = batch.teacher is not None
+    return ModelOutput(tokens, lambda: hidden_sbh, head, whole_context=has_own_tokens)
 
 
 def _top_k(
@@ -295,7 +300,12 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     options = data_options(config.data, Path(config.output), shows_progress=False)
     tokenizer, vocabulary = open_tokenizer(config, options)
     student = resolve_model(config, "student", vocabulary).architecture
-    source = resolve_model(config, "teacher", vocabulary)
+    own = own_tokens(config, vocabulary) if is_aligned(config) else None
+    tokens, length = vocabulary, config.data.sequence_length
+    if own is not None:
+        tokens, length = own.vocabulary, own.sequence_length
+        options = replace(options, teacher=own.reading)
+    source = resolve_model(config, "teacher", tokens)
     execution = Execution(
         PRECISIONS[config.train.precision],
         device.torch_device,
@@ -306,8 +316,8 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
         source,
         execution,
         seed=teacher_seed(config.seed),
-        sequence_length=config.data.sequence_length,
-        shard=vocab_shard(source.architecture, groups, tokens=vocabulary.size),
+        sequence_length=length,
+        shard=vocab_shard(source.architecture, groups, tokens=tokens.size),
         groups=groups,
     )
     samples = RunSamples(
@@ -316,14 +326,15 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
         tokenizer=tokenizer,
         seed=config.seed,
         held_out=config.validation.samples,
+        teacher_length=None if own is None else length,
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
-    length = config.data.sequence_length
     settings = answer_settings(section.transfer, terms, tokens=vocabulary.size, length=length)
     plan = answer_plan(
         config, bridge.roles, source.architecture, student, execution.dtype, settings
     )
-    parts = head_parts(plan, source.architecture, student, vocabulary.size)
+    of_head = student if own is None else source.architecture
+    parts = head_parts(plan, source.architecture, of_head, tokens.size)
     return _Opened(teacher, samples, plan, () if settings else parts, settings)
 
 
@@ -417,4 +428,5 @@ def _open_loader(
         group=exchange,
         prefetch=0 if held_out else 2,
         sources=len(samples.names(held_out=held_out)),
+        teacher_length=samples.teacher_length,
     )

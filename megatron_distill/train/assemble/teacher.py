@@ -169,12 +169,15 @@ def _stored(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
 def _on_own_ranks(
     config: RunConfig, section: ModelConfig, fit: TeacherFit, site: Site
 ) -> OpenTeacher:
-    remote = open_own_ranks(config, fit, site)
+    remote, aligned = open_own_ranks(config, fit, site), None
+    if fit.own is not None:
+        _, aligned = _connected(fit.own, remote.head, config.objective.chunk_tokens, fit, site)
     return OpenTeacher(
         signals=remote,
         metrics=answer_metrics(section.transfer, fit.terms),
-        shapes={"teacher": remote.architecture},
+        shapes={"teacher": remote.head.architecture},
         remote=remote,
+        aligned=aligned,
         moved_bytes=remote.step_bytes,
         held_values=remote.held_bytes // site.execution.dtype.itemsize,
     )

@@ -133,16 +133,19 @@ class AnswerHeader:
 def token_hash(batch: Batch, *, context_rank: int = 0, context_size: int = 1) -> int:
     """Return a hash of a micro-batch's sample numbers and tokens at a context rank's positions.
 
-    A batch that is sharded already is taken as it is. Reads the host copy only.
+    With a tokenizer of the teacher's own also of the tokens on its side. A batch that is sharded
+    already is taken as it is. Reads the host copy only.
     """
     host = batch.on_host
-    tokens_bs = host.tokens_bs
-    if context_size > 1 and tokens_bs.shape[1] == host.document_ids_bS.shape[1]:
-        index_s = zigzag_index(tokens_bs.shape[1], rank=context_rank, size=context_size)
-        tokens_bs = tokens_bs[:, index_s]
-    found = hashlib.blake2b(digest_size=_HASH_BYTES)
-    for tensor in (host.sample_ids_b, tokens_bs):
-        found.update(tensor.contiguous().numpy().tobytes())
+    found = hashlib.blake2b(host.sample_ids_b.numpy().tobytes(), digest_size=_HASH_BYTES)
+    for side in (host, host.teacher):
+        if side is None:
+            continue
+        tokens_bs = side.tokens_bs
+        if context_size > 1 and tokens_bs.shape[1] == side.document_ids_bS.shape[1]:
+            index_s = zigzag_index(tokens_bs.shape[1], rank=context_rank, size=context_size)
+            tokens_bs = tokens_bs[:, index_s]
+        found.update(tokens_bs.contiguous().numpy().tobytes())
     return int.from_bytes(found.digest(), "little")
 
 

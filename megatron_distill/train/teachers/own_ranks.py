@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.ops.aligned.columns import TeacherLayout
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
@@ -258,16 +259,28 @@ class Asking:
         self._under_way.append((tensor, sending))
 
 
-@dataclass(frozen=True)
+@dataclass
 class RemoteHead:
     """The output head of a teacher elsewhere: this rank's rows of the student's vocabulary shard.
 
     It is empty until `OwnRanksTeacher.start`; None off the last stage.
+
+    Attributes:
+        layout: of the rows in a loss between two vocabularies; None: as they arrive.
     """
 
     head_weight: Tensor | None
     architecture: Architecture
     groups: Groups
+    layout: TeacherLayout | None = None
+
+    def has_arrived(self) -> None:
+        """Put the rows in the layout of the loss.
+
+        Collective: tensor group, one all-to-all of the rows where there is a layout.
+        """
+        if self.layout is not None and self.head_weight is not None:
+            self.head_weight = self.layout.rows(self.head_weight)
 
 
 @dataclass(frozen=True)
@@ -301,26 +314,24 @@ class OwnRanksTeacher:
     receives answers one is waited for when it is taken; `reader` makes it a signal.
 
     Attributes:
-        architecture: the teacher's shape.
+        head: the teacher's.
         shared_file: of the slots, removed at the start; None without one.
     """
 
     def __init__(
         self,
         asking: Asking,
-        architecture: Architecture,
+        head: RemoteHead,
         reader: AnswerReader,
         *,
-        weight: Tensor | None,
         head_parts: Sequence[Message],
         last_step: int,
         alone: LoneFailure,
         shared_file: Path | None = None,
     ) -> None:
         self._asking = asking
-        self.architecture = architecture
+        self.head = head
         self._reader = reader
-        self._weight = weight
         self._head_parts = head_parts
         self._last_step = last_step
         self._alone = alone
@@ -344,19 +355,20 @@ class OwnRanksTeacher:
     def held_bytes(self) -> int:
         """Bytes of the slots and of the teacher's head on this rank."""
         ring = self._asking.ring
-        head = 0 if self._weight is None else self._weight.nbytes
+        head = 0 if self.head.head_weight is None else self.head.head_weight.nbytes
         return head + (0 if ring is None else ring.slot_bytes)
 
     def start(self, *, steps_done: int, last_step: int) -> None:
         """Receive the head, and begin after the steps done; the teacher's ranks are ready.
 
-        Collective: the bridge, the rows of the head to each rank of the student's last stage.
+        Collective: the bridge, the rows of the head to each rank of the student's last stage; then
+        that of `RemoteHead.has_arrived`.
         """
         self._step, self._last_step, self._has_started = steps_done, last_step, True
         if self._shared_file is not None:
             # All sides have mapped it: without a name its memory ends with the processes.
             self._shared_file.unlink(missing_ok=True)
-        weight = self._weight
+        weight = self.head.head_weight
         if weight is None:
             return
         weight.zero_()
@@ -370,6 +382,7 @@ class OwnRanksTeacher:
         for one, (rows, part) in zip(receiving, held, strict=True):
             one.wait()
             weight[part.received] = rows.to(weight.device)
+        self.head.has_arrived()
 
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """Return the signals of the next training step; None on a stage that receives none.

@@ -280,6 +280,7 @@ class TeacherServer:
         if self.device.type == "cuda":
             shard = shard.pinned()  # else the host would wait for the stream
         batch = shard.to(self.device)
+        batch = batch.teacher or batch
         output = run_model(model, batch, context_size=context.size(), micro_batch=unit)
         layers = self._taken_layers()
 

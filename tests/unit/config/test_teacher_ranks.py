@@ -34,6 +34,10 @@ teacher.transfer={what: top_k, k: 8}
 objective.terms=[{top_k: 9}]
     -> objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k
 teacher.transfer={what: top_k, k: 8}
+objective.terms=[{alignment: common, top_k: 8}]
+    -> objective.terms.0.alignment = 'common': teacher.transfer.what = 'top_k' with k = 8 sends
+       the teacher's ids for the student's positions
+teacher.transfer={what: top_k, k: 8}
 objective.balance.mode=schedule
 objective.terms=[{top_k: 4, temperature_schedule: {to: 2.0, steps: 2}}]
     -> objective.terms.0.temperature_schedule: teacher.transfer.what = 'top_k' with k = 8 sends

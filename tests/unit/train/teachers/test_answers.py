@@ -131,6 +131,10 @@ def test_a_hash_is_of_tokens_and_samples() -> None:
         replace(whole, sample_ids_b=whole.sample_ids_b + 1),
     )
     assert len({token_hash(one) for one in (whole, *others)}) == 3
+    own = [replace(whole, teacher=batch_of(2, 8)), replace(whole, teacher=batch_of(2, 4))]
+    assert len({token_hash(one) for one in (whole, *own)}) == 3
+    shard = own[0].context_shard(1, 2)
+    assert token_hash(shard) == token_hash(own[0], context_rank=1, context_size=2)
     assert 0 < token_hash(whole) < 1 << 63
 
 
