@@ -45,28 +45,25 @@ def config(inputs: Inputs) -> Path:
     return inputs.write("chat", STUDENT, TEACHER)
 
 
+def assert_the_same_in_layouts_and_resumed(
+    pool: Pool, config: Path, folder: Path, changes: list[str], alone: Any
+) -> None:
+    for layout in ("parallel.tensor=2", "parallel.context=2"):
+        assert_same_course(run(pool, 2, config, folder / layout, *changes, layout), alone)
+    saving = (*changes, "checkpoint.save=true")
+    run(pool, 2, config, folder / "halves", *saving, stop_after=3)
+    assert_same_course(run(pool, 2, config, folder / "halves", *saving), alone)
+
+
 @pytest.mark.slow
 def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
-    pool: Pool, inputs: Inputs, config: Path, chat: str
+    pool: Pool, config: Path, chat: str, tmp_path: Path
 ) -> None:
     changes = [chat, *STEPS, "data.distill_on_prompt=true", "data.sequence_length=48"]
-    folder = inputs.folder / "chat-1"
+    changes.append(f"data.cache={tmp_path / 'cache'}")
     saving = ["checkpoint.save=true", "validation.samples=4", "validation.interval=4"]
-    alone = run(pool, 1, config, folder, *changes, *saving)
-    tensor = run(
-        pool, 2, config, inputs.folder / "chat-tp", *changes, "parallel.tensor=2",
-        f"data.cache={folder / 'cache'}",
-    )  # fmt: skip
-    assert_same_course(tensor, alone)
-    context = run(
-        pool, 2, config, inputs.folder / "chat-cp", *changes, "parallel.context=2",
-        f"data.cache={folder / 'cache'}",
-    )  # fmt: skip
-    assert_same_course(context, alone)
-    halves = inputs.folder / "chat-halves"
-    run(pool, 2, config, halves, *changes, "checkpoint.save=true", stop_after=3)
-    resumed = run(pool, 2, config, halves, *changes, "checkpoint.save=true")
-    assert_same_course(resumed, alone)
+    alone = run(pool, 1, config, tmp_path / "alone", *changes, *saving)
+    assert_the_same_in_layouts_and_resumed(pool, config, tmp_path, changes, alone)
 
 
 def write_chat_tokenizers(rank: int, world: int, folder: Path) -> None:
@@ -90,13 +87,11 @@ def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed
         f"teacher.tokenizer.path={tmp_path / 'teacher'}",
         f"data.cache={tmp_path / 'cache'}",
         "data.sequence_length=160", "teacher.sequence_length=200",
-        *STEPS, "checkpoint.save=true",
+        *STEPS,
     ]  # fmt: skip
     config = inputs.folder / "aligned.yaml"
-    alone = run(
-        pool, 1, config, tmp_path / "alone", *changes,
-        "validation.samples=4", "validation.interval=4",
-    )  # fmt: skip
+    saving = ["checkpoint.save=true", "validation.samples=4", "validation.interval=4"]
+    alone = run(pool, 1, config, tmp_path / "alone", *changes, *saving)
     held_out: Any = records(tmp_path / "alone")[-1]["validation"]
     assert held_out["kd_loss"] > 0
     for record in alone:
@@ -104,11 +99,7 @@ def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed
         assert 0.5 < record["aligned_labels"] <= 1
         assert record["chunks"] > 100
         assert record["kd_loss"] > 0
-    for name, change in (("tensor", "parallel.tensor=2"), ("context", "parallel.context=2")):
-        assert_same_course(run(pool, 2, config, tmp_path / name, *changes, change), alone)
-    halves = tmp_path / "halves"
-    run(pool, 2, config, halves, *changes, stop_after=3)
-    assert_same_course(run(pool, 2, config, halves, *changes), alone)
+    assert_the_same_in_layouts_and_resumed(pool, config, tmp_path, changes, alone)
 
 
 def test_a_broken_row_stops_every_rank_with_its_file_and_row(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.distributed.hugging_face_models import stored_tensors
 from tests.distributed.pool import Pool
 from tests.e2e.converting import convert
 from tests.e2e.runs import (
@@ -145,19 +146,9 @@ def test_a_projector_serves_its_own_run_alone(
     # An export does not know of any.
     endings = convert(pool, "export", "--checkpoint", saved, "--hf", tmp_path / "out")
     assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
-    exported = _exported_names(tmp_path / "out")
+    exported = stored_tensors(tmp_path / "out")
     assert exported
     assert not any("projector" in name for name in exported)
-
-
-def _exported_names(folder: Path) -> set[str]:
-    from safetensors import safe_open
-
-    found: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= set(file.keys())
-    return found
 
 
 def test_layers_of_one_size_need_no_projector(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:

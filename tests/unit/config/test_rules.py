@@ -360,11 +360,31 @@ teacher.tokenizer.path=a
 student.sequence_length=64
     -> student.sequence_length: the student's is data.sequence_length; set that instead
 """
-BROKEN = [
-    case
-    for text in (OF_RUNS, OF_SOURCES, OF_MODELS, OF_FEATURES, OF_BALANCES, OF_ALIGNMENTS)
-    for case in read_table(text)
-]
+# With a layout of its own: the problems name its keys, not the student's.
+OF_TEACHER_LAYOUTS = """
+teacher.parallel.virtual_pipeline=2
+    -> teacher.parallel.virtual_pipeline = 2: a teacher runs forward only
+teacher.parallel.tensor=2
+objective.features=[{student: 1, teacher: 1, loss: attention}]
+    -> objective.features.0.loss = 'attention': needs
+teacher.parallel.tensor=8
+    -> teacher.parallel.tensor = 8: does not divide teacher.architecture.num_attention_heads = 4
+teacher.parallel={context: 2}
+data.sequence_length=30
+    -> data.sequence_length = 30: with teacher.parallel.context = 2 it must be a multiple of 2 *
+       teacher.parallel.context = 4
+teacher.parallel.pipeline=2
+parallel.layers_per_stage.teacher=[2]
+    -> parallel.layers_per_stage.teacher = [2]: 1 number, but teacher.parallel.pipeline = 2 needs
+       one
+teacher.parallel={tensor: 1}
+teacher.offload=true
+    -> teacher.offload = true: a teacher with a layout of its own keeps its weights
+student.parallel.tensor=2
+    -> student.parallel: the student's layout is parallel
+"""
+TABLES = (OF_RUNS, OF_SOURCES, OF_MODELS, OF_FEATURES, OF_BALANCES, OF_ALIGNMENTS)
+BROKEN = [case for text in (*TABLES, OF_TEACHER_LAYOUTS) for case in read_table(text)]
 KEPT = [
     ["parallel={tensor: 2, sequence: true, context: 2}"],
     ["teacher={architecture: null, checkpoint: runs/t}", "parallel.expert=2"],

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import partial_file, partial_files
-from megatron_distill.store import Identity, StoreReader, StoreWriter
+from megatron_distill.store import StoreReader, StoreWriter
 from tests.support.store_samples import (
     IDENTITY,
     begin,
@@ -225,7 +225,3 @@ def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) 
     ):
         fill(writer, [0])
     assert writer.holes() == [0, 1, 2]
-
-
-def test_an_identity_holds_plain_values() -> None:
-    assert Identity("a", "b", "c").settings == {}
