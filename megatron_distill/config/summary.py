@@ -91,16 +91,18 @@ def step_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def sources_in_words(
-    models: Mapping[str, ModelConfig], num_layers: Mapping[str, int], stored_samples: int
+    models: Mapping[str, ModelConfig],
+    num_layers: Mapping[str, int],
+    stored_samples: Mapping[str, int],
 ) -> dict[str, str]:
     """Return the source of each model's weights by role; of a stored teacher, its stores.
 
-    num_layers: of the models; a stored teacher has none.
+    num_layers: of the models; a stored teacher has none, but samples.
     """
     return {
         role: source_in_words(model, num_layers[role])
         if role in num_layers
-        else _stored(model, stored_samples)
+        else _stored(model, stored_samples[role])
         for role, model in models.items()
     }
 

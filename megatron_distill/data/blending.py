@@ -55,9 +55,10 @@ class BlendedSource:
         """The next sample of the blend. Raises DataError."""
         chosen = next_source(self._taken, self._weights)
         sample = self._sources[chosen].next_sample()
-        number = sum(self._taken)
+        number, in_source = sum(self._taken), self._taken[chosen]
         self._taken[chosen] += 1
-        sample = replace(sample, sample_id=number, source=self._owners[chosen])
+        owner = self._owners[chosen]
+        sample = replace(sample, sample_id=number, source=owner, number_in_source=in_source)
         return _routed(sample, chosen, self._teacher_of)
 
     def state_dict(self) -> State:
@@ -104,8 +105,13 @@ def blend_finite(
         if sample is None:
             remaining.remove(chosen)
             continue
+        sample = replace(
+            sample,
+            sample_id=len(samples),
+            source=owners[chosen],
+            number_in_source=taken[chosen],
+        )
         taken[chosen] += 1
-        sample = replace(sample, sample_id=len(samples), source=owners[chosen])
         samples.append(_routed(sample, chosen, teacher_of))
     return samples
 

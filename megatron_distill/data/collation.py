@@ -40,6 +40,7 @@ class GlobalBatch:
     sample_ids_G: Tensor  # int64
     sources_G: Tensor  # int32
     teacher_numbers_G: Tensor  # int32, -1 where there are not several teachers
+    numbers_in_source_G: Tensor  # int64
     teacher: TeacherRows | None = None
 
 
@@ -135,6 +136,9 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
         teacher_numbers_G=torch.tensor(
             [sample.teacher_number for sample in samples], dtype=torch.int32
         ),
+        numbers_in_source_G=torch.tensor(
+            [sample.number_in_source for sample in samples], dtype=torch.int64
+        ),
         teacher=_teacher_rows(teachers) if teachers else None,
     )
 
@@ -167,7 +171,8 @@ def unpack_samples(batch: GlobalBatch, rows: slice) -> list[Sample]:
     sample_ids, sources = batch.sample_ids_G[rows].tolist(), batch.sources_G[rows].tolist()
     teachers = _unpack_teachers(batch.teacher, rows, count=len(sample_ids))
     numbers = batch.teacher_numbers_G[rows].tolist()
-    columns = (tokens, documents, flags, sample_ids, sources, teachers, numbers)
+    in_source = batch.numbers_in_source_G[rows].tolist()
+    columns = (tokens, documents, flags, sample_ids, sources, teachers, numbers, in_source)
     return [Sample(*parts) for parts in zip(*columns, strict=True)]
 
 
@@ -322,6 +327,7 @@ def _side(
         sample_ids_b=batch.sample_ids_G[rows],
         sources_b=batch.sources_G[rows].long(),
         teacher_numbers=tuple(batch.teacher_numbers_G[rows].tolist()),
+        numbers_in_source=tuple(batch.numbers_in_source_G[rows].tolist()),
         isolate_documents=is_isolated,
         label_weights_bs=None if units is None else units / WEIGHT_UNITS,
         documents=Segments.of_documents(documents),

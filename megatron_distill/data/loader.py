@@ -370,7 +370,7 @@ class Wire:
         return StepData(self._unpack(payload), by_source, text)
 
     def _data_words(self) -> int:
-        return sum(math.prod(shape) for shape in self._shapes()) + 4 * self._rows
+        return sum(math.prod(shape) for shape in self._shapes()) + 6 * self._rows
 
     def _shapes(self) -> list[tuple[int, int]]:
         """The shapes of the tensors of tokens, marks and chunks, in the order of the payload."""
@@ -400,12 +400,15 @@ class Wire:
                     *(source.chunks, source.pairs, source.chunk_labels),
                 )
             ]
-            ids_G2 = batch.sample_ids_G.view(torch.int32)
+            ids_G2, in_source_G2 = (
+                numbers.view(torch.int32)
+                for numbers in (batch.sample_ids_G, batch.numbers_in_source_G)
+            )
             parts = [batch.tokens_GS1, batch.marks_GS1]
             if batch.teacher is not None:
                 own = batch.teacher
                 parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
-            parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G]
+            parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G, in_source_G2]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
         payload = torch.cat([*(part.reshape(-1) for part in parts), words])
@@ -430,12 +433,14 @@ class Wire:
         # A copy, because a view as int64 needs storage aligned to 8 bytes.
         sample_ids = payload[start:ids_end].clone().view(torch.int64)
         sources = payload[ids_end : ids_end + self._rows]
-        numbers = payload[ids_end + self._rows : ids_end + 2 * self._rows]
+        numbers_end = ids_end + 2 * self._rows
+        numbers = payload[ids_end + self._rows : numbers_end]
+        in_source = payload[numbers_end : numbers_end + 2 * self._rows].clone().view(torch.int64)
         teacher = None
         if own:
             student_chunks, *rows = own
             teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks)
-        return GlobalBatch(tokens, marks, sample_ids, sources, numbers, teacher)
+        return GlobalBatch(tokens, marks, sample_ids, sources, numbers, in_source, teacher)
 
 
 def _units(count: float) -> int:

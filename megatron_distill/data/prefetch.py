@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -268,12 +268,28 @@ class StepSource(Protocol):
         ...
 
 
+Stores = Sequence[str] | Mapping[str, Sequence[str]]
+
+
+def _changed(saved: Stores, own: Stores) -> str | None:
+    """Return the teacher whose stores differ from those of a checkpoint; None: none does.
+
+    Teachers that were live until now, or named otherwise, have none to compare.
+    """
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        differing = [name for name in own if name in saved and list(own[name]) != list(saved[name])]
+        return f"teachers.{differing[0]}" if differing else None
+    if isinstance(saved, Mapping) or isinstance(own, Mapping):
+        return None
+    return None if list(saved) == list(own) else "teacher"
+
+
 class Lookahead:
     """Takes steps from a loader ahead of time and announces them; a `StepSource`.
 
     `expect` is called with the micro-batches of each step when they are taken. No step after
     `last_step` is taken. `stores` are the identities of the teacher's stores, the same on all
-    ranks.
+    ranks; of several teachers, those of each by name.
     """
 
     def __init__(
@@ -282,12 +298,12 @@ class Lookahead:
         *,
         last_step: int,
         expect: Callable[[Sequence[Batch]], None],
-        stores: Sequence[str],
+        stores: Stores,
     ) -> None:
         self._loader = loader
         self._last_step = last_step
         self._expect = expect
-        self._stores = list(stores)
+        self._stores: Stores = dict(stores) if isinstance(stores, Mapping) else list(stores)
         self._ahead: deque[tuple[int, StepBatches, State]] = deque()
         self._state = loader.state_dict()
 
@@ -321,9 +337,10 @@ class Lookahead:
         """
         assert not self._ahead, "a state is loaded before steps are taken"
         # The state has no stores if the teacher was live until now.
-        if state.get("teacher_stores", self._stores) != self._stores:
+        changed = _changed(state.get("teacher_stores", self._stores), self._stores)
+        if changed is not None:
             raise StoreError(
-                "teacher.store: differs from the stores in the checkpoint; name the same stores "
+                f"{changed}.store: differs from the stores in the checkpoint; name the same stores "
                 "in the same order, or start a new run with another output"
             )
         self._loader.load_state_dict(state)

@@ -55,6 +55,7 @@ class Sample:
     upper six bits hold one minus the weight, in units of 1/64, see `weight_flag`.
     source is the index of the blended source. teacher is None where the teacher has the same
     tokenizer. teacher_number is that of the sample's teacher among several, -1 for none.
+    number_in_source counts the samples of its source, or of each part of one, from 0.
     """
 
     tokens_S1: NDArray[np.int32]
@@ -64,6 +65,7 @@ class Sample:
     source: int = 0
     teacher: TeacherTokens | None = None
     teacher_number: int = NO_TEACHER
+    number_in_source: int = 0
 
 
 def weight_flag(weight: float) -> int:

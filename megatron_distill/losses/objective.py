@@ -120,7 +120,8 @@ def fused_linear_objective(
     total, sums = fused_linear(student, work)
     report = _report(work, between, id_terms, sums)
     if signal is not None:
-        report |= _token_statistics(signal, ce_weights, kd_weights, partition)
+        of_ce, of_kd = _at_rows(ce_weights, rows), _at_rows(kd_weights, rows)
+        report |= _token_statistics(signal, of_ce, of_kd, partition)
     return total, report
 
 
@@ -211,6 +212,13 @@ def _token_statistics(
     if "entropy" in known:
         report["teacher_entropy"] = _weighted_sum(kd_weights, known["entropy"], partition)
     return report
+
+
+def _at_rows(weights: Tensor, rows: Tensor | None) -> Tensor:
+    """The weights of the rows, and zero elsewhere."""
+    if rows is None:
+        return weights
+    return torch.zeros_like(weights).index_copy_(0, rows, weights.index_select(0, rows))
 
 
 def _weighted_sum(weights: Tensor, values: Tensor, partition: Partition | None) -> Tensor:

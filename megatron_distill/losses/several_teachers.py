@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.losses.checks import resolve_shard
+from megatron_distill.losses.mean_on_records import MeanOnRecords
 from megatron_distill.losses.objective import fused_linear_objective
 from megatron_distill.losses.terms import Term, TermTeachers, check_distinct
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.ops.joint_logits import ArithmeticMean, ChosenLogits, GeometricMean
+from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.signals import (
     HiddenState,
     IdTarget,
@@ -114,12 +117,17 @@ def several_teachers_objective(
     `fused_linear_objective` itself. No logits of a mean or choice exist but those of a chunk.
     `lowest_loss` takes one pass without gradient for each teacher, then one with the choice.
 
+    A teacher may have recorded ids instead of logits. Its signal then has the targets of its terms
+    by their names, see `Recorded.names`. A mean with one of them is a target on its ids, see
+    `MeanOnRecords`; `lowest_loss` then takes a pass with gradient for each teacher.
+
     Collective: those of `fused_linear_objective` in each pass, over ``group``, and of
-    `ArithmeticMean`. For `lowest_loss` also one all-reduce over ``samples.context`` of 8 bytes per
-    sample and teacher, and one broadcast over ``group`` of 8 bytes per sample.
+    `ArithmeticMean` or `MeanOnRecords`. For `lowest_loss` also one all-reduce over
+    ``samples.context`` of 8 bytes per sample and teacher, and one broadcast over ``group`` of 8
+    bytes per sample.
 
     Raises:
-        ValueError: as `fused_linear_objective`, or a mean or choice of signals without logits.
+        ValueError: as `fused_linear_objective` and `MeanOnRecords`.
     """
     check_distinct(terms)
     # Once: under sequence parallelism a teacher's hidden states are gathered here.
@@ -207,7 +215,7 @@ class _Passes:
         ce_coefficient: float,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, TeacherSums]]:
         """Total, report and sums of the terms with one teacher or one mean of teachers."""
-        signal = None if target is None else self._signal(target, signals)
+        signal = None if target is None else self._signal(target, terms, signals, rows)
         total, report = self._run(self.student, signal, terms, rows, ce_coefficient, self.partition)
         if target is None:
             return total, report, {}
@@ -229,7 +237,10 @@ class _Passes:
         members = [signals[name] for name in teachers.names]
         choice_b = self._lowest(term, members, rows, samples)
         choice_N = choice_b.index_select(0, samples.sample_N)
-        source = ChosenLogits(tuple(_logits(name, signals) for name in teachers.names), choice_N)
+        sources = [member.logit_source() for member in members]
+        if None in sources:
+            return self._of_each(teachers, term, members, choice_N, rows, ce_coefficient)
+        source = ChosenLogits(tuple(one for one in sources if one is not None), choice_N)
         count, outer = len(members), self.partition
         ids = choice_N if outer is None else outer.ids * count + choice_N
         parts = count * (1 if outer is None else outer.parts)
@@ -251,6 +262,37 @@ class _Passes:
             )
             for number, name in enumerate(teachers.names)
         }
+        return total, report, sums
+
+    def _of_each(
+        self,
+        teachers: TermTeachers,
+        term: Term,
+        members: Sequence[Signal],
+        choice_N: Tensor,
+        rows: Tensor,
+        ce_coefficient: float,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, TeacherSums]]:
+        """`of_choice` with a pass per teacher, where the tokens of all others have no weight."""
+        total: Tensor | None = None
+        report: dict[str, Tensor] = {}
+        sums: dict[str, TeacherSums] = {}
+        for number, (name, member) in enumerate(zip(teachers.names, members, strict=True)):
+            weights = {
+                key: torch.where(choice_N == number, self.given[key], 0.0)
+                for key in ("ce_weights", "kd_weights")
+            }
+            own = replace(self, given={**self.given, **weights})
+            target = TermTeachers.of({name: 1.0}), None
+            one, entries, of_teacher = own.of_target(
+                target, [term], {name: member}, rows, ce_coefficient
+            )
+            total = one if total is None else total + one
+            # A metric that one teacher lacks would be that of a part of the tokens.
+            report = {key: report[key] + entries[key] for key in report if key in entries}
+            report = report or entries
+            sums |= of_teacher
+        assert total is not None
         return total, report, sums
 
     @torch.no_grad()
@@ -305,11 +347,20 @@ class _Passes:
             **given,
         )
 
-    def _signal(self, target: _Target, signals: Mapping[str, Signal]) -> Signal:
+    def _signal(
+        self,
+        target: _Target,
+        terms: Sequence[Term],
+        signals: Mapping[str, Signal],
+        rows: Tensor,
+    ) -> Signal:
         teachers, temperature = target
         if len(teachers.names) == 1:
             return signals[teachers.names[0]]
-        members = tuple(_logits(name, signals) for name in teachers.names)
+        sources = [signals[name].logit_source() for name in teachers.names]
+        if None in sources:
+            return self._on_records(signals, rows).signal(teachers, terms)
+        members = tuple(source for source in sources if source is not None)
         weights = tuple(weight for _, weight in teachers.weights)
         if teachers.mixture == "geometric":
             return _Joint(GeometricMean(members, weights))
@@ -319,20 +370,16 @@ class _Passes:
             group = None
         return _Joint(ArithmeticMean(members, weights, temperature, group))
 
+    def _on_records(self, signals: Mapping[str, Signal], rows: Tensor) -> MeanOnRecords:
+        weight, chunk = self.student.weight, self.given.get("chunk_tokens")
+        shard, group = resolve_shard(weight.shape[0], self.given.get("shard"), self.given["group"])
+        chunk = chunk or chunk_tokens_for(shard.width, weight.device)
+        return MeanOnRecords(signals, rows, shard, group, chunk)
+
 
 def _with_logits(signal: Signal) -> Signal:
     source = signal.logit_source()
     return signal if source is None else _Joint(source)
-
-
-def _logits(name: str, signals: Mapping[str, Signal]) -> LogitSource:
-    source = signals[name].logit_source()
-    if source is None:
-        raise ValueError(
-            f"teacher {name!r} has no logits, only some ids of each token; a mean or choice of "
-            "teachers needs the whole vocabulary"
-        )
-    return source
 
 
 def _overall(value: Tensor, partition: Partition | None) -> Tensor:

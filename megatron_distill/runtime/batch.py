@@ -78,6 +78,8 @@ class Batch:
     # on all data-parallel ranks; in host memory.
     teacher_numbers: tuple[int, ...] = ()
     teachers_of_all: tuple[int, ...] = ()
+    # The number of each sample in its source, in host memory; see `Sample`.
+    numbers_in_source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.tokens_bs.shape

@@ -25,18 +25,22 @@ class Recorded:
         by_term: for each term of the objective, in its order, at the term's temperature.
         entropy: ``[N]`` fp32 of the teacher's whole distribution, in nats; None if unknown.
         label_log_prob: ``[N]`` fp32, the teacher's log-probability of the label; None if unknown.
+        names: of the terms that ``by_term`` belongs to; ``()``: all terms, in their order.
 
     Raises:
-        ValueError: no signal is given, or the numbers of tokens differ.
+        ValueError: no signal is given, or the numbers of tokens or of names differ.
     """
 
     by_term: tuple[IdSignal, ...]
     entropy: Tensor | None = None
     label_log_prob: Tensor | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.by_term:
             raise ValueError("Recorded.by_term is empty; it must hold something for each term")
+        if self.names and len(self.names) != len(self.by_term):
+            raise ValueError(f"Recorded.names are {self.names} for {len(self.by_term)} signals")
         for index, signal in enumerate(self.by_term):
             if signal.tokens != self.tokens:
                 raise ValueError(
@@ -67,8 +71,15 @@ class Recorded:
         """The signal of each term as its target.
 
         Raises:
-            ValueError: the numbers of signals and terms differ, or a signal does not fit its term.
+            ValueError: the numbers of signals and terms differ, a term has no signal, or a signal
+                does not fit its term.
         """
+        if self.names:
+            by_name = dict(zip(self.names, self.by_term, strict=True))
+            unknown = [term.name for term in terms if term.name not in by_name]
+            if unknown:
+                raise ValueError(f"Recorded has {', '.join(self.names)}, not {', '.join(unknown)}")
+            return [by_name[term.name].target(term) for term in terms]
         if len(self.by_term) != len(terms):
             raise ValueError(
                 f"Recorded has {counted(len(self.by_term), 'term')}, the objective {len(terms)}"

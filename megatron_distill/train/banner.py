@@ -52,12 +52,13 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
     counts = f"{_count(total)} parameters"
     if moe:
         counts += f" ({_count(active)} active)"
+    sizes = f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}"
+    return _of_role(role, f"{sizes}; {source}")
+
+
+def _of_role(role: str, text: str) -> _Row:
     label, _, name = role.partition("s.")  # one of several: teachers.<name>
-    return (
-        label,
-        (f"{name}: " if name else "")
-        + f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}; {source}",
-    )
+    return label, f"{name}: {text}" if name else text
 
 
 def steps_row(
@@ -103,7 +104,7 @@ def run_banner(
     role. settings: rows of the configuration. stages: of the pipeline.
     """
     models = [
-        model_row(role, shapes[role], source) if role in shapes else (role, source)
+        model_row(role, shapes[role], source) if role in shapes else _of_role(role, source)
         for role, source in sources.items()
     ]
     return banner_text(heading, [*models, *settings, *memory_rows(memory, pipeline=stages)])

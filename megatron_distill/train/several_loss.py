@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ __all__ = ["SeveralLoss", "TeacherFigures", "take_teacher_figures"]
 
 _OF: Final = "|"
 _KINDS: Final = ("kd", "labels", "agreement")
+_SHARES: Final = {"kd": "kd_loss", "agreement": "top1_agreement"}
 _UNITS: Final = 64  # weights of labels are multiples of 1/64
 
 TeacherFigures = dict[str, dict[str, float]]
@@ -32,13 +33,14 @@ class SeveralLoss:
 
     Attributes:
         names: of the teachers, in the order of their numbers in a batch.
-        targets: names of the teachers and means that have figures of their own.
+        targets: names of the teachers and means that have figures of their own, and whether the
+            most probable token of each is known.
         context: the ranks that share each sample; None for none.
         elsewhere: teachers whose terms are none of these: with a tokenizer of their own.
     """
 
     names: tuple[str, ...]
-    targets: tuple[str, ...]
+    targets: Mapping[str, bool]
     context: dist.ProcessGroup | None
     elsewhere: frozenset[str] = frozenset()
 
@@ -50,23 +52,31 @@ class SeveralLoss:
         context: dist.ProcessGroup,
         *,
         elsewhere: frozenset[str] = frozenset(),
+        drawn: Collection[str] = (),
     ) -> SeveralLoss:
-        """The loss of these terms; a mean has figures under its teachers' names, joined by +."""
-        targets: dict[str, None] = {}
+        """The loss of these terms; a mean has figures under its teachers' names, joined by +.
+
+        drawn: the teachers of whose ids the most probable one is unknown.
+        """
+        targets: dict[str, bool] = {}
         for term in terms:
-            if term.teachers is None:
-                targets.update(dict.fromkeys(name for name in names if name not in elsewhere))
-            elif term.teachers.mixture == "lowest_loss":
-                targets.update(dict.fromkeys(term.teachers.names))
+            routed = tuple(name for name in names if name not in elsewhere)
+            own = routed if term.teachers is None else term.teachers.names
+            if term.teachers is None or term.teachers.mixture == "lowest_loss":
+                targets |= {name: name not in drawn for name in own}
             else:
-                targets["+".join(term.teachers.names)] = None
+                targets["+".join(own)] = not set(own) & set(drawn)
         shared = context if context.size() > 1 else None
-        return cls(tuple(names), tuple(targets), shared, elsewhere)
+        return cls(tuple(names), targets, shared, elsewhere)
 
     @property
     def report_names(self) -> tuple[str, ...]:
         """The entries that this loss adds to a report."""
-        return tuple(f"{target}{_OF}{kind}" for target in self.targets for kind in _KINDS)
+        return tuple(
+            f"{target}{_OF}{kind}"
+            for target, is_known in self.targets.items()
+            for kind in (_KINDS if is_known else _KINDS[:-1])
+        )
 
     def __call__(
         self,
@@ -119,15 +129,15 @@ class SeveralLoss:
             agreement = zero if one.agreement is None else one.agreement
             for kind, value in zip(_KINDS, (one.kd, one.labels, agreement), strict=True):
                 entries[f"{target}{_OF}{kind}"] = value
-        return entries
+        return {name: entries[name] for name in self.report_names}
 
 
 def take_teacher_figures(values: dict[str, float], kd_tokens: float) -> TeacherFigures:
     """Take the figures of the teachers out of a step's values.
 
     A teacher has the mean loss over its labels, their weighted number, and the share of them where
-    its most probable token is the student's. `kd_tokens`: the divisor of the values. A teacher
-    without labels has the number alone.
+    its most probable token is the student's, if that is known. `kd_tokens`: the divisor of the
+    values. A teacher without labels has the number alone.
     """
     found: dict[str, dict[str, float]] = {}
     for key in [key for key in values if _OF in key]:
@@ -137,8 +147,9 @@ def take_teacher_figures(values: dict[str, float], kd_tokens: float) -> TeacherF
         target: {"kd_tokens": round(own["labels"] * kd_tokens * _UNITS) / _UNITS}
         | (
             {
-                "kd_loss": part_of(own["kd"], own["labels"]),
-                "top1_agreement": part_of(own["agreement"], own["labels"]),
+                name: part_of(own[kind], own["labels"])
+                for kind, name in _SHARES.items()
+                if kind in own
             }
             if own["labels"]
             else {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_distill.losses import SampleTeachers, Term, several_teachers_objective
 from megatron_distill.losses.several_teachers import TeacherSums
 from megatron_distill.ops import VocabShard
-from megatron_distill.signals import HiddenState
+from megatron_distill.signals import HiddenState, Recorded, Signal, TopK
 from tests.reference import divergences
 from tests.reference.distillation import cross_entropy
 
@@ -83,6 +83,32 @@ class Result:
     weight_gradient: Tensor
 
 
+def recorded(inputs: Inputs, name: str, k: int, terms: Sequence[Term]) -> Recorded:
+    """The signal of a store with k ids of a teacher, for each term at its temperature."""
+    by_term = []
+    for term in terms:
+        log_probs = (inputs.logits(name) / term.temperature).log_softmax(1)
+        first = log_probs.topk(min(k, term.top_k or k), 1)
+        rest = log_probs.scatter(1, first.indices, -torch.inf).logsumexp(1)
+        by_term.append(TopK(first.indices, first.values, rest))
+    whole = inputs.logits(name).log_softmax(1)
+    return Recorded(
+        tuple(by_term),
+        -(whole.exp() * whole).sum(1),
+        whole.gather(1, inputs.labels_N.unsqueeze(1)).squeeze(1),
+        names=tuple(term.name for term in terms),
+    )
+
+
+def on_ids(log_probs: Tensor, ids: Tensor, term: Term) -> Tensor:
+    """Log-probabilities of the classes of a term on K ids: with their tail, or renormalised."""
+    inside = log_probs.gather(1, ids)
+    if term.support == "renormalized":
+        return inside.log_softmax(1)
+    rest = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([inside, rest], 1)
+
+
 def target(inputs: Inputs, term: Term, names: Sequence[str | None]) -> Tensor:
     """Log-probabilities ``[N, G]`` of a term's target at its temperature, by its definition."""
 
@@ -142,10 +168,14 @@ def on_shard(
     terms: Sequence[Term],
     names: Sequence[str | None],
     dtype: torch.dtype = torch.float64,
+    stored: Mapping[str, int] | None = None,
     *,
     elsewhere: frozenset[str] = frozenset(),
 ) -> Result:
-    """The objective on this rank's columns; the gradient on the weight is that of the shard."""
+    """The objective on this rank's columns; the gradient on the weight is that of the shard.
+
+    stored: ids per token of the teachers that are recorded.
+    """
     shard = VocabShard.for_rank(VOCABULARY, -(-VOCABULARY // (4 * world)) * 4 * world, rank, world)
     padded = torch.full((shard.width * world - VOCABULARY, 1), torch.nan, dtype=torch.float64)
 
@@ -155,12 +185,16 @@ def on_shard(
 
     hidden = inputs.hidden_NH.to(dtype).requires_grad_()
     weight = own(inputs.weight_GH).requires_grad_()
+    signals: dict[str, Signal] = {
+        name: HiddenState(states.to(dtype), own(head))
+        for name, (states, head) in inputs.teachers.items()
+    }
+    for name, k in (stored or {}).items():
+        served = [term for term in terms if not term.teachers or name in term.teachers.names]
+        signals[name] = recorded(inputs, name, k, served)
     total, report, sums = several_teachers_objective(
         HiddenState(hidden, weight),
-        {
-            name: HiddenState(states.to(dtype), own(head))
-            for name, (states, head) in inputs.teachers.items()
-        },
+        signals,
         inputs.labels_N,
         samples=inputs.samples(names, elsewhere),
         ce_weights=inputs.ce_weights_N,

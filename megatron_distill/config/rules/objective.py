@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_stores import stored_teachers_of
 from megatron_distill.config.rules.teachers import TARGET_KEYS, target_of
 from megatron_distill.config.schema import (
     PARAMETERS,
@@ -150,7 +151,6 @@ def _ratio_settings(balance: BalanceConfig) -> Iterator[Problem]:
 
 
 def _temperatures(config: RunConfig) -> Iterator[Problem]:
-    is_stored = config.teacher is not None and config.teacher.store is not None
     for index, term in enumerate(config.objective.terms):
         path = f"objective.terms.{index}"
         schedule = term.temperature_schedule
@@ -163,9 +163,10 @@ def _temperatures(config: RunConfig) -> Iterator[Problem]:
             )
         # The temperature of likelihood is of chunks, and needs nothing of a store.
         is_of_labels = term.alignment == "likelihood"
-        if is_stored and term.support != "renormalized" and not is_of_labels:
+        stored = stored_teachers_of(config, term)
+        if stored and term.support != "renormalized" and not is_of_labels:
             yield Problem(
-                (f"{path}.temperature_schedule", f"{path}.support", "teacher.store"),
+                (f"{path}.temperature_schedule", f"{path}.support", f"{stored[0]}.store"),
                 f"{path}.temperature_schedule: a store has the temperatures of its capture only, "
                 f"unless {path}.support = 'renormalized' (here {term.support!r}); set that, or "
                 "remove the schedule",
@@ -342,9 +343,9 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
             "objective.ce_weight or add a term",
         )
     yield from feature_problems(config)
-    is_stored = config.teacher is not None and config.teacher.store is not None
     for index, term in enumerate(objective.terms):
-        yield from _term(f"objective.terms.{index}", term, is_dense=not is_stored)
+        is_dense = not stored_teachers_of(config, term)
+        yield from _term(f"objective.terms.{index}", term, is_dense=is_dense)
     seen: dict[tuple[object, ...], int] = {}
     for index, term in enumerate(objective.terms):
         last = term.temperature_schedule and term.temperature_schedule.to

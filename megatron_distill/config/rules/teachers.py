@@ -7,6 +7,7 @@ from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
+from megatron_distill.config.rules.teacher_stores import several_stores_problems
 from megatron_distill.config.rules.teacher_tokenizers import teacher_tokenizer_problems
 from megatron_distill.config.schema import (
     ModelConfig,
@@ -75,6 +76,7 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
     for key, source in _sources(config):
         yield from _source(key, source, config, routed)
     yield from teacher_tokenizer_problems(config, routed)
+    yield from several_stores_problems(config)
     yield from _unused(config, routed)
 
 
@@ -179,12 +181,6 @@ def _other_losses(config: RunConfig) -> Iterator[Problem]:
 
 
 def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
-    if model.store is not None:
-        yield Problem(
-            (f"{key}.store", "teachers"),
-            f"{key}.store: the teachers of one run are models; set {key}.hf or {key}.checkpoint, "
-            "or train on the store alone with teacher.store",
-        )
     for name in ("parallel", "ranks", "nodes"):
         if getattr(model, name) is not None:
             yield Problem(

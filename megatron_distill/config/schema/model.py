@@ -349,7 +349,7 @@ class ModelConfig(Section):
         strict=False,
         description="Teacher only: stores of its captured outputs (`launch/cache_teacher.py`) to "
         "read instead of running a model: folder, glob, or list of `path` and `weight`. Other "
-        "keys of `teacher` are compared with the store.",
+        "keys of `teacher` are compared with the store. One of several teachers has one store.",
     )
 
     tokenizer: TokenizerConfig | None = Field(

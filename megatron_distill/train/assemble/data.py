@@ -22,7 +22,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble.sources import source_names, source_specs
-from megatron_distill.train.assemble.stored import Stored
+from megatron_distill.train.assemble.stored import SeveralStores, Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class RunSamples:
     options: DataOptions
     tokenizer: Tokenizer | None
     seed: int
-    stored: Stored | None = None
+    stored: Stored | SeveralStores | None = None
     held_out: int = 0
     teacher_length: int | None = None
     planner: ChunkPlanner | None = None
@@ -125,5 +125,5 @@ class RunSamples:
         return self.tokenizer
 
     def _stores(self) -> Stored:
-        assert self.stored is not None, "a run without sources has a store"
+        assert isinstance(self.stored, Stored), "a run without sources has a store"
         return self.stored

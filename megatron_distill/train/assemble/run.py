@@ -292,7 +292,7 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
     return run_banner(
         run_heading(config),
         shapes,
-        sources_in_words(config.models, layers, teacher.stored.samples if teacher.stored else 0),
+        sources_in_words(config.models, layers, teacher.stored_samples),
         [*rows, steps_row(**step_sizes(config), start_step=state.step)],
         memory,
         stages=config.parallel.pipeline,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_distill.config import RunConfig, own_tokenizers, routed_terms
+from megatron_distill.config import ModelConfig, RunConfig, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
@@ -14,72 +14,116 @@ from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens
 from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
 from megatron_distill.train.assemble.site import Site
+from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
+from megatron_distill.train.assemble.stored_source import OneOfSeveral
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
+from megatron_distill.train.teachers.stored import stored_metrics
 
-__all__ = ["OpenTeachers", "open_several", "sample_routing", "several_metrics"]
+__all__ = ["OpenTeachers", "open_several", "sample_routing"]
 
 
 @dataclass(frozen=True)
 class OpenTeachers:
-    """The teachers of a run with several: their models by role, their signals and their loss."""
+    """The teachers of a run with several.
+
+    Attributes:
+        models: the live ones by role.
+        teacher: their signals.
+        loss: their loss.
+        metrics: the reported metrics that every teacher has.
+        stored: the stores; None where all are models.
+        aligned: the loss of the teacher with a tokenizer of its own; None without one.
+    """
 
     models: Mapping[str, OnlineTeacher]
     teacher: SeveralTeachers
     loss: SeveralLoss
-    aligned: AlignedLoss | None = None  # of the one with a tokenizer of its own
+    metrics: tuple[str, ...]
+    stored: SeveralStores | None
+    aligned: AlignedLoss | None = None
 
 
 def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers:
-    """Build the teachers of `teachers` one after the other.
+    """Open the teachers of `teachers` one after the other.
 
-    Raises ConfigError or CheckpointError on all ranks.
+    Raises ConfigError, CheckpointError or StoreError on all ranks.
 
-    Collective: those of `OnlineTeacher.of_source`, per teacher.
+    Collective: those of `OnlineTeacher.of_source` or `open_stored`, per teacher.
     """
     assert config.teachers is not None, "the caller has looked"
-    groups, execution = site.groups, site.execution
-    plain = [term for term in fit.terms if isinstance(term, Term)]
-    own, aligned = fit.own, None
+    groups = site.groups
+    plain = tuple(term for term in fit.terms if isinstance(term, Term))
+    aligned: AlignedLoss | None = None
     foreign = frozenset(own_tokenizers(config))
+    named = frozenset(name for term in fit.terms if term.teachers for name in term.teachers.names)
     models: dict[str, OnlineTeacher] = {}
+    stores: dict[str, Stored] = {}
     teachers: dict[str, Teacher] = {}
+    metrics = [_metrics(fit.terms)]
     for number, (name, section) in enumerate(sorted(config.teachers.items())):
-        key = f"teachers.{name}"
-        vocabulary = own.vocabulary if own is not None and name in foreign else fit.vocabulary
-        source = resolve_model(config, key, vocabulary)
-        # The head's rows are those of the student's vocabulary, unless the teacher has another one.
-        of_head = source.architecture if name in foreign else fit.student
-        models[name] = OnlineTeacher.of_source(
-            source,
-            replace(execution, fp8=teacher_fp8(section, key), layers_per_stage=None),
-            seed=teacher_seed(config.seed) + number,
-            sequence_length=section.sequence_length or config.data.sequence_length,
-            shard=vocab_shard(of_head, groups, tokens=vocabulary.size),
-            groups=groups,
-            offload_hidden=section.offload_hidden,
-        )
-        if own is not None and name in foreign:
-            chunk_tokens = config.objective.chunk_tokens
-            models[name], found = _connected(own, models[name], chunk_tokens, fit, site)
+        own = OneOfSeveral(name, number, is_named=name in named)
+        if section.store is not None:
+            stores[name] = open_stored(
+                config, plain, fit.student, fit.vocabulary, groups, site.execution.device, among=own
+            )
+            site.resources.callback(stores[name].close)
+            metrics.append(stored_metrics(stores[name].settings, plain))
+            teachers[name] = stores[name].teacher
+            continue
+        tokens = fit.own if name in foreign else None
+        live = _live(config, own, section, fit, site, tokens)
+        if tokens is not None:
+            live, found = _connected(tokens, live, config.objective.chunk_tokens, fit, site)
             aligned = replace(found, teacher=(name, number))
-        teachers[name] = models[name]
+        models[name] = teachers[name] = live
         if section.offload:
-            teachers[name] = RestingTeacher.of(models[name], key=f"{key}.offload")
-    named = {name for term in fit.terms if term.teachers for name in term.teachers.names}
+            teachers[name] = RestingTeacher.of(live, key=f"{own.key}.offload")
+    drawn = {name for name, store in stores.items() if not store.settings.kind.is_ranked}
     several = SeveralTeachers(
         teachers,
-        named=frozenset(named),
+        named=named,
         has_routed_terms=bool(routed_terms(config)),
         is_joint=groups.layout.expert > 1,
         own_tokens=foreign,
     )
-    by_role = {f"teachers.{name}": model for name, model in models.items()}
-    loss = SeveralLoss.of(plain, tuple(models), groups.context, elsewhere=foreign)
-    return OpenTeachers(by_role, several, loss, aligned)
+    loss = SeveralLoss.of(plain, tuple(teachers), groups.context, elsewhere=foreign, drawn=drawn)
+    return OpenTeachers(
+        models={f"teachers.{name}": model for name, model in models.items()},
+        teacher=several,
+        loss=loss,
+        metrics=tuple(name for name in metrics[0] if all(name in one for one in metrics)),
+        stored=SeveralStores(tuple(stores.values())) if stores else None,
+        aligned=aligned,
+    )
+
+
+def _live(
+    config: RunConfig,
+    own: OneOfSeveral,
+    section: ModelConfig,
+    fit: TeacherFit,
+    site: Site,
+    tokens: TeacherTokens | None,
+) -> OnlineTeacher:
+    """Build a model in the student's layout; `tokens`: of a tokenizer of its own."""
+    groups = site.groups
+    vocabulary = fit.vocabulary if tokens is None else tokens.vocabulary
+    source = resolve_model(config, own.key, vocabulary)
+    # The head's rows are those of the student's vocabulary, unless the teacher has another one.
+    of_head = fit.student if tokens is None else source.architecture
+    return OnlineTeacher.of_source(
+        source,
+        replace(site.execution, fp8=teacher_fp8(section, own.key), layers_per_stage=None),
+        seed=teacher_seed(config.seed) + own.number,
+        sequence_length=section.sequence_length or config.data.sequence_length,
+        shard=vocab_shard(of_head, groups, tokens=vocabulary.size),
+        groups=groups,
+        offload_hidden=section.offload_hidden,
+    )
 
 
 def _connected(
@@ -95,7 +139,7 @@ def _connected(
     return teacher, replace(loss, planner=replace(loss.planner, has_labels=False))
 
 
-def several_metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+def _metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
     """Return the names of the metrics of the first term's target, besides the losses.
 
     None where a sample may have a teacher with another tokenizer in place of that target.

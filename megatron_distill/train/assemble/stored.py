@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import (
@@ -39,9 +41,14 @@ from megatron_distill.store import (
 from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.models import has_model, resolve_model, teacher_seed
 from megatron_distill.train.assemble.sources import dataset_settings
+from megatron_distill.train.assemble.stored_source import (
+    OneOfSeveral,
+    share_of_source,
+    source_of_store,
+)
 from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.model_source import teacher_digest
-from megatron_distill.train.teachers.stored import StoredTeacher
+from megatron_distill.train.teachers.stored import StoredTeacher, needed_support
 
 _LOGGER = get_logger(__name__)
 
@@ -54,6 +61,8 @@ class Stored:
         settings: of the capture, the same for all stores.
         samples: of all stores.
         names: of the entries of `teacher.store` in the log.
+        key: of the teacher in the configuration.
+        share: of the run's samples whose records are read from it.
         identities: one per store, a digest of its capture.
         teacher: returns the signals of micro-batches.
         corpus: the stores as a sample source, on the first rank; None elsewhere.
@@ -67,6 +76,13 @@ class Stored:
     teacher: StoredTeacher
     corpus: StoreSet | None
     shares: Sequence[Share] = ()
+    key: str = "teacher"
+    share: float = 1.0
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """The stores of each teacher."""
+        return (self,)
 
     def ahead_of(self, loader: StepSource, *, last_step: int) -> Lookahead:
         """Return the loader's steps, taken two steps early so that their records are read ahead."""
@@ -93,6 +109,23 @@ class Stored:
             self.corpus.close()
 
 
+@dataclass(frozen=True)
+class SeveralStores:
+    """The stores of several teachers, joined with a corpus; it has names of its own in the log."""
+
+    parts: tuple[Stored, ...]
+    names: tuple[str, ...] = ()
+
+    def ahead_of(self, loader: StepSource, *, last_step: int) -> Lookahead:
+        """See `Stored`: each store reads ahead."""
+        identities = {one.key.removeprefix("teachers."): one.identities for one in self.parts}
+        return Lookahead(loader, last_step=last_step, expect=self._expect, stores=identities)
+
+    def _expect(self, batches: Sequence[Batch]) -> None:
+        for one in self.parts:
+            one.teacher.expect(batches)
+
+
 def open_stored(
     config: RunConfig,
     terms: Sequence[Term | ChunkTerm],
@@ -102,18 +135,19 @@ def open_stored(
     device: torch.device,
     *,
     student_tokenizer: str | None = None,
+    among: OneOfSeveral | None = None,
 ) -> Stored:
     """Open the stores of `teacher.store` and check that they fit this run.
 
     vocabulary: of the records. student_tokenizer: identity of the student's tokenizer, if it is
-    another one than the records'. Raises StoreError or ConfigError on all ranks: a store is
-    missing, damaged, unfinished, or has another tokenizer, vocabulary, length, corpus or teacher,
-    or cannot serve a term.
+    another one than the records'. among: the teacher is one of several, with its terms alone.
+    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or has
+    another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
 
     Collective: world, short objects.
     """
-    section = config.teacher
-    assert section is not None, "the caller has looked"
+    key = "teacher" if among is None else among.key
+    section = config.models[key]
     fits = TokensOfRun(
         vocabulary,
         student,
@@ -122,30 +156,62 @@ def open_stored(
         None if student_tokenizer is None else config.data.sequence_length,
     )
     assert section.store is not None, "a stored teacher has stores"
+    own = tuple(terms) if among is None else among.terms(terms)
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
-    facts: list[tuple[CaptureSettings, int, tuple[str, ...], str] | None] = [None]
+    facts: list[_Facts | None] = [None]
     corpus = reading = None
     with together():
         if dist.get_rank() == 0:
-            corpus = _open(section.store, fits)
-            _check(corpus, terms, config.data, config.seed)
-            first = corpus.stores[0]
-            identities = tuple(store.plan.uid.hex() for store in corpus.stores)
-            facts = [(first.settings, corpus.samples, identities, first.identity.teacher)]
+            corpus = _open(section.store, fits, key)
+            _check(corpus, terms, own, config.data)
+            facts = [_Facts.of(corpus, _joined(corpus, config, key, among))]
             _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
-            reading = _open(section.store, fits)
+            reading = _open(section.store, fits, key)
     dist.broadcast_object_list(facts, src=0)
     assert facts[0] is not None
-    settings, samples, identities, digest = facts[0]
-    if has_model(section) and digest != UNKNOWN:
-        _check_teacher(config, digest, vocabulary)
+    found = facts[0]
+    if has_model(section) and found.digest != UNKNOWN:
+        _check_teacher(config, found.digest, vocabulary, among)
     teacher = StoredTeacher(
-        reading, settings, terms=terms, vocab_size=vocabulary.size, groups=groups, device=device
+        reading,
+        found.settings,
+        terms=own,
+        vocab_size=vocabulary.size,
+        groups=groups,
+        device=device,
+        joined=None if among is None else among.samples(of_source=found.source is not None),
     )
-    names = tuple(entry.log_name for entry in section.store)
     shares = _shares(section.store, corpus) if corpus is not None else ()
-    return Stored(settings, samples, names, identities, teacher, corpus, shares)
+    return Stored(
+        found.settings,
+        found.samples,
+        tuple(entry.log_name for entry in section.store),
+        found.identities,
+        teacher,
+        corpus,
+        shares,
+        key,
+        share_of_source(config.data, found.source),
+    )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The facts of the stores that all ranks need; source: whose samples they are, if not all."""
+
+    settings: CaptureSettings
+    samples: int
+    identities: tuple[str, ...]
+    digest: str
+    source: int | None
+
+    @classmethod
+    def of(cls, corpus: StoreSet, source: int | None) -> _Facts:
+        """The facts of open stores."""
+        first = corpus.stores[0]
+        identities = tuple(store.plan.uid.hex() for store in corpus.stores)
+        return cls(first.settings, corpus.samples, identities, first.identity.teacher, source)
 
 
 @dataclass(frozen=True)
@@ -222,13 +288,13 @@ class TokensOfRun:
             )
 
 
-def _open(entries: Sequence[StoreSourceConfig], fits: TokensOfRun) -> StoreSet:
+def _open(entries: Sequence[StoreSourceConfig], fits: TokensOfRun, key: str) -> StoreSet:
     """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
     for entry in entries:
         for folder in find_stores([entry.path]):
             if any(store.folder.samefile(folder) for store in stores):
-                raise ConfigError(f"teacher.store: {folder} is named twice; name each store once")
+                raise ConfigError(f"{key}.store: {folder} is named twice; name each store once")
             store = StoreReader.open(folder)
             fits.check(store)
             stores.append(store)
@@ -252,39 +318,57 @@ def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Archi
 
 
 def _check(
-    stores: StoreSet, terms: Sequence[Term | ChunkTerm], data: DataConfig, seed: int
+    stores: StoreSet,
+    terms: Sequence[Term | ChunkTerm],
+    own: Collection[Term | ChunkTerm],
+    data: DataConfig,
 ) -> None:
-    """Raise StoreError unless the stores fit the objective and the length of the run."""
+    """Raise StoreError unless the stores fit their own terms and the documents of the run."""
     for store in stores.stores:
         for index, term in enumerate(terms):
+            if term not in own:
+                continue
             if isinstance(term, ChunkTerm):
                 _check_aligned(store, term, index)
             elif not store.settings.kind.is_ranked:
                 _check_unranked(store, term, index)
             else:
-                store.require(support=term.support, k=term.top_k, temperatures=[term.temperature])
+                support = needed_support(term)
+                store.require(support=support, k=term.top_k, temperatures=[term.temperature])
         _check_documents(store, data.isolate_documents)
-    if not data.sources:
-        return
+
+
+def _joined(
+    stores: StoreSet, config: RunConfig, key: str, among: OneOfSeveral | None
+) -> int | None:
+    """Check that the stores belong to the corpus; see `source_of_store` for the result."""
+    if not config.data.sources:
+        return None
     if len(stores.stores) > 1:
+        remedy = ", or remove data.sources to train on the samples of the stores"
         raise StoreError(
-            f"teacher.store: {len(stores.stores)} stores, but only one can be joined with "
-            "data.sources; name one store, or remove data.sources to train on the samples of the "
-            "stores"
+            f"{key}.store: {len(stores.stores)} stores, but only one can be joined with "
+            f"data.sources; name one store{'' if among else remedy}"
         )
-    _check_corpus(stores.stores[0], data, seed)
+    if among is not None:
+        return source_of_store(stores.stores[0], config, among)
+    _check_corpus(stores.stores[0], config.data, config.seed)
+    return None
 
 
-def require_samples(stored: Stored, train: TrainConfig) -> None:
+def require_samples(stored: Stored | SeveralStores, train: TrainConfig) -> None:
     """Raise StoreError, on all ranks, if a store used with a corpus ends before the run."""
     steps, batch = train.steps, train.global_batch_size
-    if steps * batch > stored.samples:
-        raise StoreError(
-            f"teacher.store: contains {counted(stored.samples, 'sample')}, but train.steps = "
-            f"{steps} with train.global_batch_size = {batch} reads {steps * batch:,}; lower "
-            "train.steps, capture more samples, or remove data.sources to train on the store's "
-            "samples for several epochs"
-        )
+    for one in stored.parts:
+        # A source has its share of the samples but for less than one.
+        wanted = steps * batch if one.share == 1.0 else math.ceil(one.share * steps * batch - 1)
+        remedy = ", or remove data.sources to train on the store's samples for several epochs"
+        if wanted > one.samples:
+            raise StoreError(
+                f"{one.key}.store: contains {counted(one.samples, 'sample')}, but train.steps = "
+                f"{steps} with train.global_batch_size = {batch} reads {wanted:,}; lower "
+                f"train.steps or capture more samples{remedy if one.key == 'teacher' else ''}"
+            )
 
 
 def _check_documents(store: StoreReader, isolate_documents: bool) -> None:
@@ -311,21 +395,23 @@ def _check_corpus(store: StoreReader, data: DataConfig, seed: int) -> None:
         )
 
 
-def _check_teacher(config: RunConfig, digest: str, vocabulary: Vocabulary) -> None:
-    """Raise StoreError, on all ranks, if the model beside `teacher.store` did not write the stores.
+def _check_teacher(
+    config: RunConfig, digest: str, vocabulary: Vocabulary, among: OneOfSeveral | None
+) -> None:
+    """Raise StoreError, on all ranks, if the model beside a store did not write the stores.
 
     Collective: world, those of `resolve_model` and `teacher_digest`.
     """
-    section = config.teacher
-    assert section is not None, "the caller has looked"
-    source = resolve_model(config, "teacher", vocabulary)
+    key, number = ("teacher", 0) if among is None else (among.key, among.number)
+    section = config.models[key]
+    source = resolve_model(config, key, vocabulary)
     assert dist.group.WORLD is not None
-    found = teacher_digest(source, seed=teacher_seed(config.seed), group=dist.group.WORLD)
+    found = teacher_digest(source, seed=teacher_seed(config.seed) + number, group=dist.group.WORLD)
     if found != digest:
-        named = section.hf or section.checkpoint or "teacher.architecture"
+        named = section.hf or section.checkpoint or f"{key}.architecture"
         raise StoreError(
-            f"teacher.store was captured from a teacher with weights {digest[:19]}, but {named} "
-            f"has {found[:19]}; set the same teacher, or teacher.store alone"
+            f"{key}.store was captured from a teacher with weights {digest[:19]}, but {named} "
+            f"has {found[:19]}; set the same teacher, or {key}.store alone"
         )
 
 
@@ -335,6 +421,12 @@ def _check_unranked(store: StoreReader, term: Term, index: int) -> None:
         raise StoreError(
             f"{store.folder}: contains {store.settings.kind.adjective} ids, which serve only "
             f"forward_kl at temperature 1 without top_k; change objective.terms.{index}, or "
+            "capture a store with mode: top_k"
+        )
+    if term.teachers is not None and len(term.teachers.names) > 1:
+        raise StoreError(
+            f"{store.folder}: contains {store.settings.kind.adjective} ids, whose probabilities "
+            f"objective.terms.{index} mixes or compares; give its teacher a term of its own, or "
             "capture a store with mode: top_k"
         )
 

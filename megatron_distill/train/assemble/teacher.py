@@ -21,9 +21,9 @@ from megatron_distill.train.assemble.models import (
     teacher_seed,
 )
 from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_ranks
-from megatron_distill.train.assemble.several import open_several, several_metrics
+from megatron_distill.train.assemble.several import open_several
 from megatron_distill.train.assemble.site import Site
-from megatron_distill.train.assemble.stored import Stored, open_stored
+from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
@@ -45,6 +45,7 @@ class OpenTeacher:
         models: live models on these ranks by role in the log.
         shapes: of all live models by role in the log.
         stored: the stores, if the teacher is stored.
+        stored_samples: in the stores, by role.
         remote: a live model on ranks of its own.
         aligned: loss between two tokenizers.
         several: loss of several teachers.
@@ -57,7 +58,8 @@ class OpenTeacher:
     metrics: tuple[str, ...] = ()
     models: Mapping[str, OnlineTeacher | OwnLayout] = field(default_factory=dict)
     shapes: Mapping[str, Architecture] = field(default_factory=dict)
-    stored: Stored | None = None
+    stored: Stored | SeveralStores | None = None
+    stored_samples: Mapping[str, int] = field(default_factory=dict)
     remote: OwnRanksTeacher | None = None
     aligned: AlignedLoss | None = None
     several: SeveralLoss | None = None
@@ -162,6 +164,7 @@ def _stored(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         signals=stored.teacher,
         metrics=stored_metrics(stored.settings, fit.terms),
         stored=stored,
+        stored_samples={"teacher": stored.samples},
         aligned=aligned,
     )
 
@@ -187,9 +190,11 @@ def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     found = open_several(config, fit, site)
     return OpenTeacher(
         signals=found.teacher,
-        metrics=several_metrics(fit.terms),
+        metrics=found.metrics,
         models=found.models,
         shapes={role: model.architecture for role, model in found.models.items()},
+        stored=found.stored,
+        stored_samples={one.key: one.samples for one in found.stored.parts} if found.stored else {},
         several=found.loss,
         aligned=found.aligned,
     )

@@ -15,6 +15,7 @@ from megatron_distill.signals import (
     WithFeatures,
 )
 from megatron_distill.train.teachers.resting import RestingTeacher
+from megatron_distill.train.teachers.stored import StoredTeacher
 
 __all__ = ["SeveralTeachers"]
 
@@ -24,7 +25,8 @@ class SeveralTeachers:
     """Teachers by name, in the order of their numbers in a batch.
 
     A micro-batch has the signals of the teachers that a term names, and of those of its samples. A
-    teacher that no sample of a step needs does not run in that step.
+    teacher that no sample of a step needs does not run in that step. A stored one is asked in every
+    step, by all ranks together; it reads the records of its samples alone.
 
     Attributes:
         teachers: by name.
@@ -49,18 +51,20 @@ class SeveralTeachers:
         """
         taken: dict[str, tuple[Mapping[int, int], Signals]] = {}
         wanted = [self.needed(batch) for batch in batches]
-        running = sorted(frozenset().union(*wanted))
+        running = sorted(frozenset(self._stored).union(*wanted))
         for place, name in enumerate(running):
             # The weights of the next teacher arrive while this one runs; two at most are there.
             for coming in (self.teachers[name] for name in running[place : place + 2]):
                 if isinstance(coming, RestingTeacher):
                     coming.begin()
-            own = [number for number, names in enumerate(wanted) if name in names]
-            read = [batches[number] for number in own]
-            if name not in self.own_tokens:
-                # The student's tokens: a live teacher prefers those of another tokenizer.
-                read = [replace(batch, teacher=None) if batch.teacher else batch for batch in read]
-            signals = self.teachers[name].signals(read)
+            own, given = list(range(len(batches))), batches
+            if name not in self._stored:  # a stored one knows these very batches
+                own = [number for number, names in enumerate(wanted) if name in names]
+                given = [batches[number] for number in own]
+                if name not in self.own_tokens:
+                    # A live teacher prefers the tokens of another tokenizer to the student's.
+                    given = [replace(one, teacher=None) if one.teacher else one for one in given]
+            signals = self.teachers[name].signals(given)
             taken[name] = {number: index for index, number in enumerate(own)}, signals
 
         def at(micro_batch: int) -> Signal | WithFeatures | None:
@@ -76,6 +80,11 @@ class SeveralTeachers:
             return SignalsByTeacher(batches[micro_batch].tokens_bs.numel(), found)
 
         return OnDemand(len(batches), at)
+
+    @property
+    def _stored(self) -> frozenset[str]:
+        is_stored = {name: isinstance(one, StoredTeacher) for name, one in self.teachers.items()}
+        return frozenset(name for name, found in is_stored.items() if found)
 
     def needed(self, batch: Batch) -> frozenset[str]:
         """The teachers that run on a micro-batch."""

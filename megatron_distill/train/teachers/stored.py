@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -32,10 +32,12 @@ from megatron_distill.store import (
 
 __all__ = [
     "HostBatch",
+    "JoinedSamples",
     "StoredTeacher",
     "on_device",
     "recorded_signal",
     "signal_of_records",
+    "needed_support",
     "require_same_tokens",
     "stored_metrics",
 ]
@@ -59,7 +61,9 @@ class StoredTeacher:
     the micro-batches of a step: a thread of each rank then reads and decodes their records while
     earlier steps run. Micro-batches that were not announced are read on request.
 
-    `vocab_size`: ids of the tokenizer; see `recorded_signal`.
+    `vocab_size`: ids of the tokenizer; see `recorded_signal`. `joined`: the samples with a record,
+    where there are several teachers; None: all, with the record of their number. The signals of
+    one among several hold their terms by name.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class StoredTeacher:
         vocab_size: int,
         groups: Groups,
         device: torch.device,
+        joined: JoinedSamples | None = None,
     ) -> None:
         self._stores = stores
+        self._joined = joined
         self._settings = settings
         self._vocab_size = vocab_size
         self._terms = tuple(terms)
@@ -118,9 +124,10 @@ class StoredTeacher:
     def _begin(self, batches: Sequence[Batch]) -> _Step:
         if not self._reads_signals:
             return _Step(batches, ())
-        step = _Step(batches, [HostBatch.of(batch) for batch in batches])
+        step = _Step(batches, [HostBatch.of(batch, self._joined) for batch in batches])
         if self._stores is not None:
-            step.reading = self._thread.submit(_read, self._stores, step.on_host)
+            alone = self._joined is None
+            step.reading = self._thread.submit(_read, self._stores, step.on_host, is_alone=alone)
         return step
 
     def _decode(self, packed: Sequence[bytes], batches: Sequence[HostBatch]) -> list[Recorded]:
@@ -132,7 +139,10 @@ class StoredTeacher:
                     own, batch, self._terms, self._settings, vocab_size=self._vocab_size
                 )
             )
-        return signals
+        if self._joined is None:
+            return signals
+        names = tuple(term.name for term in self._terms)
+        return [replace(signal, names=names) for signal in signals]
 
     def _exchange(self, step: _Step) -> None:
         """Broadcast the packed records to every rank that needs them, and start decoding."""
@@ -156,8 +166,11 @@ class StoredTeacher:
         step.decoding = self._thread.submit(self._decode, packed, step.on_host)
 
 
-def _read(stores: StoreSet, batches: Sequence[HostBatch]) -> list[bytes]:
-    """Records of all samples, micro-batch by micro-batch, each checked against its row's tokens."""
+def _read(stores: StoreSet, batches: Sequence[HostBatch], *, is_alone: bool) -> list[bytes]:
+    """Records of all samples, micro-batch by micro-batch, each checked against its row's tokens.
+
+    is_alone: see `require_same_tokens`.
+    """
     packed = []
     for batch in batches:
         for row, number in enumerate(batch.sample_ids):
@@ -165,7 +178,8 @@ def _read(stores: StoreSet, batches: Sequence[HostBatch]) -> list[bytes]:
                 packed.append(b"")
                 continue
             content, tokens = stores.packed_with_tokens(number)
-            require_same_tokens(tokens, batch, row, stores.place(number))
+            place = stores.place(number)
+            require_same_tokens(tokens, batch, row, place, is_alone=is_alone)
             packed.append(content)
     return packed
 
@@ -203,6 +217,27 @@ def _sent(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Ten
 
 
 @dataclass(frozen=True)
+class JoinedSamples:
+    """The samples of a corpus that one stored teacher of several has records of.
+
+    Attributes:
+        teacher: its number in a batch.
+        takes_all: whether a term takes it on every sample, and not on those with its number alone.
+        of_source: whether record n is of sample n of a source, and not of the whole stream.
+    """
+
+    teacher: int
+    takes_all: bool
+    of_source: bool
+
+    def of(self, host: Batch) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Return the number of each sample's record, and whether the teacher takes the sample."""
+        numbers = host.numbers_in_source if self.of_source else tuple(host.sample_ids_b.tolist())
+        taken = tuple(self.takes_all or number == self.teacher for number in host.teacher_numbers)
+        return numbers, taken
+
+
+@dataclass(frozen=True)
 class HostBatch:
     """The parts of a micro-batch that select its records, in host memory."""
 
@@ -214,8 +249,10 @@ class HostBatch:
     is_trained_b: tuple[bool, ...]  # rows without a trained label need no record
 
     @classmethod
-    def of(cls, batch: Batch) -> HostBatch:
+    def of(cls, batch: Batch, joined: JoinedSamples | None = None) -> HostBatch:
         """Return these parts of a micro-batch, from the loader's host copy.
+
+        `joined`: see `StoredTeacher`; a sample that its teacher does not take needs no record.
 
         For a teacher with a tokenizer of its own, those of its side for all context-parallel ranks,
         one rank's positions after another's, as in `ChunkRows`.
@@ -223,14 +260,18 @@ class HostBatch:
         host = batch.on_host
         if host.teacher is not None:
             return cls._of_teacher(host)
-        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1)
+        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1).tolist()
+        numbers = tuple(host.sample_ids_b.tolist())
+        if joined is not None:
+            numbers, taken = joined.of(host)
+            is_trained = [own and other for own, other in zip(is_trained, taken, strict=True)]
         return cls(
             tokens_bs=host.tokens_bs.numpy(),
             labels_bs=host.labels_bs.numpy(),
             document_ids_bS=host.document_ids_bS.numpy() if host.isolate_documents else None,
             sequence_index_s=host.sequence_index_s.numpy(),
-            sample_ids=tuple(host.sample_ids_b.tolist()),
-            is_trained_b=tuple(is_trained.tolist()),
+            sample_ids=numbers,
+            is_trained_b=tuple(is_trained),
         )
 
     @classmethod
@@ -251,17 +292,23 @@ class HostBatch:
         )
 
 
-def require_same_tokens(found: SampleTokens, batch: HostBatch, row: int, where: str) -> None:
-    """Raise StoreError unless a record has the tokens and documents of a row."""
+def require_same_tokens(
+    found: SampleTokens, batch: HostBatch, row: int, where: str, *, is_alone: bool = True
+) -> None:
+    """Raise StoreError unless a record has the tokens and documents of a row.
+
+    is_alone: there is no other teacher, so that the store may be the corpus.
+    """
     index_s = batch.sequence_index_s
     tokens = found.tokens_S1[:-1][index_s], found.tokens_S1[1:][index_s]
     for own, stored in zip((batch.tokens_bs[row], batch.labels_bs[row]), tokens, strict=True):
         if not np.array_equal(own, stored):
             place = int(index_s[np.flatnonzero(own != stored)[0]])
+            remedy = ", or remove data.sources to train on the samples of the store"
             raise StoreError(
                 f"{where}: the tokens in the store and in this run differ, first at position "
-                f"{place}; use the corpus, seed and packing of the capture, or remove "
-                "data.sources to train on the samples of the store"
+                f"{place}; use the corpus, seed and packing of the capture"
+                f"{remedy if is_alone else ''}"
             )
     if batch.document_ids_bS is not None and not np.array_equal(
         batch.document_ids_bS[row], found.document_ids_S1[:-1]
@@ -352,13 +399,24 @@ def _of_labels(labels_bs: NDArray[np.int64], label_log_prob: torch.Tensor) -> To
     return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
 
 
+def needed_support(term: Term | ChunkTerm) -> Support:
+    """Return the support that records must serve for a term.
+
+    An arithmetic mean of several teachers needs the normaliser of each, for any support.
+    """
+    teachers = term.teachers if isinstance(term, Term) else None
+    if teachers is None or len(teachers.names) == 1 or teachers.mixture != "arithmetic":
+        return term.support
+    return "tail" if term.support == "renormalized" else term.support
+
+
 def _reading(term: Term | ChunkTerm, settings: CaptureSettings) -> tuple[float, Support]:
     """Return the temperature and the support with which records are read for a term.
 
     Ratios of probabilities are known at every temperature. Renormalised ones are therefore read as
-    stored, and the objective renormalises them.
+    stored, and the objective renormalises them. An arithmetic mean is taken before that.
     """
-    if term.support != "renormalized":
+    if needed_support(term) != "renormalized":
         return term.temperature, "tail"
     return 1.0, "tail" if settings.is_complete else "renormalized"
 

@@ -50,7 +50,6 @@ REFUSED = {
     "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
     "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
     "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
-    "store": (DRAWN, "teachers.math={store: x}", "the teachers of one run are models"),
     "layout": (
         DRAWN,
         "teachers.math.parallel={tensor: 1}",
@@ -134,6 +133,73 @@ def test_terms_that_do_not_fit_the_tokenizers_are_refused(tmp_path: Path, case: 
     *overrides, expected = UNALIGNED[case]
     found = complaints(load_tree, tmp_path, SEVERAL, *overrides)
     assert any(expected in text for text in found), found
+
+
+STORE = "teachers.math={store: x}"
+SCHEDULED = "objective.balance.mode=schedule"
+BOTH = (STORE, "teachers.code={store: y}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (DRAWN, STORE),
+        (DRAWN, *BOTH),
+        (MIXED, STORE),
+        (STORE, "objective.terms=[{teachers: {math: 1, code: 2}, mixture: geometric, "
+         "support: renormalized}]"),
+        (*BOTH, "objective.terms=[{teachers: [math, code], mixture: lowest_loss, top_k: 4}]"),
+    ],
+)  # fmt: skip
+def test_stores_among_several_teachers_load(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    config = load_tree(tmp_path, SEVERAL, *overrides)
+    check_layout(config, 1)
+    assert config.teachers is not None
+    assert config.teachers["math"].store is not None
+    # A support of recorded ids stays as it is given.
+    assert config.objective.terms[0].support in ("tail", "renormalized")
+    assert ("renormalized" in str(overrides)) == (
+        config.objective.terms[0].support == "renormalized"
+    )
+
+
+REFUSED_STORES = {
+    "entries": (DRAWN, "teachers.math={store: [x, y]}", "teachers.math.store has 2 entries"),
+    "two in a mean": (MIXED, *BOTH, "none has its probabilities of the ids of another"),
+    "the same gradient": (MIXED, *BOTH, "own with the same gradient"),
+    "geometric": (
+        STORE, "objective.terms=[{teachers: {math: 1, code: 2}, mixture: geometric}]",
+        "set objective.terms.0.support=renormalized",
+    ),
+    "lowest of all": (
+        STORE, "objective.terms=[{teachers: [math, code], mixture: lowest_loss}]",
+        "set objective.terms.0.top_k for all of them",
+    ),
+    "field": (
+        STORE, "data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",
+        "packs the rows of each teacher apart",
+    ),
+    "two tokenizers": (
+        "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]", STORE,
+        "teachers.math.store has samples of one tokenizer",
+    ),
+    "scheduled": (
+        DRAWN, STORE, SCHEDULED, "objective.terms=[{temperature_schedule: {to: 2, steps: 3}}]",
+        "a store has the temperatures of its capture only",
+    ),
+    "scheduled mean": (
+        STORE, SCHEDULED,
+        "objective.terms=[{teachers: {math: 1, code: 2}, support: renormalized, "
+        "temperature_schedule: {to: 2, steps: 3}}]",
+        "an arithmetic mean needs probabilities",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_STORES)
+def test_what_stores_cannot_serve_is_named(tmp_path: Path, case: str) -> None:
+    *overrides, expected = REFUSED_STORES[case]
+    assert any(expected in text for text in complaints(load_tree, tmp_path, SEVERAL, *overrides))
 
 
 def test_a_term_without_teachers_cannot_name_one(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def blend(weights: list[float]) -> BlendedSource:
 
 def drawn(source: BlendedSource, count: int) -> list[tuple[int, int, int]]:
     samples = [source.next_sample() for _ in range(count)]
+    # The second token is the number in the source, by which a store of one source is joined.
+    assert all(sample.number_in_source == sample.tokens_S1[1] for sample in samples)
     return [(*sample.tokens_S1[:2].tolist(), sample.sample_id) for sample in samples]
 
 

@@ -53,6 +53,7 @@ def test_a_sample_has_rows_of_one_teacher(tmp_path: Path) -> None:
         found = again.next_sample()
         assert found.tokens_S1.tolist() == sample.tokens_S1.tolist()
         assert found.teacher_number == sample.teacher_number
+        assert found.number_in_source == sample.number_in_source
     per_epoch = samples_per_epoch(spec, tokenizer=ByteTokenizer(), options=options(routing), seed=3)
     assert per_epoch == -(-30 * 11 // 16) + -(-30 * 31 // 16)
 

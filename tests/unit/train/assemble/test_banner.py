@@ -64,7 +64,7 @@ def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, star
     return run_banner(
         run_heading(config),
         models,
-        sources_in_words(config.models, layers, stored_samples=2000),
+        sources_in_words(config.models, layers, stored_samples={"teacher": 2000}),
         [*rows, steps_row(**step_sizes(config), start_step=start)],
         memory_of(config, own, world_size),
         stages=config.parallel.pipeline,

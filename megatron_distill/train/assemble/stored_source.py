@@ -1,0 +1,111 @@
+"""The samples that a store among several teachers belongs to: all, or those of one source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_distill.config import DataConfig, RunConfig, routed_terms
+from megatron_distill.errors import StoreError
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.store import StoreReader
+from megatron_distill.store.plan import plan_differences
+from megatron_distill.train.assemble.sources import dataset_settings
+from megatron_distill.train.capture.folder import configured
+from megatron_distill.train.teachers.stored import JoinedSamples
+
+__all__ = ["OneOfSeveral", "share_of_source", "source_of_store"]
+
+
+@dataclass(frozen=True)
+class OneOfSeveral:
+    """A teacher of `teachers`: its name, its number in a batch, and whether a term names it."""
+
+    name: str
+    number: int
+    is_named: bool
+
+    @property
+    def key(self) -> str:
+        """Its key in the configuration."""
+        return f"teachers.{self.name}"
+
+    def terms(self, terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
+        """Return the terms that it may serve: those that name it, and those that name none."""
+        return tuple(
+            term
+            for term in terms
+            if isinstance(term, Term)
+            and (term.teachers is None or self.name in term.teachers.names)
+        )
+
+    def samples(self, *, of_source: bool) -> JoinedSamples:
+        """Return the samples that it has records of."""
+        return JoinedSamples(self.number, takes_all=self.is_named, of_source=of_source)
+
+
+def share_of_source(data: DataConfig, source: int | None) -> float:
+    """Return the share of a source in the samples; None: of all sources."""
+    if source is None:
+        return 1.0
+    return data.sources[source].weight / sum(one.weight for one in data.sources)
+
+
+def source_of_store(store: StoreReader, config: RunConfig, teacher: OneOfSeveral) -> int | None:
+    """Return the number of the source whose samples a store has; None: those of the whole stream.
+
+    Call on the rank that reads. Raises StoreError: the store has the samples of another stream, or
+    of one source where the teacher needs further ones.
+    """
+    there = store.identity.settings.get("dataset")
+    if there is None:
+        return None  # not captured by this library; every sample's tokens are compared anyway
+    whole = _differences(there, config.data, config.seed)
+    if not whole:
+        return None
+    sources = config.data.sources
+    for index, source in enumerate(sources):
+        alone = config.data.model_copy(update={"sources": (source,)})
+        if not _differences(there, alone, config.seed):
+            _require_source(store, config, teacher, index)
+            return index
+    raise StoreError(
+        f"{store.folder}: captured neither on the samples of this run ({'; '.join(whole)}) nor on "
+        "those of one of its sources; restore the settings of the capture, or capture "
+        f"{teacher.key} on data.sources or on the source that names it"
+    )
+
+
+def _differences(there: Any, data: DataConfig, seed: int) -> list[str]:
+    here = dataset_settings(data, seed)
+    return plan_differences(there, here, configured, "identity.settings.dataset.")
+
+
+def _require_source(store: StoreReader, config: RunConfig, teacher: OneOfSeveral, own: int) -> None:
+    """Raise StoreError unless all samples of a teacher are those of one source."""
+    further = next(_further(config, teacher, own), None)
+    source = config.data.sources[own]
+    if further is None and source.format == "megatron" and len(source.paths) > 1:
+        further = f"data.sources.{own} blends {len(source.paths)} corpora of the format megatron"
+    if further is not None:
+        raise StoreError(
+            f"{store.folder}: has the samples of data.sources.{own} alone, and {further}; capture "
+            f"{teacher.key} on all of data.sources, or change that key"
+        )
+
+
+def _further(config: RunConfig, teacher: OneOfSeveral, own: int) -> Iterator[str]:
+    """Yield in words what gives a teacher samples of further sources."""
+    for index, term in enumerate(config.objective.terms):
+        if term.teacher == teacher.name or (term.teachers or {}).get(teacher.name):
+            yield f"objective.terms.{index} takes {teacher.key} on every sample"
+    weights = config.objective.routing_weights or {}
+    routed = bool(routed_terms(config))
+    for index, source in enumerate(config.data.sources):
+        if index == own or not routed:
+            continue
+        if source.teacher == teacher.name:
+            yield f"data.sources.{index}.teacher names {teacher.key} as well"
+        elif source.teacher is None and weights.get(teacher.name):
+            yield f"objective.routing_weights draw {teacher.key} for data.sources.{index}"
