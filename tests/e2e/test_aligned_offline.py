@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, records, run
+from tests.e2e.test_conversations import write_chat, write_chat_tokenizers
 
 STEPS, ROWS, K = 3, 8, 64
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -119,6 +120,69 @@ def test_the_codec_of_eight_bits_is_near_the_live_teacher(
     found, expected = train(1, *of_store(capture("store.codec=u8")))[0], train(1)[0]
     for name in NAMES:
         assert found[name] == pytest.approx(expected[name], rel=0.02), name
+
+
+@pytest.mark.slow
+def test_draws_serve_the_likelihood_and_no_other_loss(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], train: Run, tmp_path: Path
+) -> None:
+    # The label's log-probability is a number of its own in a record, whatever is drawn.
+    store = capture("store.mode=sampled", "store.k=4", "store.temperatures=[]")
+    terms = TERMS.splitlines()[1].rstrip().rstrip(",")
+    likelihood = f"objective.terms=[{terms.strip()}]"
+    expected = train(1, likelihood)
+    for world, layout in ((1, ()), (2, ("parallel.context=2",))):
+        found = train(world, *of_store(store), likelihood, *layout)
+        for ours, other in zip(found, expected, strict=True):
+            tolerance = 5e-6 if ours["step"] == 1 else 1e-4
+            assert ours["chunks"] == other["chunks"] > 0
+            for name in (NAMES[0], "total_loss", "ce_loss", "kd_loss", "grad_norm"):
+                assert ours[name] == pytest.approx(other[name], rel=tolerance), name
+    common = "objective.terms=[{alignment: common, top_k: 4}]"
+    text = failure(
+        pool, 1, inputs.folder / "aligned.yaml", tmp_path, *SHORT, *of_store(store), common
+    )
+    assert "objective.terms.0" in text
+    assert "likelihood" in text
+
+
+@pytest.mark.slow
+def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    pool.run(1, write_chat_tokenizers, tmp_path)
+    corpus = write_chat(tmp_path / "chat.jsonl", weights=False)
+    shared = (
+        f"data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{}}}}]",
+        f"data.tokenizer.path={tmp_path / 'student'}",
+        f"teacher.tokenizer.path={tmp_path / 'teacher'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.sequence_length=160", "teacher.sequence_length=200",
+    )  # fmt: skip
+    config = write_capture(inputs, "aligned-chat", samples=STEPS * ROWS)
+    store = tmp_path / "store"
+    taken = run_in(pool, 1, config, store, "capture.aligned=true", f"store.k={K}", *shared)
+    assert taken is True
+    aligned = inputs.folder / "aligned.yaml"
+    given = (*SHORT, TERMS, *shared)
+    live = run(pool, 1, aligned, tmp_path / "live", *given)
+    assert min(record["chunks"] for record in live) > 100
+    joined = run(
+        pool, 2, aligned, tmp_path / "joined", *given, *of_store(store), "parallel.tensor=2"
+    )
+    for ours, other in zip(joined, live, strict=True):
+        tolerance = 5e-6 if ours["step"] == 1 else 1e-4
+        for name in ("chunks", "aligned_labels"):
+            assert ours[name] == other[name], name
+        for name in FIGURES:
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+    # The store's own samples have the masks of their conversations too.
+    own = (*given, *of_store(store), OWN)
+    alone = run(pool, 1, aligned, tmp_path / "own", *own)
+    for record in alone:
+        assert record["chunks"] > 100
+        assert 0.5 < record["aligned_labels"] <= 1
+        assert min(record[name] for name in NAMES) > 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.test_several_tokenizers import write_config
 
 STEPS = 60
 OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=3")
@@ -23,10 +24,10 @@ OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interva
 Course = list[tuple[float, ...]]
 
 
-def undisturbed_course(pool: Pool, inputs: Inputs, name: str) -> Course:
+def undisturbed_course(pool: Pool, inputs: Inputs, name: str, *overrides: str) -> Course:
     """A configuration's course without any signal."""
-    output = inputs.folder / f"undisturbed-{name}"
-    return course(run(pool, 2, inputs.folder / f"{name}.yaml", output, *OVERRIDES))
+    output = inputs.folder / "-".join(("undisturbed", name, *overrides))
+    return course(run(pool, 2, inputs.folder / f"{name}.yaml", output, *OVERRIDES, *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +189,15 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
         ("dense", ["checkpoint.asynchronous=false"]),
         ("dense", ["checkpoint.asynchronous=true"]),
         ("aligned", ["data.workers=2"]),
+        ("several_tokenizers", ["data.workers=1", "parallel.tensor=2"]),
     ],
 )
 def test_killed_again_and_again_it_arrives(
     pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
 ) -> None:
-    undisturbed = undisturbed_course(pool, inputs, name)
+    if name == "several_tokenizers":
+        write_config(inputs)
+    undisturbed = undisturbed_course(pool, inputs, name, *overrides)
     output = tmp_path / "run"
     chance = random.Random(5)
     given = arguments(inputs, output, *overrides, name=name)

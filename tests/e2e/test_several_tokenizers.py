@@ -55,6 +55,11 @@ def section(own: str, *, width: int = 40) -> str:
 
 @pytest.fixture(scope="module")
 def config(inputs: Inputs) -> Path:
+    """The configuration of both teachers."""
+    return write_config(inputs)
+
+
+def write_config(inputs: Inputs) -> Path:
     """Two teachers: `far` has a tokenizer of its own; the teacher of a sample is drawn."""
     far = section("far") + (
         f"    sequence_length: 24\n    tokenizer: {{path: {inputs.second_tokenizer(421)}}}\n"

@@ -47,6 +47,8 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
             "aligned with one of them; give one of them a run of its own, under teacher",
         )
         return
+    for name in own:
+        yield from _place(f"teachers.{name}", (config.teachers or {})[name])
     yield from _terms(config, own)
     trains = {
         is_aligned: [n for n in routed if _is_aligned(config, n) == is_aligned]
@@ -71,6 +73,17 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
             return
     if own and routed:
         yield from _samples(config, own[0], trains)
+
+
+def _place(key: str, model: ModelConfig) -> Iterator[Problem]:
+    """A place that the tokens of another tokenizer do not reach among several teachers."""
+    for name in ("store", "parallel", "ranks", "nodes"):
+        if getattr(model, name) is not None:
+            yield Problem(
+                (f"{key}.{name}", "teachers"),
+                f"{key}.{name}: among several teachers the one with a tokenizer of its own is a "
+                "model in the student's layout; remove it, or set teacher in place of teachers",
+            )
 
 
 def _terms(config: RunConfig, own: tuple[str, ...]) -> Iterator[Problem]:

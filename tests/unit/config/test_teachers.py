@@ -118,6 +118,10 @@ UNALIGNED = {
     "tokens of one tokenizer": (
         ALIGNED, "data.sources=[{format: megatron, paths: x}]", "its tokens are of one tokenizer",
     ),
+    "store": (
+        ALIGNED, "teachers.code={store: x, sequence_length: 32}",
+        "teachers.code.store: among several teachers the one with a tokenizer of its own",
+    ),
     "length": (
         ALIGNED, "teachers.code.sequence_length=31", "parallel.context=2",
         "teachers.code.sequence_length = 31",
