@@ -106,7 +106,7 @@ def test_equal_models_with_one_tokenizer_have_no_loss(dtype: torch.dtype) -> Non
         for k in (None, 5)
     ]
     losses = [{"alignment": "uld", "divergence": "forward_kl", "uncommon_top_k": 9}]
-    for name, parameters in DIVERGENCES:
+    for name, parameters in DIVERGENCES if dtype is torch.float32 else DIVERGENCES[:3]:
         losses += [{"divergence": name, "temperature": 2.0, **parameters, **one} for one in forms]
     for loss in losses:
         if loss["alignment"] == "projection":
