@@ -197,15 +197,61 @@ def test_a_sent_top_k_gives_the_losses_of_a_live_one(
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["magnitude", "gradient_norm"])
-def test_a_step_that_runs_the_student_twice_reads_its_answers_twice(
-    pool: Pool, inputs: Inputs, tmp_path: Path, mode: str
+FEATURES = (
+    "objective.features=[{student: 1, teacher: 2, weight: 0.5}, "
+    "{student: 3, teacher: 1, loss: cosine}, {match: uniform, loss: cosine, weight: 0.7}]"
+)
+OF_FEATURES = ("features_loss", "feature_mse_1_2", "feature_cosine_4_2", "projector_grad_norm")
+SCHEDULED = "objective.balance.mode=schedule"
+# Losses whose weights, temperatures or numbers of passes change with the steps.
+CHANGING: dict[str, Sequence[str]] = {
+    "magnitude": ("objective.balance.mode=magnitude",),
+    "gradient norms": ("objective.balance.mode=gradient_norm", "{features}"),
+    "magnitude of each micro-batch": (
+        "objective.balance={mode: magnitude, per_microbatch: true}", "{features}",
+    ),
+    "magnitude of the step before": (
+        "objective.balance={mode: magnitude, raw_losses: previous, ema: 0.5}", "{features}",
+    ),
+    "schedules": (
+        "objective.balance={mode: schedule, alpha_schedule: {to: 2.0, steps: 4}}",
+        "objective.ce_weight_schedule={to: 0.5, steps: 4}",
+        "objective.terms=[{temperature: 3.0, temperature_schedule: {to: 1.0, steps: 4}}, "
+        "{divergence: adaptive_kl, weight_schedule: {to: 0.2, steps: 3, kind: cosine}}]",
+    ),
+    "divergences": (
+        "objective.terms=[{divergence: reverse_kl}, {divergence: js_divergence, beta: 0.3}, "
+        "{divergence: skewed_forward_kl}, {divergence: skewed_reverse_kl}, "
+        "{divergence: adaptive_kl}, {divergence: total_variation}, "
+        "{divergence: squared_hellinger, temperature: 2.0}]",
+    ),
+    "supports": (
+        "objective.terms=[{top_k: 8}, {top_k: 7, support: raw}, "
+        "{top_k: 6, support: renormalized, temperature: 2.0}]",
+    ),
+    "top-k in schedules": (
+        SCHEDULED, SENT,
+        "objective.terms=[{top_k: 8, weight_schedule: {to: 0.2, steps: 3}}, {top_k: 6, "
+        "support: renormalized, temperature: 3.0, temperature_schedule: {to: 1.0, steps: 4}}]",
+    ),
+    "top-k by gradient norms": (
+        "objective.balance.mode=gradient_norm", SENT, "objective.terms=[{top_k: 8, support: raw}]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CHANGING, ["schedules"]))
+def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    config, balanced = inputs.folder / "dense.yaml", f"objective.balance.mode={mode}"
-    found = run_apart(pool, 1, 1, config, tmp_path / "apart", *SHORT, balanced)
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, balanced)
-    assert_same(found, expected, first=0.0, later=0.0)
+    config = inputs.folder / "dense.yaml"
+    given = [FEATURES if one == "{features}" else one for one in CHANGING[case]]
+    found = run_apart(pool, 1, 1, config, tmp_path / "apart", *SHORT, *given)
+    live = [one for one in given if one != SENT]
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, *live)
+    is_exact = SENT not in given
+    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
+    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES, "balance"))
 
 
 @pytest.mark.slow
@@ -256,12 +302,7 @@ def test_two_replicas_ask_three_under_torchrun(pool: Pool, inputs: Inputs, tmp_p
     assert_same(records(output), expected, first=0.0, later=0.0)
 
 
-FEATURES = (
-    "objective.features=[{student: 1, teacher: 2, weight: 0.5}, "
-    "{student: 3, teacher: 1, loss: cosine}, {match: uniform, loss: cosine, weight: 0.7}]"
-)
 BOTH_PIPELINES = ("parallel.pipeline=2", "teacher.parallel={pipeline: 2}")
-OF_FEATURES = ("features_loss", "feature_mse_1_2", "feature_cosine_4_2", "projector_grad_norm")
 # Ranks of the student and of the teacher, and settings of this run alone.
 WITH_FEATURES: dict[str, tuple[int, int, Sequence[str]]] = {
     "1 and 1": (1, 1, ()),
