@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from megatron_distill.config.rules.teacher_parallel import teacher_parallel
+from megatron_distill.config.rules.teacher_parallel import own_layouts, teacher_parallel
 from megatron_distill.config.schema import (
     DataConfig,
     ModelConfig,
@@ -55,9 +55,14 @@ def run_rows(
     precision = f"{config.train.precision}{_recomputed(config.train)}"
     yield layout_row(config.parallel, world_size, precision)
     if moved is not None:
-        layout = _layout(teacher_parallel(config), own_ranks or world_size)
-        layout = layout if own_ranks is None else f"its own {layout}"
-        yield "", f"teacher: {layout}; {moved} of its outputs move in a step"
+        found = dict(own_layouts(config)) or {"teacher": teacher_parallel(config)}
+        own = "" if own_ranks is None else "its own "
+        layouts = (_layout(parallel, own_ranks or world_size) for parallel in found.values())
+        words = "; ".join(f"{role}: {own}{one}" for role, one in zip(found, layouts, strict=True))
+        yield (
+            "",
+            f"{words}; {moved} of {'its' if len(found) == 1 else 'their'} outputs move in a step",
+        )
     terms = config.objective.terms if config.has_teacher else ()
     yield from _objective(config.objective, terms, feature_pairs)
     stores = config.teacher.store or () if config.teacher else ()

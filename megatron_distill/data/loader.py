@@ -44,7 +44,7 @@ class StepLoader:
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
     tokenizer of its own; `planner` then plans the rows of the loss on this rank. `units`: the
-    micro-batches of a teacher with its own layout.
+    micro-batches of each teacher with its own layout.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class StepLoader:
         sources: int = 1,
         teacher_length: int | None = None,
         planner: ChunkPlanner | None = None,
-        units: UnitRows | None = None,
+        units: Sequence[UnitRows] = (),
     ) -> None:
-        self._units = units
+        self._units = tuple(units)
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
         )
@@ -138,11 +138,10 @@ class StepLoader:
         )
         shard = whole.context_shard(*self._context) if planner is None else planner.planned(whole)
         shard = shard.with_trained_rows()
-        if self._units is None:
-            return shard
         size = layout.micro_batch_size
-        units = self._units.batches(
-            data.batch, index, micro_batch_size=size, isolate_documents=isolate
+        units = tuple(
+            own.batches(data.batch, index, micro_batch_size=size, isolate_documents=isolate)
+            for own in self._units
         )
         return replace(shard, units=units)
 
@@ -263,7 +262,7 @@ def open_loader(
     teacher_length: int | None = None,
     planner: ChunkPlanner | None = None,
     exchange: dist.ProcessGroup | None = None,
-    units: UnitRows | None = None,
+    units: Sequence[UnitRows] = (),
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
 

@@ -71,9 +71,9 @@ class Batch:
     planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
     # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
     whole_teacher: Batch | None = None
-    # A teacher with its own layout: micro-batches, of any replica, that this rank's part of it runs
-    # before the student's step from this micro-batch on.
-    units: tuple[Batch, ...] = ()
+    # For each teacher with its own layout: micro-batches, of any replica, that this rank's part of
+    # it runs before the student's step from this micro-batch on.
+    units: tuple[tuple[Batch, ...], ...] = ()
     # With several teachers the number of each sample's, -1 for none, and those of this micro-batch
     # on all data-parallel ranks; in host memory.
     teacher_numbers: tuple[int, ...] = ()
@@ -169,7 +169,7 @@ class Batch:
             documents=self.segments.to(device),
             teacher=None if self.teacher is None else self.teacher.to(device),
             planned=None if self.planned is None else self.planned.to(device),
-            units=tuple(unit.to(device) for unit in self.units),
+            units=tuple(tuple(unit.to(device) for unit in own) for own in self.units),
         )
 
     def pinned(self) -> Batch:
@@ -183,7 +183,7 @@ class Batch:
             **moved,
             teacher=None if self.teacher is None else self.teacher.pinned(),
             planned=None if self.planned is None else self.planned.pinned(),
-            units=tuple(unit.pinned() for unit in self.units),
+            units=tuple(tuple(unit.pinned() for unit in own) for own in self.units),
         )
 
 

@@ -89,15 +89,51 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "PP2": (2, ("parallel.pipeline=2",)),
     "CP2": (2, ("parallel.context=2",)),
     "one sample at a time": (1, ("train.micro_batch_size=1",)),
-}
+    "own layouts, t2 and p2 to d2": (
+        2, ("teachers.code.parallel={tensor: 2, sequence: true}",
+            "teachers.law.parallel={pipeline: 2}"),
+    ),
+    "own layouts, t1 and c2 to t2": (
+        2, ("parallel.tensor=2", "parallel.sequence=true", "teachers.code.parallel={tensor: 1}",
+            "teachers.math.parallel={context: 2}"),
+    ),
+    "own layouts, t2 and d2 to p2": (
+        2, ("parallel.pipeline=2", "teachers.law.parallel={tensor: 2}",
+            "teachers.code.parallel={tensor: 1}"),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("TP2+sequence", "DP2")))
+@pytest.mark.parametrize(
+    "layout", quick_and_slow(LAYOUTS, ("TP2+sequence", "DP2", "own layouts, t2 and p2 to d2"))
+)
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:
     world, overrides = LAYOUTS[layout]
     assert_same_course(run(pool, world, config, tmp_path / "run", *overrides), whole)
+
+
+OWN: dict[str, tuple[str, ...]] = {
+    "d2": ("teachers.law.parallel={tensor: 2}", "teachers.math.parallel={pipeline: 2}"),
+    "p2": ("parallel.pipeline=2", "teachers.law.parallel={tensor: 2}"),
+    "experts": ("teachers.law.architecture.moe={num_experts: 4}", "parallel.tensor=2",
+                "teachers.law.architecture.moe.ffn_hidden_size=24", "parallel.sequence=true",
+                "teachers.law.parallel={expert: 2}"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN)
+def test_teachers_with_own_layouts_run_for_their_samples(
+    pool: Pool, config: Path, tmp_path: Path, case: str
+) -> None:
+    routed = (ROUTED, "train.micro_batch_size=1")
+    own = [one for one in OWN[case] if ".parallel=" in one]
+    shared = [one for one in OWN[case] if one not in own]
+    expected = run(pool, 2, config, tmp_path / "shared", *routed, *shared)
+    found = run(pool, 2, config, tmp_path / "own", *routed, *shared, *own)
+    assert_same_course(found, expected)
 
 
 @pytest.mark.slow
@@ -154,13 +190,14 @@ def passes_and_samples(
 ) -> list[dict[str, tuple[int, int]]]:
     """Forward passes of each teacher in each step, and the step's samples of it."""
     from megatron_distill.train.teachers.live import OnlineTeacher
+    from megatron_distill.train.teachers.own_layout import OwnLayout
     from megatron_distill.train.teachers.several import SeveralTeachers
 
     with assembled(rank, world, config, overrides) as (_, parts):
         assert isinstance(parts.teacher, SeveralTeachers)
         passes: Counter[str] = Counter()
         for name, teacher in parts.teacher.teachers.items():
-            assert isinstance(teacher, OnlineTeacher)
+            assert isinstance(teacher, OnlineTeacher | OwnLayout)
             teacher.model.register_forward_hook(
                 lambda *_, name=name: passes.update([name])  # type: ignore[misc]
             )
@@ -172,6 +209,8 @@ def passes_and_samples(
                 assert signal is not None
             names = list(parts.teacher.teachers)
             samples = Counter(names[n] for batch in batches for n in batch.teacher_numbers)
+            in_micro_batches = Counter(names[n] for one in batches for n in one.teachers_of_all)
+            samples |= {n: in_micro_batches[n] * world for n in names if n in parts.teacher.joint}
             found.append({name: (passes[name], samples[name]) for name in names})
         return found
 
@@ -186,6 +225,10 @@ def test_a_teacher_runs_for_its_samples_alone(pool: Pool, config: Path, tmp_path
         assert all(passes == samples for passes, samples in step.values())
         assert sum(passes for passes, _ in step.values()) == 8
     assert 0 in {passes for step in steps for passes, _ in step.values()}
+    both = pool.run(2, passes_and_samples, config, [*overrides, "teachers.law.parallel.tensor=2"])
+    for step in (step for steps in both for step in steps):
+        # Its two ranks run the micro-batches that have a sample of it on either replica.
+        assert all(passes == samples for passes, samples in step.values())
     assert {"law", "math", "code"} == {
         n for step in steps for n, (count, _) in step.items() if count
     }

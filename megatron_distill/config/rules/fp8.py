@@ -53,8 +53,8 @@ def _computed(job: JobConfig, key: str, value: str) -> Iterator[Problem]:
             (key, "runtime.device"),
             f"{setting}: needs a GPU, and runtime.device = 'cpu'; set {key}=null",
         )
-    is_teacher, size = key == "teacher.fp8", passes.micro_batch_size
-    parallel = teacher_parallel(job) if is_teacher else job.parallel
+    role, size = key.removesuffix(".fp8"), passes.micro_batch_size
+    parallel = teacher_parallel(job, role) if role in job.models else job.parallel
     ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
     rows = job.data.sequence_length * size // ranks
     if rows % _MULTIPLE:

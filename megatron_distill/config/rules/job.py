@@ -10,6 +10,7 @@ from megatron_distill.config.rules.alignment import is_aligned, two_tokenizers_p
 from megatron_distill.config.rules.fp8 import fp8_problems
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.rules.teacher_parallel import (
+    own_layouts,
     parallel_key,
     teacher_parallel,
     teacher_parallel_problems,
@@ -52,7 +53,7 @@ def _models(job: JobConfig) -> Iterator[Problem]:
             found = architecture_problems(
                 model.architecture,
                 role,
-                teacher_parallel(job) if role == "teacher" else job.parallel,
+                job.parallel if role == "student" else teacher_parallel(job, role),
                 own or job.data.sequence_length,
                 length_key=f"{role}.sequence_length" if own else "data.sequence_length",
             )
@@ -122,8 +123,8 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
 def _sequence(job: JobConfig) -> Iterator[Problem]:
     length = job.data.sequence_length
     yield from _sequence_of(job.parallel, length)
-    if parallel_key(job, "teacher") != "parallel":
-        yield from under_key(_sequence_of(teacher_parallel(job), length), "teacher.parallel")
+    for role, layout in own_layouts(job):
+        yield from under_key(_sequence_of(layout, length), f"{role}.parallel")
 
 
 def _sequence_of(parallel: ParallelConfig, length: int) -> Iterator[Problem]:
@@ -147,7 +148,7 @@ def _sequence_of(parallel: ParallelConfig, length: int) -> Iterator[Problem]:
 def _experts(job: JobConfig) -> Iterator[Problem]:
     """Find expert-parallel sizes of models without experts."""
     layouts = {"parallel": job.parallel}
-    layouts[parallel_key(job, "teacher")] = teacher_parallel(job)
+    layouts |= {f"{role}.parallel": layout for role, layout in own_layouts(job)}
     for name, layout in layouts.items():
         models = [m for role, m in job.models.items() if parallel_key(job, role) == name]
         shapes = [model.architecture for model in models]
@@ -287,9 +288,12 @@ def layout_problems(job: JobConfig, world_size: int, *, teachers: int = 0) -> It
     """
     students = world_size - teachers
     yield from _processes(job.parallel, students)
-    if teachers or parallel_key(job, "teacher") != "parallel":
-        found = _processes(teacher_parallel(job), teachers or students)
-        yield from under_key(found, "teacher.parallel")
+    layouts = dict(own_layouts(job))
+    if teachers:
+        layouts.setdefault("teacher", teacher_parallel(job))
+    for role, layout in layouts.items():
+        found = _processes(layout, teachers or students)
+        yield from under_key(found, f"{role}.parallel")
 
 
 def _processes(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:

@@ -8,18 +8,32 @@ from dataclasses import replace
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
-from megatron_distill.config.schema import CaptureConfig, JobConfig, ParallelConfig, RunConfig
+from megatron_distill.config.schema import (
+    CaptureConfig,
+    JobConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TeacherParallelConfig,
+)
 from megatron_distill.config.schema.training import StageLayersConfig
 
-__all__ = ["parallel_key", "teacher_parallel", "teacher_parallel_problems", "under_key"]
+__all__ = [
+    "own_layouts",
+    "parallel_key",
+    "teacher_parallel",
+    "teacher_parallel_problems",
+    "under_key",
+]
 
 _SIZE = re.compile(r"(?<![\w.])parallel\.(?=tensor|pipeline|context|expert|sequence)")
 
 
-def teacher_parallel(config: JobConfig) -> ParallelConfig:
-    """Return the teacher's layout: `teacher.parallel`, else that of the student without chunks."""
-    layers = StageLayersConfig(teacher=config.parallel.layers_per_stage.teacher)
-    own = None if config.teacher is None else config.teacher.parallel
+def teacher_parallel(config: JobConfig, role: str = "teacher") -> ParallelConfig:
+    """Return the layout of a teacher: its `parallel`, else that of the student without chunks."""
+    given = config.parallel.layers_per_stage.teacher if role == "teacher" else None
+    layers = StageLayersConfig(teacher=given)
+    own = _own(config, role)
     if own is None:
         update = {"virtual_pipeline": None, "layers_per_stage": layers}
         return config.parallel.model_copy(update=update)
@@ -29,8 +43,19 @@ def teacher_parallel(config: JobConfig) -> ParallelConfig:
 
 def parallel_key(config: JobConfig, role: str) -> str:
     """Return the section with the layout of a role."""
-    own = None if config.teacher is None else config.teacher.parallel
-    return "teacher.parallel" if role == "teacher" and own is not None else "parallel"
+    return "parallel" if _own(config, role) is None else f"{role}.parallel"
+
+
+def own_layouts(config: JobConfig) -> Iterator[tuple[str, ParallelConfig]]:
+    """Yield role and layout of each teacher with a layout of its own."""
+    for role in config.models:
+        if _own(config, role) is not None:
+            yield role, teacher_parallel(config, role)
+
+
+def _own(config: JobConfig, role: str) -> TeacherParallelConfig | None:
+    model = None if role == "student" else config.models.get(role)
+    return None if model is None else model.parallel
 
 
 def under_key(problems: Iterable[Problem], key: str) -> Iterator[Problem]:
@@ -43,14 +68,17 @@ def under_key(problems: Iterable[Problem], key: str) -> Iterator[Problem]:
 
 def teacher_parallel_problems(config: JobConfig) -> Iterator[Problem]:
     """Find what a teacher with its own layout cannot do, and layouts without a live teacher."""
-    key = "teacher.parallel"
     if "student" in config.models and config.models["student"].parallel is not None:
         yield Problem(
             ("student.parallel",), "student.parallel: the student's layout is parallel; set that"
         )
-    teacher = config.teacher
-    if teacher is None or teacher.parallel is None:
-        return
+    for role, _ in own_layouts(config):
+        yield from _own_layout(config, role, config.models[role])
+
+
+def _own_layout(config: JobConfig, role: str, teacher: ModelConfig) -> Iterator[Problem]:
+    key = f"{role}.parallel"
+    assert teacher.parallel is not None
     if isinstance(config, CaptureConfig):
         yield Problem(
             (key, "parallel"), f"{key}: a capture has one model; set parallel instead, remove {key}"
@@ -58,7 +86,7 @@ def teacher_parallel_problems(config: JobConfig) -> Iterator[Problem]:
         return
     if teacher.store is not None:
         value = teacher.parallel.model_dump(exclude_defaults=True)
-        yield without_effect(key, value, "with teacher.store", instead=None)
+        yield without_effect(key, value, f"with {role}.store", instead=None)
         return
     if teacher.parallel.virtual_pipeline is not None:
         yield Problem(
@@ -67,7 +95,7 @@ def teacher_parallel_problems(config: JobConfig) -> Iterator[Problem]:
             "only, which virtual stages do not shorten; remove it",
         )
     assert isinstance(config, RunConfig)
-    if not has_own_ranks(config):  # which has a rule of its own
+    if role == "teacher" and not has_own_ranks(config):  # which has a rule of its own
         yield from _attention_maps(config)
 
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_parallel import own_layouts
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.rules.teacher_stores import several_stores_problems
-from megatron_distill.config.rules.teacher_tokenizers import teacher_tokenizer_problems
+from megatron_distill.config.rules.teacher_tokenizers import (
+    own_tokenizers,
+    teacher_tokenizer_problems,
+)
 from megatron_distill.config.schema import (
     ModelConfig,
     RunConfig,
@@ -77,6 +81,7 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _source(key, source, config, routed)
     yield from teacher_tokenizer_problems(config, routed)
     yield from several_stores_problems(config)
+    yield from _layouts(config)
     yield from _unused(config, routed)
 
 
@@ -181,19 +186,35 @@ def _other_losses(config: RunConfig) -> Iterator[Problem]:
 
 
 def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
-    for name in ("parallel", "ranks", "nodes"):
+    for name in ("ranks", "nodes"):
         if getattr(model, name) is not None:
             yield Problem(
                 (f"{key}.{name}", "teachers"),
-                f"{key}.{name}: several teachers have the student's layout and its ranks; remove "
-                "it, or set teacher in place of teachers",
+                f"{key}.{name}: several teachers run on the student's ranks; remove it, or set "
+                "teacher in place of teachers",
             )
+    if model.offload and model.parallel and model.store is None:
+        yield Problem(
+            (f"{key}.offload", f"{key}.parallel"),
+            f"{key}.offload = true: a teacher with a layout of its own keeps its weights on the "
+            f"GPU; set {key}.offload=false, or divide them further by {key}.parallel",
+        )
     reason = f"without {key}.ranks"
     if model.steps_ahead != 1:
         yield without_effect(f"{key}.steps_ahead", model.steps_ahead, reason, instead=1)
     for name, value in model.transfer.model_dump(exclude_defaults=True).items():
         default = TransferConfig.model_fields[name].default
         yield without_effect(f"{key}.transfer.{name}", value, reason, instead=default)
+
+
+def _layouts(config: RunConfig) -> Iterator[Problem]:
+    for role, _ in own_layouts(config):
+        for name in own_tokenizers(config):
+            yield Problem(
+                (f"{role}.parallel", f"teachers.{name}"),
+                f"{role}.parallel: is not possible beside teachers.{name}, which has another "
+                f"tokenizer; remove {role}.parallel, or give teachers.{name} a run of its own",
+            )
 
 
 def _routing_weights(config: RunConfig, teachers: Mapping[str, object]) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ class RunSamples:
         held_out: number of held-out samples.
         teacher_length: of samples in a teacher's own tokens; None with one tokenizer.
         planner: of the rows of a loss between two tokenizers likewise.
-        units: micro-batches that a teacher with its own layout runs on this rank, of each step.
+        units: micro-batches that each teacher with its own layout runs on this rank in a step.
     """
 
     data: DataConfig
@@ -50,7 +50,7 @@ class RunSamples:
     held_out: int = 0
     teacher_length: int | None = None
     planner: ChunkPlanner | None = None
-    units: UnitRows | None = None
+    units: tuple[UnitRows, ...] = ()
 
     def names(self, *, held_out: bool) -> tuple[str, ...]:
         """Return the names of the sources in the log."""

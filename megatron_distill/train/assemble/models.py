@@ -130,7 +130,7 @@ def read_model(
     if vocabulary is not None and architecture.vocab_size < vocabulary.size:
         raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
     shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    parallel = teacher_parallel(config) if role == "teacher" else config.parallel
+    parallel = config.parallel if role == "student" else teacher_parallel(config, role)
     key = parallel_key(config, role)
     problems = check_architecture(shape, role, parallel, length, key=key)
     if problems:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from megatron_distill.config import ModelConfig, RunConfig, own_tokenizers, routed_terms
+from megatron_distill.config import (
+    ModelConfig,
+    RunConfig,
+    own_tokenizers,
+    routed_terms,
+    teacher_parallel,
+)
 from megatron_distill.data.routing import Routing
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.groups import Groups, Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens
-from megatron_distill.train.assemble.models import resolve_model, teacher_fp8, teacher_seed
+from megatron_distill.train.assemble.models import (
+    layout_of,
+    resolve_model,
+    teacher_fp8,
+    teacher_seed,
+)
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
 from megatron_distill.train.assemble.stored_source import OneOfSeveral
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
+from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.teachers.stored import stored_metrics
@@ -37,14 +51,16 @@ class OpenTeachers:
         metrics: the reported metrics that every teacher has.
         stored: the stores; None where all are models.
         aligned: the loss of the teacher with a tokenizer of its own; None without one.
+        own_layouts: the live ones in another layout than the student's, by their numbers.
     """
 
-    models: Mapping[str, OnlineTeacher]
+    models: Mapping[str, OnlineTeacher | OwnLayout]
     teacher: SeveralTeachers
     loss: SeveralLoss
     metrics: tuple[str, ...]
     stored: SeveralStores | None
     aligned: AlignedLoss | None = None
+    own_layouts: tuple[OwnLayout, ...] = ()
 
 
 def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers:
@@ -52,7 +68,8 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
 
     Raises ConfigError, CheckpointError or StoreError on all ranks.
 
-    Collective: those of `OnlineTeacher.of_source` or `open_stored`, per teacher.
+    Collective: those of `OnlineTeacher.of_source`, `OwnLayout.of_source` or `open_stored`, per
+    teacher; for each different layout, creation of its groups.
     """
     assert config.teachers is not None, "the caller has looked"
     groups = site.groups
@@ -60,7 +77,8 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     aligned: AlignedLoss | None = None
     foreign = frozenset(own_tokenizers(config))
     named = frozenset(name for term in fit.terms if term.teachers for name in term.teachers.names)
-    models: dict[str, OnlineTeacher] = {}
+    models: dict[str, OnlineTeacher | OwnLayout] = {}
+    layouts = _Layouts(site.groups, config.runtime.timeout_seconds)
     stores: dict[str, Stored] = {}
     teachers: dict[str, Teacher] = {}
     metrics = [_metrics(fit.terms)]
@@ -75,19 +93,23 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             teachers[name] = stores[name].teacher
             continue
         tokens = fit.own if name in foreign else None
-        live = _live(config, own, section, fit, site, tokens)
+        live = _live(config, own, section, fit, site, layouts, tokens)
         if tokens is not None:
             live, found = _connected(tokens, live, config.objective.chunk_tokens, fit, site)
             aligned = replace(found, teacher=(name, number))
         models[name] = teachers[name] = live
-        if section.offload:
+        if section.offload and isinstance(live, OnlineTeacher):
             teachers[name] = RestingTeacher.of(live, key=f"{own.key}.offload")
     drawn = {name for name, store in stores.items() if not store.settings.kind.is_ranked}
     several = SeveralTeachers(
         teachers,
         named=named,
         has_routed_terms=bool(routed_terms(config)),
-        is_joint=groups.layout.expert > 1,
+        joint=frozenset(
+            name
+            for name, model in models.items()
+            if isinstance(model, OwnLayout) or groups.layout.expert > 1
+        ),
         own_tokens=foreign,
     )
     loss = SeveralLoss.of(plain, tuple(teachers), groups.context, elsewhere=foreign, drawn=drawn)
@@ -98,7 +120,36 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
         metrics=tuple(name for name in metrics[0] if all(name in one for one in metrics)),
         stored=SeveralStores(tuple(stores.values())) if stores else None,
         aligned=aligned,
+        own_layouts=tuple(model for model in models.values() if isinstance(model, OwnLayout)),
     )
+
+
+@dataclass
+class _Layouts:
+    """The groups of the teachers' layouts beside the student's, each made once."""
+
+    student: Groups
+    timeout_seconds: float
+    made: dict[Layout, Groups] = field(default_factory=dict)
+    teachers: int = 0
+
+    def builder(self, layout: Layout) -> Callable[..., OnlineTeacher | OwnLayout]:
+        """Return a function that builds a model in a layout.
+
+        Collective: the whole world, group creation, where the layout is new.
+        """
+        if layout == self.student.layout.without_virtual_stages():
+            return OnlineTeacher.of_source
+        if layout not in self.made:
+            minutes = self.timeout_seconds / 60
+            self.made[layout] = create_second_groups(layout, timeout_minutes=minutes)
+        number, self.teachers = self.teachers, self.teachers + 1
+        return partial(
+            OwnLayout.of_source,
+            own_groups=self.made[layout],
+            timeout_seconds=self.timeout_seconds,
+            number=number,
+        )
 
 
 def _live(
@@ -107,15 +158,16 @@ def _live(
     section: ModelConfig,
     fit: TeacherFit,
     site: Site,
+    layouts: _Layouts,
     tokens: TeacherTokens | None,
-) -> OnlineTeacher:
-    """Build a model in the student's layout; `tokens`: of a tokenizer of its own."""
+) -> OnlineTeacher | OwnLayout:
+    """Build a model, in the student's layout or its own; `tokens`: of a tokenizer of its own."""
     groups = site.groups
     vocabulary = fit.vocabulary if tokens is None else tokens.vocabulary
     source = resolve_model(config, own.key, vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if tokens is None else source.architecture
-    return OnlineTeacher.of_source(
+    return layouts.builder(layout_of(teacher_parallel(config, own.key)))(
         source,
         replace(site.execution, fp8=teacher_fp8(section, own.key), layers_per_stage=None),
         seed=teacher_seed(config.seed) + own.number,
@@ -127,7 +179,11 @@ def _live(
 
 
 def _connected(
-    own: TeacherTokens, online: OnlineTeacher, chunk_tokens: int | None, fit: TeacherFit, site: Site
+    own: TeacherTokens,
+    online: OnlineTeacher | OwnLayout,
+    chunk_tokens: int | None,
+    fit: TeacherFit,
+    site: Site,
 ) -> tuple[OnlineTeacher, AlignedLoss]:
     """Return a teacher with its head in the layout of the loss, and the loss without labels."""
     device = site.execution.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -49,7 +49,7 @@ class OpenTeacher:
         remote: a live model on ranks of its own.
         aligned: loss between two tokenizers.
         several: loss of several teachers.
-        units: of a step that a teacher with its own layout runs on this rank.
+        units: of a step that each teacher with its own layout runs on this rank.
         moved_bytes: that a teacher in another layout or elsewhere sends in a step, headers aside.
         held_values: numbers held on this rank beside the model: a head, slots of answers.
     """
@@ -63,7 +63,7 @@ class OpenTeacher:
     remote: OwnRanksTeacher | None = None
     aligned: AlignedLoss | None = None
     several: SeveralLoss | None = None
-    units: UnitRows | None = None
+    units: tuple[UnitRows, ...] = ()
     moved_bytes: int | None = None
     held_values: int = 0
 
@@ -93,7 +93,7 @@ def open_teacher(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         aligned=aligned,
     )
     if isinstance(online, OwnLayout):
-        return _with_movement(opened, online, config.train)
+        return _with_movement(opened, [online], config.train)
     if section.offload:
         return replace(opened, signals=RestingTeacher.of(online, key="teacher.offload"))
     return opened
@@ -134,15 +134,17 @@ def _connected(
     )
 
 
-def _with_movement(opened: OpenTeacher, online: OwnLayout, train: TrainConfig) -> OpenTeacher:
-    """Add the units of a teacher with its own layout, and the sizes of its movements."""
+def _with_movement(
+    opened: OpenTeacher, found: Sequence[OwnLayout], train: TrainConfig
+) -> OpenTeacher:
+    """Add the units of teachers with their own layouts, and the sizes of their movements."""
     size = train.micro_batch_size
-    micro_batches = train.global_batch_size // (size * online.groups.data.size())
+    micro_batches = train.global_batch_size // (size * found[0].groups.data.size())
     return replace(
         opened,
-        units=online.unit_rows(micro_batches),
-        moved_bytes=online.moved_bytes(micro_batches, size),
-        held_values=online.head_copy,
+        units=tuple(online.unit_rows(micro_batches) for online in found),
+        moved_bytes=sum(online.moved_bytes(micro_batches, size) for online in found),
+        held_values=sum(online.head_copy for online in found),
     )
 
 
@@ -188,7 +190,7 @@ def _on_own_ranks(
 
 def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     found = open_several(config, fit, site)
-    return OpenTeacher(
+    opened = OpenTeacher(
         signals=found.teacher,
         metrics=found.metrics,
         models=found.models,
@@ -198,3 +200,5 @@ def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         several=found.loss,
         aligned=found.aligned,
     )
+    own = found.own_layouts
+    return _with_movement(opened, own, config.train) if own else opened

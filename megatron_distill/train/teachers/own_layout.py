@@ -6,7 +6,7 @@ of the student.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -118,6 +118,7 @@ class OwnLayout:
         offload_hidden: `host_states` exist on the student's last stage; all ranks run waves.
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
+        number: among the teachers with their own layout, whose units a batch has in this order.
     """
 
     model: HiddenStateGPT
@@ -132,6 +133,7 @@ class OwnLayout:
     host_states: HostStates | None = None
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
+    number: int = 0
 
     @classmethod
     def of_source(
@@ -146,6 +148,7 @@ class OwnLayout:
         own_groups: Groups,
         timeout_seconds: float,
         offload_hidden: bool = False,
+        number: int = 0,
     ) -> OwnLayout:
         """Build the frozen model in its layout; its head moves to the columns of `shard` once.
 
@@ -181,6 +184,7 @@ class OwnLayout:
             outputs=(Output(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
             offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
+            number=number,
         )
 
     def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
@@ -228,10 +232,23 @@ class OwnLayout:
         of the world one message for each `Message`: 2 bytes (in bf16) per value and position that
         the rank of the student does not hold itself.
         """
+        return self.signals_of(batches, range(len(batches)))
+
+    def signals_of(
+        self, batches: Sequence[Batch], wanted: Collection[int]
+    ) -> OnDemand[ModelOutput | WithFeatures | None] | Sequence[ModelOutput | WithFeatures | None]:
+        """Return the signals of some micro-batches of the step, None for the remaining ones.
+
+        The units of the micro-batches `wanted` alone run, and their outputs alone move. All ranks
+        of the world want the same.
+
+        Collective: as `signals`.
+        """
         units = self.ways.units(len(batches))
         if self.runs_in_step:
-            return OnDemand(len(batches), _Waves(self, batches, list(self._waves(units))).signal)
-        return [signal for wave in self._waves(units) for signal in self.run(wave, batches)]
+            waves = _Waves(self, batches, list(self._waves(units)), wanted)
+            return OnDemand(len(batches), waves.signal)
+        return [signal for wave in self._waves(units) for signal in self.run(wave, batches, wanted)]
 
     @property
     def head_copy(self) -> int:
@@ -256,14 +273,19 @@ class OwnLayout:
             yield range(start, min(start + size, units.micro_batches))
 
     @torch.no_grad()
-    def run(self, wave: range, batches: Sequence[Batch]) -> list[ModelOutput | WithFeatures | None]:
-        """Run the units of some micro-batches, and return the signals of these micro-batches."""
+    def run(
+        self, wave: range, batches: Sequence[Batch], wanted: Collection[int]
+    ) -> list[ModelOutput | WithFeatures | None]:
+        """Run the wanted units of some micro-batches; return the signals of these micro-batches."""
         units = self.ways.units(len(batches))
-        sent = self._run_units(batches[wave.start].units, units.of_teacher(wave, self._replica))
+        running = [number for number in wave if number in wanted]
+        sent = self._run_wanted(wave, batches[wave.start], units, running) if running else {}
         found: dict[tuple[Output, int], Tensor] = {}
         movements = []
         for unit in units.of_wave(wave):
             micro_batch = unit // units.student_replicas
+            if micro_batch not in running:
+                continue
             rows = batches[micro_batch].tokens_bs.shape[0]
             for output in self.outputs:
                 own = sent.get((output, unit))
@@ -276,12 +298,30 @@ class OwnLayout:
                         received = self._buffer(output, micro_batch, rows)
                         found[output, micro_batch] = received
                 movements.append(Movement(own_messages, own, received))
-        transfer(movements, group=self.ways.group)
-        return [self._signal(number, batches[number], found) for number in wave]
+        if movements:
+            transfer(movements, group=self.ways.group)
+        return [
+            self._signal(number, batches[number], found) if number in running else None
+            for number in wave
+        ]
 
     @property
     def _replica(self) -> int:
         return self.ways.places[0][0]
+
+    def _run_wanted(
+        self, wave: range, batch: Batch, units: Units, running: Collection[int]
+    ) -> dict[tuple[Output, int], Tensor]:
+        """Run the units of the micro-batches `running` of a wave, whose first batch is given."""
+        own, made = units.of_teacher(wave, self._replica), batch.units[self.number]
+        if self.own_groups.layout.expert > 1:
+            return self._run_units(made, own)  # as many passes on each replica
+        pairs = [
+            (unit, one)
+            for unit, one in zip(own, made, strict=True)
+            if unit // units.student_replicas in running
+        ]
+        return self._run_units([one for _, one in pairs], [unit for unit, _ in pairs])
 
     def _run_units(
         self, batches: Sequence[Batch], units: Sequence[int]
@@ -370,9 +410,14 @@ class _Waves:
     """The signals of one wave at a time."""
 
     def __init__(
-        self, teacher: OwnLayout, batches: Sequence[Batch], waves: Sequence[range]
+        self,
+        teacher: OwnLayout,
+        batches: Sequence[Batch],
+        waves: Sequence[range],
+        wanted: Collection[int],
     ) -> None:
         self._teacher, self._batches, self._waves = teacher, batches, waves
+        self._wanted = wanted
         self._held: tuple[range, list[ModelOutput | WithFeatures | None]] | None = None
 
     def signal(self, micro_batch: int) -> ModelOutput | WithFeatures | None:
@@ -380,7 +425,7 @@ class _Waves:
         if self._held is None or micro_batch not in self._held[0]:
             self._held = None  # its memory is free for the next one
             (wave,) = (wave for wave in self._waves if micro_batch in wave)
-            self._held = wave, self._teacher.run(wave, self._batches)
+            self._held = wave, self._teacher.run(wave, self._batches, self._wanted)
         wave, signals = self._held
         return signals[micro_batch - wave.start]
 

@@ -14,6 +14,7 @@ from megatron_distill.signals import (
     Teacher,
     WithFeatures,
 )
+from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.stored import StoredTeacher
 
@@ -32,15 +33,15 @@ class SeveralTeachers:
         teachers: by name.
         named: the teachers that a term names; they run on every sample.
         has_routed_terms: whether a term is trained on the teacher of each sample.
-        is_joint: whether data-parallel ranks run a teacher together, as with experts on several of
-            them: each then runs it where one of them needs it.
+        joint: the teachers that data-parallel ranks run together, as those with experts on several
+            of them or with their own layout: each rank then runs one where one of them needs it.
         own_tokens: the teachers with a tokenizer of their own, which read a batch's `teacher`.
     """
 
     teachers: Mapping[str, Teacher]
     named: frozenset[str]
     has_routed_terms: bool
-    is_joint: bool = False
+    joint: frozenset[str] = frozenset()
     own_tokens: frozenset[str] = frozenset()
 
     def signals(self, batches: Sequence[Batch]) -> Signals:
@@ -57,15 +58,8 @@ class SeveralTeachers:
             for coming in (self.teachers[name] for name in running[place : place + 2]):
                 if isinstance(coming, RestingTeacher):
                     coming.begin()
-            own, given = list(range(len(batches))), batches
-            if name not in self._stored:  # a stored one knows these very batches
-                own = [number for number, names in enumerate(wanted) if name in names]
-                given = [batches[number] for number in own]
-                if name not in self.own_tokens:
-                    # A live teacher prefers the tokens of another tokenizer to the student's.
-                    given = [replace(one, teacher=None) if one.teacher else one for one in given]
-            signals = self.teachers[name].signals(given)
-            taken[name] = {number: index for index, number in enumerate(own)}, signals
+            own = [number for number, names in enumerate(wanted) if name in names]
+            taken[name] = self._taken(name, batches, own)
 
         def at(micro_batch: int) -> Signal | WithFeatures | None:
             found: dict[str, Signal] = {}
@@ -81,6 +75,21 @@ class SeveralTeachers:
 
         return OnDemand(len(batches), at)
 
+    def _taken(
+        self, name: str, batches: Sequence[Batch], wanted: Sequence[int]
+    ) -> tuple[Mapping[int, int], Signals]:
+        """Return the signals of the wanted micro-batches, and the place of each among them."""
+        teacher = self.teachers[name]
+        if isinstance(teacher, StoredTeacher):  # it was told of these very batches
+            return {number: number for number in wanted}, teacher.signals(batches)
+        if isinstance(teacher, OwnLayout):  # its units are those of all micro-batches
+            return {number: number for number in wanted}, teacher.signals_of(batches, wanted)
+        given = [batches[number] for number in wanted]
+        if name not in self.own_tokens:
+            # A live teacher prefers the tokens of another tokenizer to the student's.
+            given = [replace(batch, teacher=None) if batch.teacher else batch for batch in given]
+        return {number: place for place, number in enumerate(wanted)}, teacher.signals(given)
+
     @property
     def _stored(self) -> frozenset[str]:
         is_stored = {name: isinstance(one, StoredTeacher) for name, one in self.teachers.items()}
@@ -90,6 +99,9 @@ class SeveralTeachers:
         """The teachers that run on a micro-batch."""
         if not self.has_routed_terms:
             return self.named
-        numbers = batch.teachers_of_all if self.is_joint else batch.teacher_numbers
         names = list(self.teachers)
-        return self.named | {names[number] for number in numbers if number >= 0}
+        own, of_all = (
+            {names[number] for number in numbers if number >= 0}
+            for numbers in (batch.teacher_numbers, batch.teachers_of_all)
+        )
+        return self.named | own | (of_all & self.joint)

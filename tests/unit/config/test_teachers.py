@@ -50,10 +50,33 @@ REFUSED = {
     "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
     "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
     "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
-    "layout": (
+    "ranks": (DRAWN, "teachers.math.ranks=1", "several teachers run on the student's ranks"),
+    "own heads": (
+        DRAWN,
+        "teachers.math.parallel={tensor: 3}",
+        "teachers.math.parallel.tensor = 3: does not divide teachers.math.architecture",
+    ),
+    "own length": (
+        DRAWN,
+        "teachers.code.parallel={context: 2}",
+        "data.sequence_length=30",
+        "with teachers.code.parallel.context = 2",
+    ),
+    "virtual stages": (
+        DRAWN,
+        "teachers.math.parallel.virtual_pipeline=2",
+        "teachers.math.parallel.virtual_pipeline = 2: a teacher runs forward only",
+    ),
+    "own layout at rest": (
         DRAWN,
         "teachers.math.parallel={tensor: 1}",
-        "layout and its ranks",
+        "teachers.math.offload=true",
+        "keeps its weights on the GPU",
+    ),
+    "own layout beside two tokenizers": (
+        "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]",
+        "teachers.math.parallel={tensor: 1}",
+        "beside teachers.code, which has another tokenizer",
     ),
     "no terms": ("objective.terms=[]", "serve distillation terms only"),
 }
