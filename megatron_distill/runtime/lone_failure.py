@@ -149,8 +149,8 @@ class LoneFailure:
     def _report_waiting(self, error: BaseException) -> None:
         """Write where this rank waited; one rank collects that of all ranks, and writes it last."""
         assert self.store is not None
-        place = _place(error)
-        name = f"{self.roles.name(self.rank)}{self._at_step()}"
+        place, step = _place(error), self._at_step()  # of now: another thread may go on
+        name = f"{self.roles.name(self.rank)}{step}"
         sys.stderr.write(f"{name} waited in {place} and failed: {_one_line(error)}\n")
         sys.stderr.flush()
         with suppress(dist.DistError):
@@ -159,7 +159,7 @@ class LoneFailure:
                 self.store.wait(["waited/told"], timedelta(seconds=2 * _EXCHANGE_SECONDS))
                 return
             time.sleep(_EXCHANGE_SECONDS)
-            text = self._collected()
+            text = self._collected(step)
             # Also here: torchrun shows it only if it takes this rank for the first to fail.
             tell_torchrun(text)
             sys.stderr.write(f"{text}\n")
@@ -167,7 +167,7 @@ class LoneFailure:
             self.store.set("waited/told", "yes")
         self._tell_peers()
 
-    def _collected(self) -> str:
+    def _collected(self, step: str) -> str:
         """Return which ranks waited where, and which did not answer."""
         assert self.store is not None
         waiting: dict[str, list[int]] = defaultdict(list)
@@ -180,7 +180,7 @@ class LoneFailure:
         names = self.roles.names
         places = "; ".join(f"{names(ranks)} in {place}" for place, ranks in waiting.items())
         text = (
-            f"error: a rank was lost{self._at_step()}, or did not answer within "
+            f"error: a rank was lost{step}, or did not answer within "
             f"runtime.timeout_seconds. {places}"
         )
         if not silent:

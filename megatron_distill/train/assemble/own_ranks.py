@@ -49,6 +49,7 @@ from megatron_distill.train.assemble.models import (
     teacher_fp8,
     teacher_seed,
 )
+from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
@@ -106,6 +107,9 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
+    with together():
+        if bridge.rank == 0:
+            publish_files(config.data, bridge)
     tokens = vocabulary if fit.own is None else fit.own.vocabulary
     teacher = resolve_model(config, "teacher", tokens).architecture
     of_head = student if fit.own is None else teacher
@@ -279,6 +283,7 @@ def run_teacher(config: RunConfig, device: Device) -> None:
         if start["steps_done"] >= start["last_step"]:
             return
         send_head(opened.teacher, opened.head_parts, bridge)
+        device.alone.progress.begin(start["steps_done"] + 1)
         server.serve()
 
 
@@ -354,6 +359,8 @@ def _open_server(
     assert bridge is not None
     way = sender = None
     with together():
+        if bridge.rank == bridge.roles.teacher.first:
+            require_same_files(config.data, bridge)
         if plan.sends(bridge.rank):
             way = _teacher_way(config.models["teacher"].transfer, plan, device)
     if way is not None:

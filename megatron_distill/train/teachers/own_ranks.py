@@ -365,6 +365,7 @@ class OwnRanksTeacher:
         that of `RemoteHead.has_arrived`.
         """
         self._step, self._last_step, self._has_started = steps_done, last_step, True
+        self._alone.progress.begin(steps_done + 1)
         if self._shared_file is not None:
             # All sides have mapped it: without a name its memory ends with the processes.
             self._shared_file.unlink(missing_ok=True)
