@@ -159,11 +159,12 @@ class LoneFailure:
                 self.store.wait(["waited/told"], timedelta(seconds=2 * _EXCHANGE_SECONDS))
                 return
             time.sleep(_EXCHANGE_SECONDS)
-            text = self._collected(step)
-            # Also here: torchrun shows it only if it takes this rank for the first to fail.
-            tell_torchrun(text)
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            if not self.store.check([_FAILED]):  # else the lost rank has written the cause
+                text = self._collected(step)
+                # Also here: torchrun shows it only if it takes this rank for the first to fail.
+                tell_torchrun(text)
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
             self.store.set("waited/told", "yes")
         self._tell_peers()
 
