@@ -33,6 +33,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="tasks instead of held-out losses: a YAML file, a name such as mmlu, or NAME=FOLDER",
     )
+    parser.add_argument(
+        "--lm-eval",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="tasks of lm-evaluation-harness instead (extra: lm-eval), in its form of results",
+    )
+    parser.add_argument("--include", metavar="DIR", help="with --lm-eval: folder of more tasks")
     parser.add_argument("--limit", type=int, help="items of each task, at even distances")
     parser.add_argument("--hf", metavar="DIR", help="with --tasks: Hugging Face folder, not a run")
     parser.add_argument(
@@ -45,8 +53,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _objection(arguments: argparse.Namespace) -> str | None:
     weights = [one for one in (arguments.hf, arguments.checkpoint) if one is not None]
-    if weights and not arguments.tasks:
+    if weights and not (arguments.tasks or arguments.lm_eval):
         return "--hf and --checkpoint are evaluated on tasks; add --tasks"
+    if arguments.tasks and arguments.lm_eval:
+        return "give either --tasks or --lm-eval"
     if len(weights) > 1 or (weights and arguments.run is not None):
         return "give one of a run, --hf and --checkpoint"
     if arguments.teacher and (weights or not arguments.tasks):
@@ -55,7 +65,8 @@ def _objection(arguments: argparse.Namespace) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    work = _evaluate_tasks if arguments.tasks else _evaluate
+    on_tasks = arguments.tasks or arguments.lm_eval
+    work = _evaluate_tasks if on_tasks else _evaluate
     return with_launch(lambda launch: work(arguments, launch))
 
 
@@ -85,18 +96,30 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         ) as device,
         TerminationRequest(),
     ):
-        from megatron_distill.train.assemble.evaluation import evaluate_weights
+        from megatron_distill.train.assemble.evaluation import (
+            evaluate_by_harness,
+            evaluate_weights,
+        )
 
         try:
-            found = evaluate_weights(config, device, tasks, teacher=arguments.teacher)
+            if arguments.lm_eval:
+                found = evaluate_by_harness(
+                    config,
+                    device,
+                    arguments.lm_eval,
+                    include=arguments.include,
+                    limit=arguments.limit,
+                )
+            else:
+                found = evaluate_weights(config, device, tasks, teacher=arguments.teacher)
         except Interrupted:
             raise KeyboardInterrupt from None
     if launch.rank == 0:
-        _write_out({"model": str(named), **found}, arguments.json)
+        _write_out({"model": str(named), **(found or {})}, arguments.json)
     place = "" if arguments.json is None else f"; the results are in {arguments.json}"
     note(
         launch,
-        f"{named}: {', '.join(task.name for task in tasks)} in "
+        f"{named}: {', '.join(arguments.lm_eval or [task.name for task in tasks])} in "
         f"{time.perf_counter() - began:.1f} s{place}",
     )
 
@@ -110,7 +133,7 @@ def _named_task(given: str, limit: int | None) -> tuple[str, dict[str, object]]:
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
     """Write figures as JSON to a file, or to standard output."""
-    text = json.dumps(figures, indent=1) + "\n"
+    text = json.dumps(figures, indent=1, default=str) + "\n"
     if path is None:
         sys.stdout.write(text)
     else:

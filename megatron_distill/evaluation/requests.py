@@ -9,7 +9,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Interrupted", "Request", "Score", "Scorer", "model_input"]
+__all__ = [
+    "Interrupted",
+    "Request",
+    "Score",
+    "Scorer",
+    "Writer",
+    "WrittenText",
+    "model_input",
+]
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
@@ -49,6 +57,32 @@ class Scorer(Protocol):
 
         `advanced` is told the number of requests that are done so far. Raises Interrupted on all
         ranks together.
+        """
+        ...
+
+
+class WrittenText(NamedTuple):
+    """A continuation up to its stop, and whether it was cut at the most tokens instead."""
+
+    text: str
+    is_cut: bool
+
+
+class Writer(Protocol):
+    """A model that continues prompts; every rank calls it with the same prompts."""
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        stop_ids: tuple[int, ...],
+        stops: tuple[str, ...],
+        limit: int,
+        advanced: Callable[[int], None] | None = None,
+    ) -> list[WrittenText]:
+        """Return greedy texts of at most `limit` tokens, the same on every rank.
+
+        They end before the first of `stops`. Raises Interrupted on all ranks together.
         """
         ...
 

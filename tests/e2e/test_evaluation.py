@@ -47,8 +47,13 @@ def quiz(folder: Path) -> tuple[str, ...]:
     )
     texts = [{"text": f"for one in range({n}): print(one)" * n} for n in range(1, 4)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (folder / "write.yaml").write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: q\ngraders: [exact, gsm8k_strict]\n"
+        f"max_new_tokens: 6\nstops: [zz]\nlimit: 5\nfolder: {folder}\nfiles: [quiz.jsonl]\n"
+    )
     prose = f"{{task: text, name: prose, folder: {folder}, files: [text.jsonl]}}"
-    return (f"evaluation.tasks=[{folder / 'quiz.yaml'}, {prose}]", "evaluation.interval=2")
+    tasks = f"[{folder / 'quiz.yaml'}, {prose}, {folder / 'write.yaml'}]"
+    return (f"evaluation.tasks={tasks}", "evaluation.interval=2")
 
 
 def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -89,6 +94,9 @@ def test_training_is_bit_identical_with_and_without(
         assert results["quiz"]["n"] == 14
         assert set(results["quiz"]["groups"]) == {"0", "1"}
         assert results["prose"]["bits_per_byte"] > 0
+        assert results["write"]["n"] == 5
+        assert results["write"]["exact"] == 0.0
+        assert results["write"]["cut"] > 0, "a model of random weights goes on"
     assert first["student"] != later[-1][1]["student"], "training changes the student"
 
 
@@ -227,3 +235,27 @@ def test_a_wrong_task_ends_the_run_and_leaves_no_folder(
     text = failure(pool, 2, config, tmp_path / "run", *COMMON, *tasks)
     assert "task quiz: files: there is no file" in text
     assert not (tmp_path / "run").exists()
+
+
+def _without_harness(rank: int, world: int, folder: str) -> str:
+    from megatron_distill.errors import ConfigError
+    from megatron_distill.train.assemble.trained_config import load_trained_run
+
+    config = load_trained_run(folder, ["teacher=null", "objective.terms=[]"], world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble import evaluation
+
+    with patch.object(evaluation, "find_spec", lambda _: None):
+        try:
+            evaluation.evaluate_by_harness(config, CPU, ["quiz"], include=None, limit=None)
+        except ConfigError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_a_harness_that_is_not_installed_is_named(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=1")
+    (text,) = pool.run(1, _without_harness, str(tmp_path / "run"))
+    assert "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`" in text

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_distill.data.chat.encode import chat_prompt
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
+from megatron_distill.evaluation.tasks.graders import grader_named
 from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
 from megatron_distill.evaluation.tasks.record import Task
 
@@ -26,6 +28,7 @@ class ItemFacts:
         requests: number of its requests, which follow one another.
         right: index of the right choice.
         lengths: characters of each choice, of multiple choice.
+        target: the right answer, of generation.
         counted: bytes and words of the text, of a perplexity.
         tokens: scored tokens.
         group: of the item; empty without groups.
@@ -34,6 +37,7 @@ class ItemFacts:
     requests: int
     right: int = 0
     lengths: tuple[int, ...] = ()
+    target: str = ""
     counted: tuple[int, int] = (0, 0)
     tokens: int = 0
     group: str = ""
@@ -51,6 +55,7 @@ class PreparedTask:
         shots_dropped: items that lost examples, since their prompt was too long.
         truncated: items that lost tokens on the left.
         is_single: whether each choice is one token, so that probabilities of letters exist.
+        stop_ids: that end a generated text.
     """
 
     task: Task
@@ -61,12 +66,13 @@ class PreparedTask:
     shots_dropped: int = 0
     truncated: int = 0
     is_single: bool = False
+    stop_ids: tuple[int, ...] = ()
 
 
 def prepare_task(task: Task, tokenizer: Tokenizer, *, positions: int) -> PreparedTask:
     """Read a task and encode it for a model with that many positions.
 
-    Raises ConfigError or DataError: files, columns, templates, or a task that needs generation.
+    Raises ConfigError or DataError: files, columns, templates, or graders.
     """
     items = read_task(task)
     encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
@@ -74,8 +80,45 @@ def prepare_task(task: Task, tokenizer: Tokenizer, *, positions: int) -> Prepare
         return _of_texts(task, items, encoder, positions)
     if task.kind == "multiple_choice":
         return _of_choices(task, items, encoder, positions)
-    raise ConfigError(
-        f"task {task.name}: kind = 'generation' is not measured yet; leave it out of the tasks"
+    for name in task.graders:
+        grader_named(name)
+    return _of_prompts(task, items, encoder, positions)
+
+
+def _of_prompts(
+    task: Task, items: Sequence[Item], encoder: TextEncoder, positions: int
+) -> PreparedTask:
+    """Encode the prompts of generated texts, which leave room for `max_new_tokens`."""
+    named, tokenizer = f"task {task.name}", encoder.tokenizer
+    room = positions - task.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"{named}: max_new_tokens = {task.max_new_tokens}, and the model has {positions} "
+            "positions; lower it"
+        )
+    prompts = [item.prompt for item in items]
+    texts = [encoder.rendered(prompt, named=named) for prompt in prompts]
+    encoded = encoder.texts(texts)
+    shots_dropped = truncated = 0
+    for place, prompt in enumerate(prompts):
+        shorter = prompt
+        while len(encoded[place]) > room and task.truncation == "shots" and shorter.shots:
+            shorter = shorter.without_last_shot()
+            texts[place] = encoder.rendered(shorter, named=named)
+            (encoded[place],) = encoder.texts([texts[place]])
+        shots_dropped += shorter is not prompt
+        truncated += len(encoded[place]) > room
+        encoded[place] = encoded[place][-room:]
+    nothing = np.zeros(0, np.int32)
+    return PreparedTask(
+        task,
+        [Request(ids, nothing) for ids in encoded],
+        tuple(ItemFacts(1, target=item.target, group=item.group) for item in items),
+        _digest(task, [*texts, *task.stops]),
+        texts[0] if texts else "",
+        shots_dropped=shots_dropped,
+        truncated=truncated,
+        stop_ids=chat_prompt(tokenizer, "a").stop_ids if task.chat else (tokenizer.eos_id,),
     )
 
 

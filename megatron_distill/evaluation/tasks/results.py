@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.evaluation.requests import Score
+from megatron_distill.evaluation.requests import Score, WrittenText
+from megatron_distill.evaluation.tasks.graders import grader_versions
+from megatron_distill.evaluation.tasks.grading import Graded
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 
-__all__ = ["stderr_of", "task_result"]
+__all__ = ["stderr_of", "task_result", "written_result"]
 
 Floats = NDArray[np.float64]
 
@@ -28,9 +30,35 @@ def task_result(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, An
     its own measure and count under `groups`. Ties go to the first choice.
     """
     if prepared.task.kind == "perplexity":
-        found = _of_texts(prepared, scores)
-    else:
-        found = _of_choices(prepared, scores)
+        return _qualified(prepared, _of_texts(prepared, scores))
+    return _qualified(prepared, _of_choices(prepared, scores))
+
+
+def written_result(
+    prepared: PreparedTask, texts: Sequence[WrittenText], grades: Mapping[str, Graded]
+) -> dict[str, Any]:
+    """Return the measures of a generation task: the share of right texts by each grader.
+
+    `cut` counts texts that reached the most tokens; `NAME_timeouts` and `NAME_failures` those that
+    a grader did not judge, which are wrong.
+    """
+    found: dict[str, Any] = {}
+    for name, graded in grades.items():
+        hits = np.array(graded.right, float)
+        found[name] = float(hits.mean())
+        found[f"{name}_stderr"] = stderr_of(hits)
+        for kind, count in (("timeouts", graded.timeouts), ("failures", graded.failures)):
+            if count:
+                found[f"{name}_{kind}"] = count
+    usual = next(iter(grades))
+    found["cut"] = sum(text.is_cut for text in texts)
+    found["graders"] = grader_versions(tuple(grades))
+    found |= _groups(prepared, np.array(grades[usual].right, float), usual)
+    return _qualified(prepared, found)
+
+
+def _qualified(prepared: PreparedTask, found: dict[str, Any]) -> dict[str, Any]:
+    """Add the counts and the digest that qualify a result."""
     found |= {
         "n": len(prepared.items),
         "shots": prepared.task.shots,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from megatron_distill import __version__
 from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import Task, load_task
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution
-from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -37,13 +40,20 @@ from megatron_distill.train.evaluation.phase import (
     evaluate_model,
 )
 from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
+from megatron_distill.train.evaluation.writing import ModelWriter
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.validation import evaluating
 
-__all__ = ["best_rule", "configured_tasks", "evaluate_weights", "open_evaluation"]
+__all__ = [
+    "best_rule",
+    "configured_tasks",
+    "evaluate_by_harness",
+    "evaluate_weights",
+    "open_evaluation",
+]
 
 _LOGGER = get_logger(__name__)
 
@@ -90,11 +100,14 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         groups,
         device,
     )
+    tokenizer = opened.samples.tokenizer
+    prepared = _prepared(tasks, tokenizer, _positions(shape, section), device)
     found = EvaluatedModel(
         "student",
         _scorer(scored, section),
-        _prepared(tasks, opened.samples.tokenizer, _positions(shape, section), device),
+        prepared,
         partial(evaluating, student),
+        _writer(scored, student.chunks, prepared, tokenizer),
     )
     teachers = list(_teachers(section, tasks, opened)) if section.teacher else []
     return RunEvaluation(
@@ -161,7 +174,11 @@ def _teachers(
             device,
         )
         yield EvaluatedModel(
-            role, _scorer(scored, section), prepared, partial(_awake, opened, model)
+            role,
+            _scorer(scored, section),
+            prepared,
+            partial(_awake, opened, model),
+            _writer(scored, [model.model], prepared, tokenizer),
         )
 
 
@@ -190,6 +207,42 @@ def _awake(opened: OpenRun, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
 def _scorer(model: ScoredModel, section: EvaluationConfig) -> ModelScorer:
     positions = _positions(model.architecture, section)
     return ModelScorer(model, positions, section.batch_tokens, stop_requested=is_requested)
+
+
+def _writer(
+    model: ScoredModel,
+    chunks: Sequence[HiddenStateGPT],
+    tasks: Sequence[PreparedTask],
+    tokenizer: Tokenizer | None,
+    *,
+    writes: bool = False,
+) -> ModelWriter | None:
+    """Return the writer of a model if one of its tasks generates text.
+
+    Collective: that of `_shared`, since stop strings need the tokenizer on every rank.
+    """
+    if not writes and all(task.task.kind != "generation" for task in tasks):
+        return None
+    cached = CachedGPT(
+        chunks,
+        model.architecture,
+        model.groups,
+        model.device,
+        vocab_size=model.shard.size,
+        decode=_shared(tokenizer).decode,
+    )
+    return ModelWriter(cached, stop_requested=is_requested)
+
+
+def _shared(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the first rank's tokenizer on every rank.
+
+    Collective: world, one broadcast of the tokenizer.
+    """
+    shared = [tokenizer]
+    dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None, "the first rank has it"
+    return shared[0]
 
 
 def _positions(shape: Architecture, section: EvaluationConfig) -> int:
@@ -266,6 +319,52 @@ def evaluate_weights(
     }
 
 
+def evaluate_by_harness(
+    config: RunConfig,
+    device: Device,
+    names: Sequence[str],
+    *,
+    include: str | None,
+    limit: int | None,
+) -> dict[str, Any] | None:
+    """Evaluate the student of a configuration on tasks of lm-evaluation-harness.
+
+    `include`: folder of further tasks of the harness. Returns the harness's results on the first
+    rank of a node, None elsewhere. Raises a MegatronDistillError on all ranks together.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`, or "
+            "give --tasks"
+        )
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from megatron_distill.evaluation.lm_eval_model import ScorerLM
+
+    with (
+        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
+        device.alone,
+    ):
+        options = data_options(config.data, Path(config.output))
+        tokens = open_tokenizer(config, options)
+        execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
+        role = _Role("student", config.seed)
+        model = _opened(config, role, tokens, (), execution, groups, writes=True)
+        tokenizer = _shared(tokens[0])
+        return lm_eval.simple_evaluate(
+            model=ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer),
+            tasks=list(names),
+            task_manager=TaskManager(include_path=include),
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+
+
 def _opened(
     config: RunConfig,
     role: _Role,
@@ -273,8 +372,10 @@ def _opened(
     tasks: Sequence[Task],
     execution: Execution,
     groups: Groups,
+    *,
+    writes: bool = False,
 ) -> EvaluatedModel:
-    """Build the model of a role and encode the tasks for it."""
+    """Build the model of a role and encode the tasks for it; `writes`: it writes text anyway."""
     tokenizer, vocabulary = tokens
     source = resolve_model(config, role.name, vocabulary)
     shape, section = source.architecture, config.evaluation
@@ -291,4 +392,9 @@ def _opened(
         groups,
         execution.device,
     )
-    return EvaluatedModel(role.name, _scorer(scored, section), prepared)
+    return EvaluatedModel(
+        role.name,
+        _scorer(scored, section),
+        prepared,
+        writer=_writer(scored, [model], prepared, tokenizer, writes=writes),
+    )

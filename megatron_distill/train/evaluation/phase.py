@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import counted
-from megatron_distill.evaluation.requests import Scorer
+from megatron_distill.evaluation.requests import Scorer, Writer
+from megatron_distill.evaluation.tasks.graders import grader_named
+from megatron_distill.evaluation.tasks.grading import grade_texts
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
-from megatron_distill.evaluation.tasks.results import task_result
+from megatron_distill.evaluation.tasks.results import task_result, written_result
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import repeated_dropout
 from megatron_distill.runtime.progress import duration
 
@@ -40,6 +44,7 @@ class EvaluatedModel:
 
     Attributes:
         role: `student`, `teacher` or `teachers.NAME`.
+        writer: of generated texts; None where no task needs one.
         in_use: block in which the model is in evaluation mode and its weights are on the device.
     """
 
@@ -47,6 +52,7 @@ class EvaluatedModel:
     scorer: Scorer
     tasks: Sequence[PreparedTask]
     in_use: Callable[[], AbstractContextManager[object]] = nullcontext
+    writer: Writer | None = None
 
 
 def evaluate_model(model: EvaluatedModel) -> Results:
@@ -61,10 +67,39 @@ def evaluate_model(model: EvaluatedModel) -> Results:
         for task in model.tasks:
             began = time.perf_counter()
             noted = _Noted(f"{model.role}: {task.task.name}", len(task.requests))
-            scores = model.scorer.score(task.requests, advanced=noted.advanced)
-            result = task_result(task, scores)
+            if task.task.kind == "generation":
+                result = _written(model, task, noted)
+            else:
+                scores = model.scorer.score(task.requests, advanced=noted.advanced)
+                result = task_result(task, scores)
             found[task.task.name] = {**result, "seconds": time.perf_counter() - began}
     return found
+
+
+def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[str, Any]:
+    """Generate a task's texts and grade them on the first rank.
+
+    Collective: those of the writer, of `on_first_rank`, and one broadcast of the result.
+    """
+    assert model.writer is not None, "a model with such a task has one"
+    record = task.task
+    texts = model.writer.write(
+        [request.context.tolist() for request in task.requests],
+        stop_ids=task.stop_ids,
+        stops=record.stops,
+        limit=record.max_new_tokens,
+        advanced=noted.advanced,
+    )
+    pairs = [(one.text, item.target) for one, item in zip(texts, task.items, strict=True)]
+
+    def graded() -> dict[str, Any]:
+        grades = {name: grade_texts(grader_named(name), pairs) for name in record.graders}
+        return written_result(task, texts, grades)
+
+    found = [on_first_rank(graded, device=torch.device(torch.cuda.current_device()))]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    return found[0]
 
 
 @dataclass

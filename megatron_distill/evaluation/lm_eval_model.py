@@ -1,0 +1,129 @@
+"""A model class of lm-evaluation-harness over the scorer; its import needs the extra `lm-eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.requests import Request, Scorer, Writer
+from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
+
+__all__ = ["ScorerLM"]
+
+
+class ScorerLM(TemplateLM):
+    """A model behind any layout as lm-evaluation-harness calls it.
+
+    Every rank has one and makes the same calls, as rank 0 of 1: the scorer shares the work over all
+    ranks. Pass the instance to `lm_eval.simple_evaluate(model=...)`, with its seeds as None.
+
+    `writer` None: the model generates no text.
+    """
+
+    backend = "causal"
+
+    def __init__(self, scorer: Scorer, encoder: TextEncoder, writer: Writer | None = None) -> None:
+        super().__init__()
+        self._scorer, self._encoder, self._writer = scorer, encoder, writer
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token."""
+        return self._encoder.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        return self._encoder.prefix_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The digest of the tokenizer, which keys the harness's cache of requests."""
+        return self._encoder.tokenizer.identity
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the source of the tokenizer's chat template, where one is asked for."""
+        return (self._encoder.tokenizer.chat_template or "") if chat_template else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return messages as text; raises DataError without a chat template."""
+        template = TextEncoder.of(self._encoder.tokenizer, chat=True, named="lm-eval").template
+        assert template is not None
+        return template.render(chat_history, None, add_generation_prompt=add_generation_prompt)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the ids of a text, with the begin-of-text token unless it is told not to."""
+        if add_special_tokens is False:
+            return [int(one) for one in self._encoder.tokenizer.encode_batch([string])[0]]
+        return [int(one) for one in self._encoder.texts([string])[0]]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        asked = [
+            Request(np.array(context, np.int32), np.array(answer, np.int32))
+            for _, context, answer in requests
+        ]
+        return [(score.log_prob, score.is_greedy) for score in self._scorer.score(asked)]
+
+    def loglikelihood_rolling(
+        self,
+        requests: Sequence[Any],
+        disable_tqdm: bool = False,  # noqa: ARG002
+    ) -> list[float]:
+        """Return the log-probability of whole texts, each token scored once."""
+        windows: list[Request] = []
+        counts = []
+        for request in requests:
+            ids = np.array(self.tok_encode(request.args[0]), np.int32)
+            found = rolling_requests(
+                ids, prefix_id=self.prefix_token_id, positions=self._scorer.positions
+            )
+            windows += found
+            counts.append(len(found))
+        scores = iter(self._scorer.score(windows))
+        return [sum(next(scores).log_prob for _ in range(count)) for count in counts]
+
+    def generate_until(
+        self,
+        requests: Sequence[Any],
+        disable_tqdm: bool = False,  # noqa: ARG002
+    ) -> list[str]:
+        """Return greedy texts, in calls of equal stops and lengths.
+
+        Raises ConfigError for sampling, and DataError where the prompt has no room.
+        """
+        found: dict[int, str] = {}
+        alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(_settings(request.args[1]), []).append(number)
+        for (stops, limit), numbers in alike.items():
+            room = self._scorer.positions - limit
+            if room < 1 or self._writer is None:
+                raise DataError(
+                    f"lm-eval: max_gen_toks = {limit}, and the model has {self._scorer.positions} "
+                    "positions; lower it in gen_kwargs"
+                )
+            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            texts = self._writer.write(
+                prompts, stop_ids=(self.eot_token_id,), stops=stops, limit=limit
+            )
+            found |= {number: one.text for number, one in zip(numbers, texts, strict=True)}
+        return [found[number] for number in range(len(requests))]
+
+
+def _settings(given: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Return the stop strings and the most tokens of a request."""
+    if given.get("do_sample") and given.get("temperature", 1.0) > 0:
+        raise ConfigError("lm-eval: do_sample = true: texts are greedy; set it to false")
+    until = given.get("until") or ()
+    stops = (until,) if isinstance(until, str) else tuple(until)
+    return tuple(stop for stop in stops if stop), int(given.get("max_gen_toks", 256))
