@@ -1,11 +1,12 @@
-"""Generate text with a trained student.
+"""Generate text with a trained student, a checkpoint or a Hugging Face folder.
 
     python launch/generate.py runs/first --prompt "def main("
     python launch/generate.py runs/first --chat --prompt "Is it sunny?"
     torchrun --nproc-per-node 2 launch/generate.py runs/first parallel.tensor=2 --prompt "def main("
     python launch/generate.py --hf models/first --prompt "def main("
+    python launch/generate.py --hf models/first --transformers --prompt "def main("
 
-Runs in one process, or under torchrun in the layout of the section `parallel`. With --hf
+Runs in one process, or under torchrun in the layout of the section `parallel`. With --transformers
 `transformers` generates the text with the model of an exported folder.
 """
 

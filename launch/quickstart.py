@@ -273,7 +273,7 @@ def _sample(flow: Flow) -> str:
     return ask(
         ROOT / "launch" / "generate.py",
         [
-            *("--hf", str(flow.exported), "--text", str(flow.sample_file)),
+            *("--hf", str(flow.exported), "--transformers", "--text", str(flow.sample_file)),
             *("--prompt", PROMPT, "--tokens", str(SAMPLE_TOKENS)),
         ],
         answer=flow.sample_file,

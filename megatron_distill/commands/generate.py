@@ -1,32 +1,41 @@
-"""Generate text with a trained student."""
+"""Generate text with a trained student, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import Command, note, spelled, with_launch
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     add_run_arguments,
     load_trained_run,
+    load_weights,
     run_and_overrides,
 )
 
 if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
     from megatron_distill.data.chat.encode import Prompt
     from megatron_distill.data.tokenizers.open import Tokenizer
-    from megatron_distill.evaluation.generate import Sampling
+    from megatron_distill.models.generation import Sampling
     from megatron_distill.runtime.launch import Launch
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, example="e.g. parallel.tensor=2")
     parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder, not a run")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="CKPT", help="an imported checkpoint, not a run"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="of --checkpoint; left out: its own copy"
+    )
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument(
         "--chat",
@@ -36,16 +45,30 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
     parser.add_argument("--tokens", type=int, default=200, help="most tokens to write")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
+    parser.add_argument("--top-k", type=int, help="draw from that many likeliest tokens")
     parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
     parser.add_argument("--text", type=Path, help="write the text to this file, not out")
+    parser.add_argument(
+        "--transformers", action="store_true", help="with --hf: let `transformers` write the text"
+    )
 
 
 def _objection(arguments: argparse.Namespace) -> str | None:
-    if arguments.hf is None and run_and_overrides(arguments)[0] is None:
+    models = [name for name in ("hf", "checkpoint") if getattr(arguments, name) is not None]
+    words = [*([arguments.run] if arguments.run else []), *arguments.words]
+    if not models and not words:
         return f"{NO_RUN}, or --hf DIR"
+    if len(models) > 1 or (models and any("=" not in word for word in words)):
+        return "give one model: a run, --hf DIR or --checkpoint CKPT"
     if arguments.system is not None and not arguments.chat:
         return "--system is a message of a chat; add --chat"
+    if arguments.transformers and arguments.hf is None:
+        return "--transformers reads a Hugging Face folder; add --hf DIR"
     return None
 
 
@@ -55,19 +78,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
     began = time.perf_counter()
-    by_transformers = arguments.hf is not None
-    text = (_write_by_transformers if by_transformers else _write)(arguments, launch)
-    if launch.rank == 0:
+    text, tokens = (_write_by_transformers if arguments.transformers else _write)(arguments, launch)
+    if launch.rank == 0 and text is not None:
         if arguments.text is None:
             sys.stdout.write(text + "\n")
         else:
             arguments.text.write_text(text, encoding="utf-8")
-    source = arguments.hf or run_and_overrides(arguments)[0]
+    source = arguments.hf or arguments.checkpoint or run_and_overrides(arguments)[0]
     choice = "greedy" if arguments.temperature == 0 else f"seed {arguments.seed}"
     place = "" if arguments.text is None else f"; the text is in {arguments.text}"
     seconds = time.perf_counter() - began
-    note(launch, f"{source}: {len(text):,} characters, {choice}, in {seconds:.1f} s{place}")
-    if not by_transformers:
+    note(launch, f"{source}: {tokens}, {choice}, in {seconds:.1f} s{place}")
+    if arguments.hf is None and arguments.checkpoint is None:
         note(
             launch,
             f"held-out losses of it: {spelled(arguments, 'evaluate')} {source}",
@@ -76,42 +98,99 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
         )
 
 
-def _write(arguments: argparse.Namespace, launch: Launch) -> str:
-    """Return the text on the first rank; every rank must call this."""
-    from megatron_distill.runtime.launch import joined_world
-
+def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
+    kind = "hf" if arguments.hf is not None else "checkpoint"
+    folder = arguments.hf or arguments.checkpoint
+    if folder is not None:
+        if kind == "hf" and not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
+                "`tools/convert_checkpoint.py export` writes"
+            )
+        own = ["train.precision=fp32"]
+        if arguments.tokenizer is not None:
+            own.append(f"data.tokenizer.path={arguments.tokenizer}")
+        words = [*([arguments.run] if arguments.run else []), *arguments.words]
+        return load_weights({kind: str(folder)}, [*own, *words], world_size=launch.size)
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
+    plain = ["teacher=null", "teachers=null", "objective.terms=[]", *overrides]
+    return load_trained_run(run, plain, world_size=launch.size)
+
+
+def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, str]:
+    """Return the text, None where it is on the terminal already, and its length in words.
+
+    Every rank must call this.
+    """
+    from megatron_distill.runtime.launch import joined_world
+
     with launch.together("configuration"):
-        config = load_trained_run(
-            run, ["teacher=null", "objective.terms=[]", *overrides], world_size=launch.size
-        )
+        config = _config(arguments, launch)
     with joined_world(
         **config.runtime.model_dump(),
         splits_layers=config.parallel.splits_layers,
         launch=launch,
     ) as device:
-        import torch
-
-        from megatron_distill.evaluation.generate import generate
+        from megatron_distill.models.generation import Stops, WriteRow
         from megatron_distill.train.assemble.trained_run import writer
 
-        with writer(config, device) as (next_token, tokenizer):
-            prompt = _shared_prompt(arguments, tokenizer)
-            context = config.data.sequence_length
-            if arguments.chat and len(prompt.ids) >= context:
+        is_split = bool(arguments.stop)
+        with writer(config, device, tokenizer_everywhere=is_split) as (model, tokenizer):
+            prompt = _shared_prompt(arguments, tokenizer if launch.rank == 0 else None)
+            if len(prompt.ids) > model.positions:
                 raise ConfigError(
-                    f"--chat: the messages have {len(prompt.ids)} tokens, and the run has "
-                    f"data.sequence_length = {context}; shorten --prompt or --system"
+                    f"--prompt has {len(prompt.ids):,} tokens, and the model has "
+                    f"{model.positions:,} positions; shorten --prompt or --system"
                 )
-            (written,) = generate(
-                next_token,
-                torch.tensor([prompt.ids]),
-                sampling=_sampling(arguments, stop_ids=prompt.stop_ids),
-                max_context=context,
+            streams = launch.rank == 0 and arguments.text is None and sys.stdout.isatty()
+            terminal = None
+            if streams:
+                assert tokenizer is not None
+                before = "" if arguments.chat else tokenizer.decode(prompt.ids)
+                terminal = _Terminal(tokenizer, prompt.ids, tuple(arguments.stop), before)
+            (written,) = model.write(
+                [WriteRow(prompt.ids, 0, arguments.tokens)],
+                sampling=_sampling(arguments),
+                stops=Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop)),
+                on_tokens=None if terminal is None else terminal.show,
             )
-            shown = written if arguments.chat else [*prompt.ids, *written]
-            return tokenizer.decode(shown) if tokenizer is not None else ""
+            count = f"{len(written.ids):,} tokens"
+            if terminal is not None:
+                terminal.finish()
+                return None, count
+            if tokenizer is None or launch.rank:
+                return "", count
+            text = written.text or ""
+            return text if arguments.chat else tokenizer.decode(prompt.ids) + text, count
+
+
+class _Terminal:
+    """Shows text as it is written, whole characters only."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, ids: Sequence[int], stops: tuple[str, ...], before: str
+    ) -> None:
+        from megatron_distill.models.generation.text import TextStream
+
+        self._stream = TextStream(tokenizer.decode, stops, ids)
+        self._out(before)
+
+    def show(self, _: int, ids: Sequence[int]) -> None:
+        """Show the text of the next ids."""
+        for token in ids:
+            self._stream.push(token)
+        self._out(self._stream.new_text())
+
+    def finish(self) -> None:
+        """Show the rest, and end the line."""
+        self._stream.finish()
+        self._out(self._stream.new_text() + "\n")
+
+    def _out(self, text: str) -> None:
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Prompt:
@@ -135,43 +214,45 @@ def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -
     return shared[0]
 
 
-def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> str:
+def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tuple[str, str]:
     from megatron_distill.evaluation.generate import write_text
 
     if arguments.run or arguments.words or launch.size > 1:
-        raise ConfigError(
-            "--hf runs in one process and takes neither a run nor key=value; leave them out"
-        )
-    return write_text(
+        raise ConfigError("--transformers runs in one process and takes no key=value")
+    text = write_text(
         arguments.hf,
         arguments.prompt,
         _sampling(arguments),
+        tokens=arguments.tokens,
         chat=arguments.chat,
         system=arguments.system,
     )
+    return text, f"{len(text):,} characters"
 
 
-def _sampling(arguments: argparse.Namespace, *, stop_ids: tuple[int, ...] = ()) -> Sampling:
-    from megatron_distill.evaluation.generate import Sampling
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    from megatron_distill.models.generation import Sampling
 
     return Sampling(
-        max_new_tokens=arguments.tokens,
         temperature=arguments.temperature,
+        top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
         seed=arguments.seed,
-        stop_ids=stop_ids,
     )
 
 
 COMMAND = Command(
-    description="""Text from a trained student.
+    description="""Text from a trained student, a checkpoint or a Hugging Face folder.
 
     megatron-distill generate runs/first --prompt "def main("
     megatron-distill generate runs/first --chat --prompt "Is it sunny?" --system "Be brief."
     megatron-distill generate runs/first parallel.tensor=2 --processes 2
-    megatron-distill generate --hf models/first --prompt "def main("
+    megatron-distill generate --hf models/first --prompt "def main(" --stop "\\n\\n"
+    megatron-distill generate --checkpoint checkpoints/first --tokenizer tokenizers/first
 
-With --hf the text is written by `transformers` from an exported folder.""",
+On a terminal the text appears as it is written. With --hf --transformers it is written by
+`transformers`. See docs/generation.md.""",
     add_arguments=_add_arguments,
     run=_run,
     check=_objection,

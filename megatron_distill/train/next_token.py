@@ -1,16 +1,14 @@
-"""The next token's logits of a Megatron-Core model, in any layout without context parallelism."""
+"""Logits of a Megatron-Core model for inspection, in any layout without context parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
 from megatron_distill.ops import LogitRule
@@ -18,44 +16,6 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.segments import Segments
 from megatron_distill.train.step import run_schedule
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """Computes the logits of the next token, the same on every rank.
-
-    All ranks call it together with the same tokens, so that each can choose the next token
-    locally. `vocab_size` is as in `logits_after`. Raises ConfigError for a context-parallel layout.
-    """
-
-    model: HiddenStateGPT
-    architecture: Architecture
-    groups: Groups
-    device: torch.device
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.groups.layout.context > 1:
-            raise ConfigError(
-                f"parallel.context={self.groups.layout.context}: generation does not support "
-                "context parallelism; set parallel.context=1"
-            )
-
-    def __call__(self, tokens_bs: Tensor) -> Tensor:
-        """Return the logits [b, vocabulary] in fp32 that follow `tokens_bs` (int64).
-
-        Collective: as `logits_after`.
-        """
-        last = tokens_bs.shape[1] - 1
-        return logits_after(
-            self.model,
-            tokens_bs,
-            positions=slice(last, last + 1),
-            architecture=self.architecture,
-            groups=self.groups,
-            device=self.device,
-            vocab_size=self.vocab_size,
-        )[:, 0]
 
 
 @torch.no_grad()

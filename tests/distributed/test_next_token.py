@@ -1,4 +1,4 @@
-"""Logits for writing text against a plain forward pass, in one process and in several."""
+"""Logits of the next token against a plain forward pass, in one process and in several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_distill.errors import ConfigError
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 
@@ -33,14 +32,22 @@ def _next(
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt
-        from megatron_distill.train.next_token import NextToken
+        from megatron_distill.train.next_token import logits_after
 
         device = torch.device("cpu")
         architecture = small_architecture(**_changes(logit_softcap))
         (model,) = build_gpt(
             architecture, groups=groups, execution=Execution(torch.float32, device), seed=11
         )
-        return NextToken(model, architecture, groups, device)(prompt())
+        found = logits_after(
+            model,
+            prompt(),
+            positions=slice(LENGTH - 1, LENGTH),
+            architecture=architecture,
+            groups=groups,
+            device=device,
+        )
+        return found[:, 0]
 
 
 def _oracle(rank: int, world: int, logit_softcap: float | None) -> torch.Tensor:
@@ -81,20 +88,3 @@ def test_every_rank_of_every_layout_sees_the_last_positions_logits(
     for logits in found:
         assert torch.equal(logits, found[0]), "ranks would write different texts"
     torch.testing.assert_close(found[0].double(), everywhere[:, -1], atol=2e-5, rtol=2e-5)
-
-
-def _context(rank: int, world: int) -> str:
-    with megatron_groups(context=2) as groups:
-        from megatron_distill.train.next_token import NextToken
-
-        try:
-            NextToken(None, small_architecture(), groups, torch.device("cpu"))  # type: ignore[arg-type]
-        except ConfigError as error:
-            return str(error)
-        return "accepted"
-
-
-def test_context_parallelism_is_refused_by_name(pool: Pool) -> None:
-    for text in pool.run(2, _context):
-        assert text.startswith("parallel.context=2:")
-        assert text.endswith("set parallel.context=1")

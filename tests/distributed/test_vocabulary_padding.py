@@ -97,7 +97,7 @@ def next_logits(rank: int, world: int) -> tuple[Tensor, Tensor]:
     with megatron_groups(tensor=world) as groups:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt, vocab_shard
-        from megatron_distill.train.next_token import NextToken
+        from megatron_distill.train.next_token import logits_after
 
         device, architecture = torch.device("cpu"), small_architecture(vocab_size=216)
         execution = Execution(torch.float32, device)
@@ -108,7 +108,15 @@ def next_logits(rank: int, world: int) -> tuple[Tensor, Tensor]:
             head[shard.real_width :] *= 50
         tokens = torch.arange(14).view(2, 7)
         real, every = (
-            NextToken(model, architecture, groups, device, vocab_size=size)(tokens)
+            logits_after(
+                model,
+                tokens,
+                positions=slice(6, 7),
+                architecture=architecture,
+                groups=groups,
+                device=device,
+                vocab_size=size,
+            )[:, 0]
             for size in (TOKENS, None)
         )
         return real, every

@@ -156,9 +156,10 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
     assert ours.returncode == 0, ours.stderr
     exported = program(chatting, "convert", "export", "--checkpoint", "run", "--hf", "out")
     assert exported.returncode == 0, exported.stderr
-    other = program(chatting, "generate", "--hf", "out", *words)
-    assert other.returncode == 0, other.stderr
-    assert ours.stdout == other.stdout
+    for by in ([], ["--transformers"]):
+        other = program(chatting, "generate", "--hf", "out", *by, *words)
+        assert other.returncode == 0, other.stderr
+        assert ours.stdout == other.stdout
     assert len(set(ours.stdout)) > 6, ours.stdout
     assert "Is it sunny?" not in ours.stdout
     assert "evaluate run\n" in ours.stderr

@@ -100,15 +100,16 @@ def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate:
 def _prompted(rank: int, world: int) -> int:
     with megatron_groups() as groups:
         from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import build_gpt
-        from megatron_distill.train.next_token import NextToken
 
         execution = Execution(torch.float32, torch.device("cpu"))
-        shape = small_architecture(max_position_embeddings=LENGTH)
+        shape = small_architecture(max_position_embeddings=LENGTH + 2)
         (model,) = build_gpt(shape, groups=groups, execution=execution, seed=1)
-        next_logits = NextToken(model.eval(), shape, groups, execution.device)
+        writer = CachedGPT([model], shape, groups, execution.device)
         with NoSquares(LENGTH) as mode:
-            next_logits(torch.zeros(1, LENGTH, dtype=torch.int64))
+            writer.write([WriteRow((0,) * LENGTH, 0, 2)], sampling=Sampling(), stops=Stops())
         return mode.long_tensors
 
 

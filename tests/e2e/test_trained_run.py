@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_distill.errors import CheckpointError, ConfigError, DataError
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
@@ -119,15 +118,16 @@ def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Pa
 
 def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.evaluation.generate import Sampling, generate
+    from megatron_distill.models.generation import Sampling, Stops, WriteRow
     from megatron_distill.train.assemble.trained_run import writer
 
     plain = ["teacher=null", "objective.terms=[]"]
     config = load_trained_run(folder, [*plain, *overrides], world_size=world)
-    with writer(config, CPU) as (next_token, _):
-        sampling = Sampling(max_new_tokens=12, temperature=0.8, seed=3)
-        (row,) = generate(next_token, torch.tensor([[5, 17, 40]]), sampling=sampling, max_context=8)
-        return row
+    with writer(config, CPU) as (model, _):
+        rows = [WriteRow((5, 17, 40), 0, 12)]
+        sampling = Sampling(temperature=0.8, seed=3)
+        (text,) = model.write(rows, sampling=sampling, stops=Stops())
+        return list(text.ids)
 
 
 def test_the_text_is_the_same_on_every_rank_of_every_layout(pool: Pool, trained: Path) -> None:
@@ -205,13 +205,14 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
     from megatron_distill.data.tokenizers.open import load_tokenizer
-    from megatron_distill.evaluation.generate import Sampling, write_text
+    from megatron_distill.evaluation.generate import write_text
+    from megatron_distill.models.generation import Sampling
 
     text = re.escape(
         f"--hf {tmp_path / 'none'}: no config.json is there; give a Hugging Face folder"
     )
     with pytest.raises(CheckpointError, match=text):
-        write_text(tmp_path / "none", "a", Sampling(max_new_tokens=1))
+        write_text(tmp_path / "none", "a", Sampling(), tokens=1)
     with pytest.raises(DataError, match=r"set --hf to a folder with a tokenizer\.json.*file$"):
         load_tokenizer(tmp_path / "none", named="--hf")
 

@@ -101,7 +101,8 @@ def test_padding_is_never_written_by_transformers(
     from safetensors.torch import load_file, save_file
 
     from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
-    from megatron_distill.evaluation.generate import Sampling, write_text
+    from megatron_distill.evaluation.generate import write_text
+    from megatron_distill.models.generation import Sampling
 
     folder = Path(shutil.copytree(models / "student", tmp_path / "student"))
     tensors = load_file(folder / "model.safetensors")
@@ -114,7 +115,7 @@ def test_padding_is_never_written_by_transformers(
     monkeypatch.setattr(
         HuggingFaceTokenizer, "decode", lambda _, ids: "" if seen.extend(ids) else "text"
     )
-    write_text(folder, "def ", Sampling(max_new_tokens=20, temperature=temperature))
+    write_text(folder, "def ", Sampling(temperature=temperature), tokens=20)
     assert len(seen) > 10
     assert max(seen) < 301
 

@@ -11,6 +11,7 @@ from megatron_distill.config.schema.evaluation import (
     KeepBestConfig,
     TaskConfig,
 )
+from megatron_distill.config.schema.generation import GenerationConfig
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
     ModelConfig,
@@ -61,6 +62,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "FeatureConfig",
+    "GenerationConfig",
     "JobConfig",
     "KeepBestConfig",
     "LoggingConfig",

@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from megatron_distill.config.schema.data import DataConfig
 from megatron_distill.config.schema.evaluation import EvaluationConfig
+from megatron_distill.config.schema.generation import GenerationConfig
 from megatron_distill.config.schema.model import ModelConfig
 from megatron_distill.config.schema.objective import ObjectiveConfig
 from megatron_distill.config.schema.section import Section
@@ -101,6 +102,9 @@ class RunConfig(JobConfig):
     logging: LoggingConfig = Field(default=LoggingConfig(), description="Outputs of the metrics.")
     profile: ProfileConfig = Field(
         default=ProfileConfig(), description="Traces and memory snapshots of chosen steps."
+    )
+    generation: GenerationConfig = Field(
+        default=GenerationConfig(), description="Writing and scoring text."
     )
 
     @property

@@ -10,14 +10,15 @@ from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Execution
+from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.distillation import open_held_out, open_run
 from megatron_distill.train.assemble.models import job_groups, resolve_model
 from megatron_distill.train.assemble.site import Site
-from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.sources import data_options, open_tokenizer, read_tokenizer
 from megatron_distill.train.comparison import compare_held_out
 from megatron_distill.train.metrics import public_names
-from megatron_distill.train.next_token import NextToken
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import validate
@@ -55,10 +56,13 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
 
 
 @contextmanager
-def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Tokenizer | None]]:
+def writer(
+    config: RunConfig, device: Device, *, tokenizer_everywhere: bool = False
+) -> Iterator[tuple[CachedGPT, Tokenizer | None]]:
     """Build the student for text generation; the tokenizer is on the first rank only.
 
-    Raises a MegatronDistillError on all ranks together.
+    tokenizer_everywhere: on all ranks, which stop strings need. Raises a MegatronDistillError on
+    all ranks together.
     """
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
@@ -68,15 +72,19 @@ def writer(config: RunConfig, device: Device) -> Iterator[tuple[NextToken, Token
             config.data, Path(config.output), shows_progress=config.logging.progress
         )
         tokenizer, vocabulary = open_tokenizer(config, options)
+        if tokenizer_everywhere:
+            with together():
+                tokenizer = tokenizer or read_tokenizer(config, options)
         source = resolve_model(config, "student", vocabulary)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        (model,) = source.build(execution, groups=groups, seed=config.seed)
-        model.eval()
-        next_token = NextToken(
-            model,
+        chunks = source.build(execution, groups=groups, seed=config.seed)
+        model = CachedGPT(
+            chunks,
             source.architecture,
             groups,
             device.torch_device,
             vocab_size=vocabulary.size,
+            cache_gib=config.generation.cache_gib,
+            decode=None if tokenizer is None else tokenizer.decode,
         )
-        yield next_token, tokenizer
+        yield model, tokenizer

@@ -1,0 +1,219 @@
+"""Tokens per second of text written with a cache, beside recomputation and `transformers`.
+
+python benchmarks/generate.py                       # all sizes, some minutes on one core
+python benchmarks/generate.py --batches 1 16        # some sizes
+
+One random model of the Llama family in fp32 on one thread, greedy, prompts of unequal length. The
+peers are `transformers.generate` with its cache, and a forward pass over the whole text per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.harness.environment import ROOT, describe
+from megatron_distill.models.generation.request import Sampling, Stops, WriteRow
+from megatron_distill.runtime.launch import joined_world
+
+BATCHES = (1, 4, 16, 64)
+TOKENS = 512
+RECOMPUTED_TOKENS = 64
+PROMPTS = (17, 32, 24, 9)
+EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
+MODEL = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096,
+    "max_position_embeddings": 1024, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_NOTE = """\
+tokens/s are new tokens of all rows over the CPU time of one thread, which other work on the machine
+disturbs less than the clock; the shorter of two runs. Prompts have 9 to 32 tokens. `growth` is the
+time per token around the 192nd new token over that around the 64th. `recompute` is measured over 64
+new tokens, and so is ours beside it. All write the same tokens in the first row.
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A way to write: prompts and a number of new tokens to the ids of the first row."""
+
+    name: str
+    write: Callable[[Sequence[tuple[int, ...]], int], list[int]]
+
+
+def prompts(batch: int) -> list[tuple[int, ...]]:
+    """Return the prompts of a batch."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [PROMPTS[row % len(PROMPTS)] for row in range(batch)]
+    return [
+        tuple(torch.randint(3, MODEL["vocab_size"], (size,), generator=generator).tolist())
+        for size in lengths
+    ]
+
+
+def main() -> int:
+    """Measure, print, and save the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as place,
+        joined_world(device="cpu", backend="gloo", threads=1, timeout_seconds=600.0),
+    ):
+        torch.set_num_threads(1)
+        lines = _measured(Path(place), arguments.batches, arguments.tokens)
+    environment = describe("benchmarks/generate.py", sys.argv[1:])
+    text = "\n".join(
+        [
+            f"# Text with a cache, {arguments.tokens} new tokens\n",
+            _NOTE,
+            *(f"* {name}: {value}" for name, value in environment.items()),
+            "",
+            "| rows | ours, tokens/s | transformers | ratio | growth | ours, 64 tokens | recompute "
+            "| ratio |",
+            "|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "generate.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+def _measured(place: Path, batches: Sequence[int], tokens: int) -> list[str]:
+    reference = _save(place)
+    ours, recompute, model = _ours(place)
+    peer = Subject("transformers", lambda rows, count: _by_transformers(reference, rows, count))
+    lines = []
+    for batch in batches:
+        rows = prompts(batch)
+        own, other = _rates((ours, peer), rows, tokens)
+        short, recomputed = _rates((ours, recompute), rows, RECOMPUTED_TOKENS)
+        cells = [
+            str(batch), f"{own:,.0f}", f"{other:,.0f}", f"{own / other:.2f}x",
+            f"{_growth(model, rows):.2f}x",
+            f"{short:,.0f}", f"{recomputed:,.0f}", f"{short / recomputed:.1f}x",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+        Console().print(lines[-1])
+    return lines
+
+
+def _rates(
+    subjects: Sequence[Subject], rows: Sequence[tuple[int, ...]], tokens: int
+) -> list[float]:
+    """Return tokens per second of each subject; they take turns, and write the same ids."""
+    seconds: dict[str, float] = {}
+    found: dict[str, list[int]] = {}
+    for subject in subjects:
+        subject.write(rows, 4)
+    for _ in range(2):
+        for subject in subjects:
+            began = time.process_time()
+            found[subject.name] = subject.write(rows, tokens)
+            took = time.process_time() - began
+            seconds[subject.name] = min(took, seconds.get(subject.name, took))
+    first, *others = found.values()
+    assert all(other == first for other in others), "they write different texts"
+    return [len(rows) * tokens / seconds[subject.name] for subject in subjects]
+
+
+def _save(place: Path) -> Any:
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**MODEL)
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(place)
+    return model.eval()
+
+
+def _by_transformers(model: Any, rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
+    longest = max(map(len, rows))
+    ids = torch.tensor([(0,) * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return found[0, longest:].tolist()
+
+
+def _ours(place: Path) -> tuple[Subject, Subject, Any]:
+    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.generation.model import CachedGPT
+    from megatron_distill.models.gpt import build_gpt
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
+    from megatron_distill.models.hugging_face.model import describe as read
+    from megatron_distill.models.weights import fill
+    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+    from megatron_distill.train.next_token import logits_after
+
+    groups = create_groups(Layout(), timeout_minutes=10)
+    seed_everything(1, groups)
+    device = torch.device("cpu")
+    shape = read(place).architecture
+    chunks = build_gpt(shape, groups=groups, execution=Execution(torch.float32, device), seed=None)
+    fill(chunks, HuggingFaceWeights(place, read(place)), groups=groups)
+    model = CachedGPT(chunks, shape, groups, device)
+
+    def write(rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
+        asked = [WriteRow(row, number, count) for number, row in enumerate(rows)]
+        return list(model.write(asked, sampling=Sampling(), stops=Stops())[0].ids)
+
+    def recompute(rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
+        longest = max(map(len, rows))
+        # Rows of one length: without a cache, rows of unequal length need a pass each.
+        tokens_bs = torch.tensor([rows[0] + (3,) * (longest - len(rows[0]))] * len(rows))
+        tokens_bs = tokens_bs[:, : len(rows[0])]
+        chunks[0].eval()
+        for _ in range(count):
+            last = tokens_bs.shape[1] - 1
+            logits = logits_after(
+                chunks[0], tokens_bs, positions=slice(last, last + 1),
+                architecture=shape, groups=groups, device=device,
+            )  # fmt: skip
+            tokens_bs = torch.cat([tokens_bs, logits[:, 0].argmax(-1)[:, None]], 1)
+        return tokens_bs[0, len(rows[0]) :].tolist()
+
+    return Subject("ours", write), Subject("recompute", recompute), model
+
+
+def _growth(model: Any, rows: Sequence[tuple[int, ...]]) -> float:
+    """Return the time of a token around the 192nd over that around the 64th."""
+    ratios = []
+    for _ in range(2):
+        times: list[float] = []
+        asked = [WriteRow(row, number, LATE.stop) for number, row in enumerate(rows)]
+        model.write(
+            asked,
+            sampling=Sampling(),
+            stops=Stops(),
+            on_tokens=lambda row, _, times=times: (
+                times.append(time.process_time()) if row == 0 else None
+            ),
+        )
+        steps = torch.tensor(times).double().diff()
+        ratios.append(float(steps[LATE].median() / steps[EARLY].median()))
+    return min(ratios)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
