@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -98,7 +99,13 @@ def _across_rows(left: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
 
 
 def _rule(core: TorchAttention) -> AttentionRule:
-    return replace(core.rule, window=core.window, dropout=0.0)
+    return _written_rule(core.rule, core.window)
+
+
+@cache
+def _written_rule(rule: AttentionRule, window: int | None) -> AttentionRule:
+    """Return a layer's rule without dropout; made once, as a step is short."""
+    return replace(rule, window=window, dropout=0.0)
 
 
 class Append:
