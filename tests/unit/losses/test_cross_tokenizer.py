@@ -144,6 +144,23 @@ def test_losses_are_never_negative(seed: int, noise: float, same: bool, name: st
 
 
 @EACH
+def test_the_gradient_is_the_slope_of_the_loss(form: str) -> None:
+    problem = AlignedProblem.random()
+    student, teacher = (side.double() for side in problem.logits)
+    loss = loss_of(form, problem)
+    leaf = student.clone().requires_grad_()
+    (found,) = torch.autograd.grad(divergence(leaf, teacher, problem.at, loss).sum(), leaf)
+    along = torch.randn(student.shape, generator=torch.Generator().manual_seed(3)).double()
+    ahead, behind = (
+        divergence(student + step * along, teacher, problem.at, loss).sum()
+        for step in (1e-5, -1e-5)
+    )
+    slope = float(ahead - behind) / 2e-5
+    assert abs(slope) > 1e-3
+    assert slope == pytest.approx(float((found * along).sum()), rel=1e-6)
+
+
+@EACH
 def test_only_predictors_of_labels_count(form: str) -> None:
     problem = AlignedProblem.random()
     student, teacher = problem.logits
