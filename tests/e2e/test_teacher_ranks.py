@@ -320,6 +320,12 @@ WITH_FEATURES: dict[str, tuple[int, int, Sequence[str]]] = {
     "CP2 and TP2+sequence": (
         2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2, sequence: true}"),
     ),
+    "uneven stages": (
+        2,
+        2,
+        (*BOTH_PIPELINES, "parallel.layers_per_stage={student: [1, 3], teacher: [3, 1]}",
+         "teacher.architecture.num_layers=4"),
+    ),
     "PP2 and PP2, top-k": (
         2, 2, (*BOTH_PIPELINES, "objective.terms=[{top_k: 8}]", SENT),
     ),
@@ -334,8 +340,8 @@ def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     students, teachers, own = WITH_FEATURES[case]
     config = inputs.folder / "dense.yaml"
     found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, FEATURES, *own)
-    terms = [one for one in own if one.startswith("objective.terms")]
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, FEATURES, *terms)
+    common = [one for one in own if one.startswith(("objective.terms", "teacher.architecture"))]
+    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, FEATURES, *common)
     is_exact = case.startswith("1 and 1")
     tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
     assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES))
