@@ -194,6 +194,16 @@ class Fp8:
 
 
 @dataclass(frozen=True)
+class WeightShards:
+    """The layers' weights of a frozen model are sharded over its data-parallel ranks.
+
+    rest_on_host: the shards are in host memory, and copied to the device for each forward pass.
+    """
+
+    rest_on_host: bool = False
+
+
+@dataclass(frozen=True)
 class Execution:
     """Settings of computation that do not change the model's function."""
 
@@ -203,6 +213,7 @@ class Execution:
     fp8: Fp8 | None = None
     # Layers of each pipeline stage, virtual stages in the order of the forward pass; None: even.
     layers_per_stage: tuple[int, ...] | None = None
+    weight_shards: WeightShards | None = None
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,25 @@ def build_gpt(
 
     `interleaved` false ignores the layout's virtual stages (a forward-only model needs none). With
     a seed the weights are random, a function of (seed, parameter name) alone. Without one they are
-    uninitialised, for a checkpoint to fill.
+    zero, for a checkpoint to fill.
+    """
+    chunks = empty_gpt(architecture, groups=groups, execution=execution, interleaved=interleaved)
+    if seed is None:
+        # A checkpoint with different padding lacks padding rows; they must not stay uninitialised.
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+    else:
+        initialise(chunks, architecture, seed=seed, groups=groups)
+    return chunks
+
+
+def empty_gpt(
+    architecture: Architecture, *, groups: Groups, execution: Execution, interleaved: bool
+) -> list[HiddenStateGPT]:
+    """Build the chunks of `build_gpt` with uninitialised weights.
+
+    With `execution.weight_shards` the layers' parameters have shapes and no memory.
     """
     layout = groups.layout
     if not interleaved:
@@ -125,6 +143,7 @@ def build_gpt(
                 device=execution.device,
                 vp_stage=stage,
                 groups=groups,
+                is_empty=execution.weight_shards is not None,
             ),
             pre_process=first,
             post_process=last,
@@ -134,13 +153,6 @@ def build_gpt(
         for parameter in chunk.parameters():  # upstream leaves position embeddings in fp32
             parameter.data = parameter.data.to(device=execution.device, dtype=execution.dtype)
         chunks.append(chunk)
-    if seed is None:
-        # A checkpoint with different padding lacks padding rows; they must not stay uninitialised.
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.data.zero_()
-    else:
-        initialise(chunks, architecture, seed=seed, groups=groups)
     return chunks
 
 

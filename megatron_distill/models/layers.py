@@ -185,14 +185,25 @@ def layer_specs(
     device: torch.device,
     vp_stage: int | None,
     groups: Groups,
+    is_empty: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the specifications of one pipeline stage's layers and final norm."""
+    """Return the specifications of one pipeline stage's layers and final norm.
+
+    is_empty: the layers' parameters have shapes and no memory.
+    """
     rank = groups.pipeline.rank()
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=rank)
     has_experts = [layer in architecture.expert_layers for layer in range(first, first + count)]
     kinds = {
-        kind: _layer_spec(architecture, config, has_experts=kind, device=device, groups=groups)
+        kind: _layer_spec(
+            architecture,
+            config,
+            has_experts=kind,
+            device=device,
+            groups=groups,
+            is_empty=is_empty,
+        )
         for kind in set(has_experts)
     }
     return TransformerBlockSubmodules(
@@ -207,6 +218,7 @@ def _layer_spec(
     has_experts: bool,
     device: torch.device,
     groups: Groups,
+    is_empty: bool,
 ) -> ModuleSpec:
     experts = architecture.moe.num_experts if architecture.moe and has_experts else None
     layer = (
@@ -217,7 +229,7 @@ def _layer_spec(
     assert layer.module is TransformerLayer
     layer.module = TappedLayer
     is_fused = transformer_engine_runs(device)
-    layer.params = {**(layer.params or {}), "is_fused": is_fused}
+    layer.params = {**(layer.params or {}), "is_fused": is_fused, "is_empty": is_empty}
     norm = _norm(device)
     post_norm = norm if architecture.post_norms else None
     attention = layer.submodules.self_attention
@@ -339,9 +351,17 @@ class TappedLayer(TransformerLayer):
     tap: LayerTap | None = None
 
     def __init__(
-        self, config: TransformerConfig, *arguments: Any, is_fused: bool = False, **named: Any
+        self,
+        config: TransformerConfig,
+        *arguments: Any,
+        is_fused: bool = False,
+        is_empty: bool = False,
+        **named: Any,
     ) -> None:
         super().__init__(fused_config(config) if is_fused else config, *arguments, **named)
+        if is_empty:
+            for parameter in self.parameters():
+                parameter.untyped_storage().resize_(0)
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         hidden_sbH, context = super().forward(*arguments, **named)

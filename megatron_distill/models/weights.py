@@ -91,11 +91,18 @@ def fill(
     `keep_layers`: for each of our layers, the source layer of its initial weights.
     """
     for part in sharded_tensors(chunks, groups):
-        assert part.data is not None
-        key, place = _named_place(part)
-        if place and keep_layers is not None:
-            place = (keep_layers[place[0]], *place[1:])
-        source.read_into(part.data, key, place, part.global_offset[part.prepend_axis_num :])
+        read_part(part, source, keep_layers=keep_layers)
+
+
+def read_part(
+    part: ShardedTensor, source: WeightSource, *, keep_layers: Sequence[int] | None
+) -> None:
+    """Fill one part of a tensor; `keep_layers` as in `fill`."""
+    assert part.data is not None
+    key, place = _named_place(part)
+    if place and keep_layers is not None:
+        place = (keep_layers[place[0]], *place[1:])
+    source.read_into(part.data, key, place, part.global_offset[part.prepend_axis_num :])
 
 
 LayerIndex = tuple[int, ...]  # (), (layer,) or (layer, expert)
@@ -319,16 +326,25 @@ def sharded_parameters(
     Most tensors are one part; gate and up projection are one tensor and two parts.
     """
     for chunk in chunks:
-        state = cast(MegatronModule, chunk).sharded_state_dict(
-            metadata={"dp_cp_group": groups.data_context}
-        )
-        for value in nested_values(state):
-            parts = value.build() if isinstance(value, ShardedTensorFactory) else value
-            found = [
-                part for part in nested_values({"part": parts}) if isinstance(part, ShardedTensor)
-            ]
-            if found:
-                yield value.data, found
+        for value in described_tensors(chunk, groups):
+            yield value.data, parts_of(value)
+
+
+def described_tensors(
+    chunk: torch.nn.Module, groups: Groups
+) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Return the sharding description of every tensor of a chunk, by shape alone."""
+    state = cast(MegatronModule, chunk).sharded_state_dict(
+        metadata={"dp_cp_group": groups.data_context}
+    )
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    return [value for value in nested_values(state) if isinstance(value, kinds)]
+
+
+def parts_of(value: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return the parts of a described tensor, which refer to its memory."""
+    parts = value.build() if isinstance(value, ShardedTensorFactory) else value
+    return [part for part in nested_values({"part": parts}) if isinstance(part, ShardedTensor)]
 
 
 def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
@@ -346,22 +362,27 @@ def initialise(
     Extra memory: `_TILE` rows of a local tensor at a time.
     """
     for part in sharded_tensors(chunks, groups):
-        assert part.data is not None
-        assert part.flattened_range is None
-        layers = part.prepend_axis_num
-        key = part.key
-        if key.endswith("bias"):
-            part.data.zero_()
-        elif "norm" in key:
-            part.data.fill_(0.0 if architecture.is_zero_centered else 1.0)
-        else:
-            std = architecture.init_std
-            if key.endswith(_RESIDUAL_PROJECTIONS):
-                std /= math.sqrt(2.0 * architecture.num_layers)
-            name = f"{seed}/{key}/{'.'.join(map(str, part.global_offset[:layers]))}"
-            row, column = part.global_offset[layers:]
-            vocabulary = architecture.vocab_size if key.endswith(_VOCABULARY_TENSORS) else None
-            _fill_random(part.data, name, row, column, std=std, end=vocabulary)
+        initialise_part(part, architecture, seed=seed)
+
+
+def initialise_part(part: ShardedTensor, architecture: Architecture, *, seed: int) -> None:
+    """Fill one part of a tensor as `initialise` does."""
+    assert part.data is not None
+    assert part.flattened_range is None
+    layers = part.prepend_axis_num
+    key = part.key
+    if key.endswith("bias"):
+        part.data.zero_()
+    elif "norm" in key:
+        part.data.fill_(0.0 if architecture.is_zero_centered else 1.0)
+    else:
+        std = architecture.init_std
+        if key.endswith(_RESIDUAL_PROJECTIONS):
+            std /= math.sqrt(2.0 * architecture.num_layers)
+        name = f"{seed}/{key}/{'.'.join(map(str, part.global_offset[:layers]))}"
+        row, column = part.global_offset[layers:]
+        vocabulary = architecture.vocab_size if key.endswith(_VOCABULARY_TENSORS) else None
+        _fill_random(part.data, name, row, column, std=std, end=vocabulary)
 
 
 def _fill_random(

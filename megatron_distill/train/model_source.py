@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import CheckpointError
+from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution, model_fields
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
 from megatron_distill.models.hugging_face.families import family_named
@@ -23,7 +25,15 @@ from megatron_distill.models.hugging_face.model import (
     ModelDescription,
     describe,
 )
-from megatron_distill.models.weights import WeightSource, WindowReader, fill, placed
+from megatron_distill.models.sharded_weights import build_sharded, shard_ranks
+from megatron_distill.models.weights import (
+    WeightSource,
+    WindowReader,
+    fill,
+    initialise_part,
+    placed,
+    read_part,
+)
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.convert.stream import Block, shares
@@ -35,6 +45,9 @@ __all__ = [
     "evenly_spread",
     "teacher_digest",
 ]
+
+
+_LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,17 @@ class ModelSource:
     ) -> list[HiddenStateGPT]:
         """Build this rank's chunks with the source's weights, or random ones of `seed`.
 
-        Raises CheckpointError on all ranks.
+        With `execution.weight_shards` one frozen chunk, sharded where several ranks have the same
+        weights. Raises CheckpointError on all ranks.
         """
+        if execution.weight_shards is not None:
+            if max(shard_ranks(groups)) > 1:
+                return [self._build_sharded(execution, groups=groups, seed=seed)]
+            if groups.world.rank() == 0:
+                _LOGGER.warning(
+                    "shard_weights = true has no effect where no two ranks have the same weights"
+                )
+            execution = replace(execution, weight_shards=None)
         chunks = build_gpt(
             self.architecture,
             groups=groups,
@@ -82,6 +104,20 @@ class ModelSource:
             with together():
                 fill(chunks, self.open_weights(), groups=groups, keep_layers=self.keep_layers)
         return chunks
+
+    def _build_sharded(self, execution: Execution, *, groups: Groups, seed: int) -> HiddenStateGPT:
+        chunk: HiddenStateGPT | None = None
+        with together():
+            if self.open_weights is None:
+                write = partial(initialise_part, architecture=self.architecture, seed=seed)
+            else:
+                source = self.open_weights()
+                write = partial(read_part, source=source, keep_layers=self.keep_layers)
+            chunk = build_sharded(
+                self.architecture, groups=groups, execution=execution, write=write
+            )
+        assert chunk is not None, "its error has been raised"
+        return chunk
 
 
 def describe_checked(folder: Path) -> ModelDescription:

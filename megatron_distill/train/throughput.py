@@ -21,6 +21,7 @@ import torch
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import balanced_layers
+from megatron_distill.models.sharded_weights import resident_numbers
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.groups import Layout
 
@@ -346,7 +347,10 @@ def _peak_resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameter counts of the models on this rank; `experts` are a part of `student`."""
+    """Parameter counts of the models on this rank; `experts` are a part of `student`.
+
+    teacher: that are in memory at a time, where its weights are sharded.
+    """
 
     student: int = 0
     experts: int = 0
@@ -362,7 +366,7 @@ class RankParameters:
             student=sum(parameter.numel() for parameter in parameters),
             # Megatron-Core marks parameters that differ between data-parallel ranks.
             experts=sum(p.numel() for p in parameters if not getattr(p, "allreduce", True)),
-            teacher=sum(p.numel() for teacher in teachers for p in teacher.parameters()),
+            teacher=sum(map(resident_numbers, teachers)),
         )
 
 

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "PP2": (2, ("parallel.pipeline=2",)),
     "CP2": (2, ("parallel.context=2",)),
     "DP2": (2, ()),
+    "DP2, sharded weights": (2, ("teacher.shard_weights=true",)),
     "TP2 PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
     "TP4": (4, ("parallel.tensor=4",)),
 }

@@ -71,6 +71,13 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "several teachers": ("dense", 0, 1, SEVERAL),
     "several teachers TP2+sequence": ("dense", 1, 2, (*SEVERAL, TENSOR, SEQUENCE)),
     "DP2": ("dense", 1, 2, ()),
+    "DP2, sharded teacher": ("dense", 1, 2, ("teacher.shard_weights=true",)),
+    "DP2, shards at rest": (
+        "dense",
+        1,
+        2,
+        ("teacher.shard_weights=true", "teacher.offload=true"),
+    ),
     "CP2": ("dense", 1, 2, (CONTEXT,)),
     "GPT-like": ("gpt", 0, 1, ()),
     "Gemma-like": ("dense", 0, 1, GEMMA),

@@ -255,15 +255,16 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
 
 
 @pytest.mark.slow
-def test_experts_of_a_teacher_are_spread_over_its_replicas(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+@pytest.mark.parametrize("spread", ["teacher.parallel={expert: 2}", "teacher.shard_weights=true"])
+def test_weights_of_a_teacher_are_spread_over_its_replicas(
+    pool: Pool, inputs: Inputs, tmp_path: Path, spread: str
 ) -> None:
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
-    odd = ("train.global_batch_size=6", "teacher.parallel={expert: 2}")
+    odd = (*SHORT, experts, "train.global_batch_size=6")
     config = inputs.folder / "dense.yaml"
-    found = run_apart(pool, 1, 2, config, tmp_path / "apart", *SHORT, experts, *odd)
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, experts, odd[0])
+    found = run_apart(pool, 1, 2, config, tmp_path / "apart", *odd, spread)
+    expected = shared(pool, 1, config, tmp_path / "shared", *odd)
     assert_same(found, expected, first=2e-6, later=2e-4)
 
 

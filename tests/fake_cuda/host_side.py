@@ -80,6 +80,16 @@ def agree_with_itself() -> None:
     patch.object(dist, "broadcast_object_list", lambda *_, **__: None).start()
 
 
+def mesh_on_the_host(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A mesh of devices computes its coordinates with real tensors."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        with unset_fake_temporarily():
+            return make(*given, **named)
+
+    return made
+
+
 def run_on_the_host(owner: Any, *names: str) -> None:
     """Let these functions of a module or a class run as those of the first rank do."""
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_distill.config import RunConfig, load_config
@@ -16,7 +17,12 @@ from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.termination import TerminationRequest
 from tests.fake_cuda.cuda_names import look_at_kernels, pretend_cuda
-from tests.fake_cuda.host_side import agree_with_itself, read_on_the_host, run_on_the_host
+from tests.fake_cuda.host_side import (
+    agree_with_itself,
+    mesh_on_the_host,
+    read_on_the_host,
+    run_on_the_host,
+)
 from tests.fake_cuda.watching_mode import Seen, WatchingMode
 
 CUDA = Device("cuda", "nccl", torch.device("cuda", 0))
@@ -53,6 +59,7 @@ def _train(config: RunConfig, seen: Seen) -> bool:
     run_on_the_host(assembly, "keep_assets")
     patch.object(assembly, "exchange_group", lambda **_: None).start()
     run_on_the_host(HostBatch, "of")
+    patch.object(DeviceMesh, "from_group", mesh_on_the_host(DeviceMesh.from_group)).start()
     distil = loop._distil
 
     def watched(*given: Any) -> Any:

@@ -29,6 +29,12 @@ def fp8_problems(job: JobConfig) -> Iterator[Problem]:
         if teacher.fp8 is not None and teacher.store is not None:
             yield without_effect(f"{role}.fp8", teacher.fp8, f"with {role}.store", instead=None)
         elif teacher.fp8 is not None:
+            if teacher.shard_weights:
+                yield Problem(
+                    (f"{role}.shard_weights", f"{role}.fp8"),
+                    f"{role}.shard_weights = true: with {role}.fp8 = {teacher.fp8!r} Transformer "
+                    "Engine stores FP8 copies of all weights on each rank; set one of the two only",
+                )
             yield from _computed(job, f"{role}.fp8", teacher.fp8)
 
 

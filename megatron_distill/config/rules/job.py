@@ -116,6 +116,11 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
         if model.offload and (role == "student" or model.store is not None):
             why = "for a student" if role == "student" else "with a store, which has no weights"
             yield without_effect(f"{role}.offload", value=True, reason=why, instead=False)
+        if model.shard_weights and (role == "student" or model.store is not None):
+            why = "for a student, whose optimizer.distributed shards its state"
+            why = why if role == "student" else "with a store, which has no weights"
+            key = f"{role}.shard_weights"
+            yield without_effect(key, value=True, reason=why, instead=False)
         if model.offload_hidden and reason is not None:
             yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
 

@@ -386,6 +386,11 @@ class ModelConfig(Section):
         "them to the GPU once in each step that needs them. The teacher runs before the student; "
         "its hidden states of the step then wait on the GPU.",
     )
+    shard_weights: bool = Field(
+        default=False,
+        description="Teacher only: shard the weights of its layers over its data-parallel and "
+        "context ranks. Each layer is gathered while the one before it runs.",
+    )
     ranks: int | None = Field(
         default=None,
         ge=1,

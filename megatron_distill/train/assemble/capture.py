@@ -45,7 +45,7 @@ from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     job_groups,
     resolve_model,
-    teacher_fp8,
+    teacher_execution,
     teacher_seed,
 )
 from megatron_distill.train.assemble.sources import (
@@ -314,11 +314,10 @@ def _assemble(
     resources: ExitStack,
 ) -> CaptureParts:
     groups, data, plan = job.groups, config.data, job.plan.settings
-    execution = Execution(
-        PRECISIONS[config.capture.precision],
-        device.torch_device,
-        fp8=teacher_fp8(config.teacher),
-        layers_per_stage=config.parallel.layers_per_stage.teacher,
+    execution = teacher_execution(
+        Execution(PRECISIONS[config.capture.precision], device.torch_device),
+        config.models["teacher"],
+        config.parallel.layers_per_stage.teacher,
     )
     places = StreamPositions(working_folder(job.folder), job.plan.uid)
     source = _open_source(job.samples, places, order, execution.device)

@@ -8,11 +8,12 @@ from typing import Final
 from megatron_distill.config import ParallelConfig, RunConfig, teacher_parallel
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.sharded_weights import weights_of_rank
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
-from megatron_distill.train.assemble.models import has_model, read_model
+from megatron_distill.train.assemble.models import has_model, layout_of, read_model
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.throughput import StepFlops, step_flops_per_token
 
@@ -39,6 +40,7 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: int) -> str:
         plan = answer_plan(config, roles, teacher, student, precision, sent_records(config))
         lines += _exchange(plan, roles)
     if teacher is not None:
+        lines.append(_teacher_weights(config, teacher, roles.teacher.size if teachers else ranks))
         flops = step_flops_per_token(
             student,
             teacher,
@@ -92,6 +94,22 @@ def _exchange(plan: AnswerPlan, roles: Roles) -> Iterator[str]:
             f"student's {where}, for {counted(plan.blocks, 'step')} "
             f"(teacher.steps_ahead = {plan.steps_ahead})"
         )
+
+
+def _teacher_weights(config: RunConfig, shape: Architecture, ranks: int) -> str:
+    """Return the bytes of the teacher's weights on the rank that has most of them."""
+    layout = layout_of(teacher_parallel(config))
+    is_sharded = config.models["teacher"].shard_weights
+    counts = weights_of_rank(shape, layout, ranks=ranks, is_sharded=is_sharded)
+    width = PRECISIONS[config.train.precision].itemsize
+    text = f"teacher's weights: {size(width * counts.resident)} of a rank"
+    if not counts.buffers:
+        return text
+    return (
+        f"{text} = shards {size(width * counts.layers)}, two layers "
+        f"{size(width * counts.buffers)}, embedding and head {size(width * counts.whole)}; "
+        f"{size(width * counts.gathered)} received in each forward pass"
+    )
 
 
 def _balance(

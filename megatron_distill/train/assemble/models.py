@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_distill.config import (
@@ -21,7 +22,7 @@ from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term, TermTeachers
-from megatron_distill.models.architecture import Architecture, Fp8
+from megatron_distill.models.architecture import Architecture, Execution, Fp8, WeightShards
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import (
@@ -198,9 +199,16 @@ def teacher_seed(seed: int) -> int:
     return seed + _TEACHER_SEED_OFFSET
 
 
-def teacher_fp8(section: ModelConfig | None, role: str = "teacher") -> Fp8 | None:
-    """Return the number format of a teacher's matrix products; None: that of its precision."""
-    return Fp8(section.fp8, f"{role}.fp8") if section is not None and section.fp8 else None
+def teacher_execution(
+    run: Execution, section: ModelConfig, layers: tuple[int, ...] | None, key: str = "teacher"
+) -> Execution:
+    """Return the settings of a teacher's computation.
+
+    layers: of each stage; None: even. key: of its section.
+    """
+    fp8 = Fp8(section.fp8, f"{key}.fp8") if section.fp8 else None
+    shards = WeightShards(section.offload) if section.shard_weights else None
+    return replace(run, fp8=fp8, layers_per_stage=layers, weight_shards=shards)
 
 
 def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term | ChunkTerm, ...]:

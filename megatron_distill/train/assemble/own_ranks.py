@@ -46,7 +46,7 @@ from megatron_distill.train.assemble.models import (
     build_terms,
     job_groups,
     resolve_model,
-    teacher_fp8,
+    teacher_execution,
     teacher_seed,
 )
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
@@ -311,11 +311,10 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
         tokens, length = own.vocabulary, own.sequence_length
         options = replace(options, teacher=own.reading)
     source = resolve_model(config, "teacher", tokens)
-    execution = Execution(
-        PRECISIONS[config.train.precision],
-        device.torch_device,
-        fp8=teacher_fp8(section),
-        layers_per_stage=config.parallel.layers_per_stage.teacher,
+    execution = teacher_execution(
+        Execution(PRECISIONS[config.train.precision], device.torch_device),
+        section,
+        config.parallel.layers_per_stage.teacher,
     )
     teacher = OnlineTeacher.of_source(
         source,
@@ -372,7 +371,7 @@ def _open_server(
             alone=device.alone,
         )
         resources.callback(sender.stop)
-    units = units_of_round(plan, groups)
+    units = units_of_round(plan, opened.teacher)
     exchange = exchange_group(timeout_seconds=bridge.timeout_seconds)
     loader = _open_loader(config.train, device, opened, held_out=False, exchange=exchange)
     steps = resources.enter_context(

@@ -16,6 +16,7 @@ from megatron_distill.config import (
 from megatron_distill.data.routing import Routing
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.models.sharded_weights import needs_every_replica
 from megatron_distill.runtime.groups import Groups, Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
@@ -23,7 +24,7 @@ from megatron_distill.train.assemble.alignment import TeacherTokens
 from megatron_distill.train.assemble.models import (
     layout_of,
     resolve_model,
-    teacher_fp8,
+    teacher_execution,
     teacher_seed,
 )
 from megatron_distill.train.assemble.site import Site
@@ -108,7 +109,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
         joint=frozenset(
             name
             for name, model in models.items()
-            if isinstance(model, OwnLayout) or groups.layout.expert > 1
+            if isinstance(model, OwnLayout) or needs_every_replica(model.model, groups)
         ),
         own_tokens=foreign,
     )
@@ -169,7 +170,7 @@ def _live(
     of_head = fit.student if tokens is None else source.architecture
     return layouts.builder(layout_of(teacher_parallel(config, own.key)))(
         source,
-        replace(site.execution, fp8=teacher_fp8(section, own.key), layers_per_stage=None),
+        teacher_execution(site.execution, section, None, own.key),
         seed=teacher_seed(config.seed) + own.number,
         sequence_length=section.sequence_length or config.data.sequence_length,
         shard=vocab_shard(of_head, groups, tokens=vocabulary.size),

@@ -10,14 +10,14 @@ from megatron_distill.config import ModelConfig, RunConfig, TrainConfig, teacher
 from megatron_distill.data.collation import UnitRows
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.groups import create_second_groups
+from megatron_distill.runtime.groups import Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokens
 from megatron_distill.train.assemble.models import (
     layout_of,
     resolve_model,
-    teacher_fp8,
+    teacher_execution,
     teacher_seed,
 )
 from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_ranks
@@ -108,21 +108,24 @@ def _live(
     build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
     layout = layout_of(teacher_parallel(config))
     if layout != site.groups.layout.without_virtual_stages():
-        seconds = config.runtime.timeout_seconds
-        own_groups = create_second_groups(layout, timeout_minutes=seconds / 60)
-        build = partial(OwnLayout.of_source, own_groups=own_groups, timeout_seconds=seconds)
-    layers = config.parallel.layers_per_stage.teacher
+        build = _in_own_layout(layout, config.runtime.timeout_seconds)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if fit.own is None else source.architecture
     return build(
         source,
-        replace(site.execution, fp8=teacher_fp8(section), layers_per_stage=layers),
+        teacher_execution(site.execution, section, config.parallel.layers_per_stage.teacher),
         seed=teacher_seed(config.seed),
         sequence_length=section.sequence_length or config.data.sequence_length,
         shard=vocab_shard(of_head, site.groups, tokens=tokens.size),
         groups=site.groups,
         offload_hidden=section.offload_hidden,
     )
+
+
+def _in_own_layout(layout: Layout, timeout_seconds: float) -> Callable[..., OwnLayout]:
+    """Create the groups of the teacher's layout. Collective: world, group creation."""
+    own_groups = create_second_groups(layout, timeout_minutes=timeout_seconds / 60)
+    return partial(OwnLayout.of_source, own_groups=own_groups, timeout_seconds=timeout_seconds)
 
 
 def _connected(

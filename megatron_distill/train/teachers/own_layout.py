@@ -21,6 +21,7 @@ from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.gpt import HiddenStateGPT, run_model, vocab_shard
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
+from megatron_distill.models.sharded_weights import needs_every_replica
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
@@ -202,8 +203,8 @@ class OwnLayout:
     def unit_rows(self, micro_batches: int) -> UnitRows:
         """Return the units that the loader makes for this rank, before the waves that run them."""
         units, replica = self.ways.units(micro_batches), self.ways.places[0][0]
-        # The experts of a replica are on ranks of others, which must run as many passes.
-        own = units.evened if self.own_groups.layout.expert > 1 else units.of_teacher
+        is_joint = needs_every_replica(self.model, self.own_groups)
+        own = units.evened if is_joint else units.of_teacher
         table: list[tuple[int, ...]] = [()] * micro_batches
         for wave in self._waves(units):
             table[wave.start] = own(wave, replica)

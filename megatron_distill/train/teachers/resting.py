@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.log import get_logger
+from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Signals
 from megatron_distill.train.teachers.live import OnlineTeacher
@@ -90,8 +91,11 @@ class RestingTeacher:
     def of(cls, online: OnlineTeacher, *, key: str) -> RestingTeacher:
         """The same teacher with its weights in host memory; `key` is the setting's, for warnings.
 
-        On a CPU, where the weights are in host memory anyway, nothing moves.
+        On a CPU, where the weights are in host memory anyway, nothing moves. Sharded weights are in
+        host memory already; each layer's shards are copied before its gather.
         """
+        if has_sharded_weights(online.model):
+            return cls(online, None)
         parameters = list(online.model.parameters())
         device = parameters[0].device
         if device.type == "cpu":

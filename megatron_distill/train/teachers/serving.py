@@ -15,6 +15,7 @@ from megatron_distill.data.prefetch import PrefetchedUnits
 from megatron_distill.errors import DataError, StoreError
 from megatron_distill.models.gpt import run_model
 from megatron_distill.models.layers import tap_layers
+from megatron_distill.models.sharded_weights import needs_every_replica
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
@@ -156,11 +157,11 @@ def send_head(teacher: OnlineTeacher, parts: Sequence[Message], bridge: Bridge) 
         sending.wait()
 
 
-def units_of_round(plan: AnswerPlan, groups: Groups) -> tuple[int, ...]:
-    """Return the units that this replica of the teacher runs; some twice where experts need it."""
-    units, replica = plan.units, groups.data.rank()
+def units_of_round(plan: AnswerPlan, teacher: OnlineTeacher) -> tuple[int, ...]:
+    """Return the units that this replica runs; some twice where all replicas must run as many."""
+    units, replica = plan.units, teacher.groups.data.rank()
     every = range(units.micro_batches)
-    if groups.layout.expert > 1:
+    if needs_every_replica(teacher.model, teacher.groups):
         return units.evened(every, replica)
     return units.of_teacher(every, replica)
 

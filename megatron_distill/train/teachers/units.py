@@ -60,7 +60,7 @@ class Units:
     def evened(self, micro_batches: range, replica: int) -> tuple[int, ...]:
         """Return `of_teacher`, as many for each replica: some run the first unit again at the end.
 
-        For experts spread over the replicas, whose all-to-alls need every replica.
+        For experts or shards of weights spread over the replicas, whose messages need every one.
         """
         units = self.of_wave(micro_batches)
         own = self.of_teacher(micro_batches, replica)

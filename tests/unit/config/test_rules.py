@@ -45,6 +45,10 @@ teacher.fp8=e4m3
 train.precision=bf16
 runtime.device=cpu
     -> teacher.fp8 = 'e4m3': needs a GPU, and runtime.device = 'cpu'; set teacher.fp8=null
+teacher={fp8: e4m3, shard_weights: true}
+train.precision=bf16
+    -> teacher.shard_weights = true: with teacher.fp8 = 'e4m3' Transformer Engine stores FP8 copies
+       of all weights on each rank; set one of the two only
 train={fp8: e4m3, precision: bf16}
 data.sequence_length=40
     -> train.fp8 = 'e4m3': 40 tokens of a micro-batch on a rank (data.sequence_length *
