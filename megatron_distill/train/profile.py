@@ -25,12 +25,13 @@ class StepProfiler:
     """Profiles steps on some ranks, and writes a Chrome trace for each sequence of steps.
 
     The step before a sequence warms the profiler up. Ranges of the phases of `timers` are in the
-    trace. Outside of these steps, and on all other ranks, nothing is recorded.
+    trace. Outside of these steps, and on all other ranks, nothing is recorded. A context that
+    closes the profiler.
     """
 
     def __init__(
         self,
-        folder: Path,
+        output: Path,
         *,
         steps: Sequence[int],
         ranks: Sequence[int],
@@ -41,7 +42,7 @@ class StepProfiler:
         device: torch.device,
     ) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._folder = folder
+        self._folder = output / "profile"
         self._rank = rank
         self._sequences = list(consecutive(steps)) if rank in ranks else []
         self._memory = memory_snapshot and device.type == "cuda"
@@ -58,6 +59,12 @@ class StepProfiler:
                 "profile.memory_snapshot = true has no effect on a CPU: a snapshot is of CUDA's "
                 "allocator"
             )
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def before_step(self, step: int) -> None:
         """Start the profiler, if it is due with this step."""

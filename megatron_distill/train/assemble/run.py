@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_distill.config import (
@@ -30,7 +29,6 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.termination import TerminationRequest
-from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.distillation import (
     OpenRun,
     build_balancing,
@@ -119,7 +117,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
         if samples.tokenizer is not None:
             keep_assets(config.output, export_source(config.student), samples.tokenizer)
     if config.train.epochs is not None:
-        config = _with_computed_steps(config, samples, device)
+        config = _with_computed_steps(config, config.train.epochs, opened)
     if samples.stored is not None and config.data.sources:
         require_samples(samples.stored, config.train)
     state = _build_state(config, opened)
@@ -138,10 +136,8 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
         _LOGGER.info("%s", _banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
-    profile = config.profile.model_dump()
-    folder = Path(config.output) / "profile"
-    profiler = StepProfiler(folder, **profile, timers=state.student.timers, device=device)
-    resources.callback(profiler.close)
+    profiling = config.profile.model_dump() | {"timers": state.student.timers, "device": device}
+    profiler = resources.enter_context(StepProfiler(Path(config.output), **profiling))
     parts = Parts(
         state=state,
         teacher=opened.teacher.signals,
@@ -179,7 +175,7 @@ def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
     return found
 
 
-def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.device) -> RunConfig:
+def _with_computed_steps(config: RunConfig, epochs: float, opened: OpenRun) -> RunConfig:
     """Replace `train.epochs` by the number of steps.
 
     Raises DataError or ConfigError on all ranks: the samples cannot be counted, or the schedule
@@ -187,9 +183,8 @@ def _with_computed_steps(config: RunConfig, samples: RunSamples, device: torch.d
 
     Collective: world, one broadcast of a short object.
     """
-    epochs = config.train.epochs
-    assert epochs is not None, "the caller has looked"
-    counts = [on_first_rank(samples.count_epoch, device=device)]
+    device = opened.site.execution.device
+    counts = [on_first_rank(opened.samples.count_epoch, device=device)]
     dist.broadcast_object_list(counts, src=0)
     count = counts[0]
     assert count is not None, "the first rank has counted"
@@ -265,8 +260,7 @@ def _open_training(train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun) 
     steps = site.resources.enter_context(
         PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
     )
-    stored = samples.stored
-    return steps if stored is None else stored.ahead_of(steps, last_step=last_step)
+    return steps if samples.stored is None else samples.stored.ahead_of(steps, last_step=last_step)
 
 
 def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
