@@ -31,7 +31,9 @@ from megatron_distill.commands.quickstart import (
     write_result,
 )
 from megatron_distill.config import RunConfig, load_capture_config, load_config, to_yaml
+from megatron_distill.data.sources import held_out_texts
 from megatron_distill.errors import DataError
+from megatron_distill.evaluation.next_line import TASK, write_task
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.quickstart import (
     ChildCapture,
@@ -42,6 +44,7 @@ from megatron_distill.evaluation.quickstart import (
     make,
     remove_child,
     show_drafts,
+    show_next_line,
     show_outcome,
     show_store,
     spread,
@@ -52,6 +55,7 @@ from megatron_distill.evaluation.runs import (
     markdown_table,
     summarize,
 )
+from megatron_distill.train.assemble.sources import data_options, source_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def __init__(self, "
@@ -65,7 +69,7 @@ class Flow:
     """The runs of one seed, and the folder of their results."""
 
     place: Path
-    seed: int
+    config: RunConfig  # of the students
     teacher: ChildRun
     alone: ChildRun
     distilled: ChildRun
@@ -88,6 +92,10 @@ class Flow:
     def agreement_file(self, run: ChildRun) -> Path:
         """Held-out losses of a student, and its figures beside the teacher."""
         return self.place / f"{run.name}_with_teacher.json"
+
+    def task_file(self, run: ChildRun) -> Path:
+        """Results of a student on the task of held-out code."""
+        return self.place / f"{run.name}_{TASK}.json"
 
     @property
     def exported(self) -> Path:
@@ -157,7 +165,7 @@ def plan(arguments: argparse.Namespace, seed: int | None) -> Flow:
         capture = plan_capture(place, load_config(student, offline.arguments[2:]))
     return Flow(
         place=place,
-        seed=load_config(student, shared).seed,
+        config=load_config(student, shared),
         teacher=run("teacher", "teacher", f"{prefix}_teacher.yaml"),
         alone=run("student_alone", "student alone", student, tokenizer, *no_teacher),
         distilled=run("student_distilled", "distilled student", student, tokenizer, teacher),
@@ -204,6 +212,7 @@ def remove(flow: Flow) -> None:
         remove_child(child)
     for student in flow.students:
         flow.agreement_file(student).unlink(missing_ok=True)
+        flow.task_file(student).unlink(missing_ok=True)
     flow.sample_file.unlink(missing_ok=True)
     if flow.exported.is_dir():
         shutil.rmtree(flow.exported)
@@ -215,7 +224,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
     Raises RunStoppedError after a signal, and a MegatronDistillError if a run failed.
     """
     for number, child in enumerate(flow.children, start=1):
-        announce(child, console, f"{number}/{len(flow.children)}", seed=flow.seed)
+        announce(child, console, f"{number}/{len(flow.children)}", seed=flow.config.seed)
         make(child)
     logs = [run.log() for run in flow.students]
     for other in logs[1:]:
@@ -242,6 +251,8 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
         for run, figures in zip(flow.students, compared, strict=True)
     }
     show_drafts(drafts, DRAFT, console)
+    accuracies = _next_line(flow)
+    show_next_line(accuracies, console)
     if flow.capture is not None:
         show_store(flow.capture.summary(), summaries[2], summaries[3], console)
     checkpoints = sorted(flow.distilled.folder.glob("checkpoints/step_*[0-9]"))
@@ -252,10 +263,11 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
     console.print("\n[bold]The exported student writes, by transformers[/bold]\n")
     console.print(sample, markup=False)
     return {
-        "seed": flow.seed,
+        "seed": flow.config.seed,
         "runs": [vars(summary) for summary in summaries],
         "margin": vars(brought),
         "tokens_per_verification": {"draft": DRAFT, **drafts},
+        TASK: accuracies,
         **({} if flow.capture is None else {"store": flow.capture.summary()}),
     }
 
@@ -287,6 +299,25 @@ def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
             " above 0 and start anew with --fresh"
         )
     return summary.held_out_ce
+
+
+def _next_line(flow: Flow) -> dict[str, float]:
+    """Accuracies on the right next line of held-out code, by label; none without such text."""
+    data = flow.config.data
+    options = data_options(data, flow.place, shows_progress=False)
+    task = write_task(flow.place, held_out_texts(source_specs(data.sources), options=options))
+    if task is None:
+        return {}
+    found: dict[str, float] = {}
+    for run in flow.students:
+        answer, beside = flow.task_file(run), run is flow.distilled
+        asked = [*(["--teacher"] if beside else []), "--json", str(answer), "--tasks", str(task)]
+        written = ask(ROOT / "launch" / "evaluate.py", [str(run.folder), *asked], answer=answer)
+        results = json.loads(written)["results"]
+        found[run.label] = results["student"][TASK]["acc"]
+        if beside:
+            found[flow.teacher.label] = results["teacher"][TASK]["acc"]
+    return found
 
 
 def _beside_teacher(flow: Flow, run: ChildRun) -> Mapping[str, Any]:

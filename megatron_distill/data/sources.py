@@ -282,15 +282,26 @@ def sample_texts(
                 break
 
 
+def held_out_texts(specs: Sequence[SourceSpec], *, options: DataOptions) -> Iterator[str]:
+    """The held-out documents of every source of text, in a fixed order; raises DataError."""
+    for spec in _named(specs, "data.sources"):
+        if spec.kind.is_text and spec.conversation is None:
+            yield from _documents(spec, options, held_out=True)
+
+
 def _training_texts(spec: SourceSpec, options: DataOptions) -> Iterator[str]:
     if spec.conversation is not None:
         skip_bad, fraction = options.on_error == "skip", options.validation_fraction
         yield from conversation_texts(spec, skip_bad=skip_bad, held_out_fraction=fraction)
         return
+    yield from _documents(spec, options, held_out=False)
+
+
+def _documents(spec: SourceSpec, options: DataOptions, *, held_out: bool) -> Iterator[str]:
     reader = _reader(spec, source_files(spec), options)
     order = permutation(len(reader.files), HELD_OUT_SEED)
     for document in reader.documents(order, Cursor()):
-        if not is_held_out(document.digest, options.validation_fraction):
+        if is_held_out(document.digest, options.validation_fraction) == held_out:
             yield document.text
 
 

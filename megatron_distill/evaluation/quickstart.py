@@ -51,6 +51,7 @@ __all__ = [
     "processes_here",
     "remove_child",
     "show_drafts",
+    "show_next_line",
     "show_outcome",
     "show_store",
     "spread",
@@ -322,6 +323,13 @@ def show_drafts(tokens: Mapping[str, float], draft: str, console: Console) -> No
         f"Expected tokens per forward pass of the teacher over {draft} drafted tokens: {listed}.",
         markup=False,
     )
+
+
+def show_next_line(accuracies: Mapping[str, float], console: Console) -> None:
+    """Print how often each model finds the right next line of held-out code out of four."""
+    if accuracies:
+        listed = ", ".join(f"{label} {value:.1%}" for label, value in accuracies.items())
+        console.print(f"The right next line of held-out code, out of four: {listed}.", markup=False)
 
 
 def show_store(

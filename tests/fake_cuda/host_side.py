@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from megatron_distill.data import loader
+from megatron_distill.data import loader, prefetch
 from megatron_distill.data.loader import Wire
-from megatron_distill.data.prefetch import PrefetchedSteps
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.segments import PackedPiece, Segments
 from tests.fake_cuda.watching_mode import WatchingMode
@@ -46,15 +45,15 @@ def read_on_the_host(mode: WatchingMode) -> None:
         fakes = tuple(_fake(batch, mode) for batch in batches.micro_batches)
         return replace(batches, micro_batches=fakes)
 
-    def begun(self: PrefetchedSteps, step: int) -> Future[Any]:
+    def begun(self: prefetch._Ahead[Any], step: int) -> Future[Any]:
         # Here and not in a thread, where tensors are not fake.
         taking: Future[Any] = Future()
-        taking.set_result(self._take(step))
+        taking.set_result(self._work(step))
         return taking
 
     patch.object(loader, "Wire", OwnWire).start()
     patch.object(loader.StepLoader, "take_on_host", taken).start()
-    patch.object(PrefetchedSteps, "_begin", begun).start()
+    patch.object(prefetch._Ahead, "_begin", begun).start()
 
 
 def _fake(batch: Batch, mode: WatchingMode) -> Batch:

@@ -17,6 +17,8 @@ LOSS = {"teacher": 3.0, "student_alone": 4.0, "student_distilled": 3.5}
 STEPS = 4
 COMPARED = {"comparison": {"top1_agreement": 0.25, "tokens_per_verification": {"4": 1.75}}}
 
+RESULTS = {"results": {name: {"next_line": {"acc": 0.625}} for name in ("student", "teacher")}}
+
 
 class Children:
     """In place of real children: writes what a run, an evaluation or a sample would leave."""
@@ -32,8 +34,9 @@ class Children:
         if self.outcome.status or self.outcome.interrupted_by:
             return self.outcome
         if script == "evaluate.py":
-            self.made.append("evaluation")
-            Path(words[words.index("--json") + 1]).write_text(json.dumps(COMPARED))
+            self.made.append("task" if "--tasks" in words else "evaluation")
+            given = RESULTS if "--tasks" in words else COMPARED
+            Path(words[words.index("--json") + 1]).write_text(json.dumps(given))
         elif script == "convert_checkpoint.py":
             self.made.append("export")
             exported = Path(words[words.index("--hf") + 1])
@@ -113,7 +116,7 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert start(tmp_path) == 0
     assert children.made == [
         *("teacher", "student_alone", "student_distilled"),
-        *("evaluation", "evaluation", "export", "sample"),
+        *("evaluation", "evaluation", "export", "sample", "task", "task"),
     ]
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
@@ -122,6 +125,7 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert ["distilled", "student", "3.5000", "25.0%", "400", "1,000", "0.50"] in rows
     assert "ends 0.5000 nats per token lower (12.5%)" in text
     assert "over 4 drafted tokens: student alone 1.75, distilled student 1.75." in text
+    assert "distilled student 62.5%, teacher 62.5%." in text
     assert "50% of the way to its teacher" in text
     assert f"{tmp_path}/curves.png" in text
     assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in text
@@ -167,7 +171,7 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     stale = tmp_path / "teacher" / "stale"
     stale.touch()
     assert start(tmp_path, "--fresh", "train.micro_batch_size=1") == 0
-    assert len(children.made) == 14
+    assert len(children.made) == 18
     assert not stale.exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
 

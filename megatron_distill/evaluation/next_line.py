@@ -1,0 +1,82 @@
+"""A task made of held-out code: the right next line out of four."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.runtime.atomic_files import replace_file
+
+__all__ = ["TASK", "write_task"]
+
+TASK: Final = "next_line"
+_LENGTHS: Final = range(12, 61)  # characters of a line without its indentation
+_CONTEXT: Final = 160  # characters before it, in whole lines
+_CHOICES: Final = 4
+_ITEMS: Final = 200
+_YAML = """\
+kind: multiple_choice
+folder: {folder}
+files: [{name}.jsonl]
+question: "{{{{ before }}}}"
+choices: lines
+answer: right
+delimiter: "\\n"
+"""
+
+
+def write_task(folder: Path, documents: Iterable[str]) -> Path | None:
+    """Write the task and its items, and return its YAML file; None if the documents have no item.
+
+    The wrong lines are from the same document and have the right one's indentation. The items are
+    at even distances over all documents, at most 200, and the same at every call.
+    """
+    found = [item for text in documents for item in _items(text)]
+    if not found:
+        return None
+    count = min(_ITEMS, len(found))
+    chosen = [found[number * len(found) // count] for number in range(count)]
+    task = folder / f"{TASK}.yaml"
+    lines = "".join(json.dumps(item) + "\n" for item in chosen)
+    replace_file(folder / f"{TASK}.jsonl", lines.encode())
+    replace_file(task, _YAML.format(folder=json.dumps(str(folder)), name=TASK).encode())
+    return task
+
+
+def _items(text: str) -> Iterator[dict[str, object]]:
+    lines = text.splitlines()
+    # In this order, each once.
+    usable = list(dict.fromkeys(line.strip() for line in lines if len(line.strip()) in _LENGTHS))
+    for number, line in enumerate(lines):
+        right = line.strip()
+        before = _before(lines[:number])
+        if not before or len(right) not in _LENGTHS:
+            continue
+        wrong = [other for other in usable if other != right and other not in before]
+        if len(wrong) < _CHOICES - 1:
+            continue
+        chance = random.Random(f"{number} {right}")
+        options = [right, *chance.sample(wrong, _CHOICES - 1)]
+        chance.shuffle(options)
+        indentation = line[: len(line) - len(line.lstrip())]
+        yield {
+            "before": before,
+            "lines": [indentation + option for option in options],
+            "right": options.index(right),
+        }
+
+
+def _before(lines: list[str]) -> str:
+    """The last lines that fit the context; empty if the last one is blank or does not fit."""
+    if not lines or not lines[-1].strip():
+        return ""
+    context = ""
+    for line in reversed(lines):
+        longer = f"{line}\n{context}" if context else line
+        if len(longer) > _CONTEXT:
+            break
+        context = longer
+    return context.lstrip("\n")
