@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
-# Each of them computes with one thread: together they are as many as the cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile
+# Each of them computes with one thread: together they are as many as the cores. In the order of
+# collection whole runs come before unit tests, which are short enough for an even end.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile \
+	--no-loadscope-reorder
 
 .PHONY: help venv peers quickstart quickstart-offline quickstart-tokenizers test slow lint format docs pins clean
 .DEFAULT_GOAL := help

@@ -136,6 +136,7 @@ def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int
     return "lived"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

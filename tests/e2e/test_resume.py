@@ -52,7 +52,7 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
 
 
 # One of each kind; the others take minutes and run with the slow tests.
-QUICK_SAME = ("DP2, saved meanwhile", "two tokenizers, read by workers")
+QUICK_SAME = ("DP2, saved meanwhile",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))

@@ -177,6 +177,7 @@ def test_features_of_two_sizes_are_projected_and_balanced(
         assert record["balance"]["feature_scale"] > 0
 
 
+@pytest.mark.slow
 def test_two_teachers_train_their_sources_and_a_mean_of_them(
     pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
 ) -> None:
