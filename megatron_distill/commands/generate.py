@@ -108,15 +108,8 @@ def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
                 "`tools/convert_checkpoint.py export` writes"
             )
         own = ["train.precision=fp32"]
-        tokenizer = arguments.tokenizer
-        if tokenizer is None and kind == "checkpoint":
-            tokenizer = folder / "hugging_face"
-            if not tokenizer.is_dir():
-                raise ConfigError(
-                    f"--checkpoint {folder}: no tokenizer is there; add --tokenizer DIR"
-                )
-        if tokenizer is not None:
-            own.append(f"data.tokenizer.path={tokenizer}")
+        if arguments.tokenizer is not None:
+            own.append(f"data.tokenizer.path={arguments.tokenizer}")
         words = [*([arguments.run] if arguments.run else []), *arguments.words]
         return load_weights({kind: str(folder)}, [*own, *words], world_size=launch.size)
     run, overrides = run_and_overrides(arguments)

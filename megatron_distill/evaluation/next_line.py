@@ -13,8 +13,8 @@ from megatron_distill.runtime.atomic_files import replace_file
 __all__ = ["TASK", "write_task"]
 
 TASK: Final = "next_line"
-_LENGTHS: Final = range(12, 61)  # characters of a line without its indentation
-_CONTEXT: Final = 160  # characters before it, in whole lines
+_LENGTHS: Final = range(12, 51)  # characters of a line without its indentation
+_CONTEXT: Final = 120  # characters before it, in whole lines
 _CHOICES: Final = 4
 _ITEMS: Final = 200
 _YAML = """\

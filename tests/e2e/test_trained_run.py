@@ -17,6 +17,7 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.train.assemble.trained_config import (
     add_run_arguments,
     load_trained_run,
+    load_weights,
     run_and_overrides,
 )
 from tests.distributed.pool import Pool
@@ -201,6 +202,19 @@ def test_the_run_is_the_first_word_or_an_option(capsys: pytest.CaptureFixture[st
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing: not a run folder \(no config\.yaml\); give"):
         load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
+
+
+def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path: Path) -> None:
+    own = tmp_path / "run" / "hugging_face"
+    own.mkdir(parents=True)
+    step = tmp_path / "run" / "checkpoints" / "step_0000002"
+    for path in (tmp_path / "run", step.parent, step):
+        config = load_weights({"checkpoint": str(path)}, [], world_size=1)
+        assert config.data.tokenizer.path == str(own)
+    named = load_weights({"checkpoint": str(step)}, ["data.tokenizer.path=mine"], world_size=1)
+    assert named.data.tokenizer.path == "mine"
+    with pytest.raises(ConfigError, match=r"none: no tokenizer is there; name one, data\.tok"):
+        load_weights({"checkpoint": str(tmp_path / "none")}, [], world_size=1)
 
 
 def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:

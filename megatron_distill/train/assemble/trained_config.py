@@ -93,11 +93,12 @@ def load_weights(
     The tokenizer is that of the weights unless `overrides` name another. Raises ConfigError.
     """
     (kind, path) = next(iter(source.items()))
+    named = any(word.startswith("data.tokenizer") for word in overrides)
     content = {
         "student": dict(source),
         "data": {
             "sources": [{"format": "python_stdlib"}],
-            "tokenizer": {"path": path if kind == "hf" else None},
+            "tokenizer": {} if named else {"path": _own_tokenizer(kind, path)},
             "sequence_length": 2 * world_size,
         },
         "train": {"steps": 1, "global_batch_size": world_size},
@@ -107,6 +108,20 @@ def load_weights(
     config = config_of(content, [*_ONE_PROCESS, *overrides], named=f"--{kind} {path}")
     check_layout(config, world_size)
     return config
+
+
+def _own_tokenizer(kind: str, path: str) -> str:
+    """Return the folder of the tokenizer of weights; raises ConfigError."""
+    if kind == "hf":
+        return path
+    # Of a run or an imported checkpoint, its folder `checkpoints`, or one of its checkpoints.
+    places = (Path(path), Path(path).parent, Path(path).parent.parent)
+    found = [place / "hugging_face" for place in places if (place / "hugging_face").is_dir()]
+    if not found:
+        raise ConfigError(
+            f"--checkpoint {path}: no tokenizer is there; name one, data.tokenizer.path=DIR"
+        )
+    return str(found[0])
 
 
 def _with_shared_ranks(config: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ def test_an_item_has_the_right_line_once_among_lines_of_its_document(tmp_path: P
     for item in items:
         right = item["lines"][item["right"]]
         assert f"{item['before']}\n{right}" in text
-        assert len(item["before"]) <= 160
+        assert len(item["before"]) <= 120
         assert len({option.strip() for option in item["lines"]}) == 4
         assert all(option.strip() in lines for option in item["lines"])
         assert len({len(option) - len(option.lstrip()) for option in item["lines"]}) == 1
