@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_distill.commands.command import Command, note, spelled, with_launch
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
+    STUDENT_ALONE,
     add_run_arguments,
     load_trained_run,
     load_weights,
@@ -85,7 +86,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         else:
             named, overrides = run_and_overrides(arguments)
             assert named is not None, "the check asks for one"
-            plain = [] if arguments.teacher else ["teacher=null", "objective.terms=[]"]
+            plain = [] if arguments.teacher else STUDENT_ALONE
             config = load_trained_run(named, [*plain, *overrides], world_size=launch.size)
         tasks = [load_task(*_named_task(one, arguments.limit)) for one in arguments.tasks]
     with (

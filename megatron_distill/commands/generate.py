@@ -13,6 +13,7 @@ from megatron_distill.commands.command import Command, note, spelled, with_launc
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
+    STUDENT_ALONE,
     add_run_arguments,
     load_trained_run,
     load_weights,
@@ -114,8 +115,7 @@ def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
         return load_weights({kind: str(folder)}, [*own, *words], world_size=launch.size)
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
-    plain = ["teacher=null", "teachers=null", "objective.terms=[]", *overrides]
-    return load_trained_run(run, plain, world_size=launch.size)
+    return load_trained_run(run, [*STUDENT_ALONE, *overrides], world_size=launch.size)
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, str]:

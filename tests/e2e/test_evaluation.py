@@ -199,9 +199,9 @@ def _results(
     rank: int, world: int, folder: str, overrides: list[str], tasks: list[str], teacher: bool
 ) -> dict[str, Any]:
     from megatron_distill.evaluation.tasks.record import load_task
-    from megatron_distill.train.assemble.trained_config import load_trained_run
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
-    plain = [] if teacher else ["teacher=null", "objective.terms=[]"]
+    plain = [] if teacher else STUDENT_ALONE
     config = load_trained_run(folder, [*plain, *overrides], world_size=world)
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
     from megatron_distill.train.assemble.evaluation import evaluate_weights
@@ -240,9 +240,9 @@ def test_a_wrong_task_ends_the_run_and_leaves_no_folder(
 
 def _without_harness(rank: int, world: int, folder: str) -> str:
     from megatron_distill.errors import ConfigError
-    from megatron_distill.train.assemble.trained_config import load_trained_run
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
-    config = load_trained_run(folder, ["teacher=null", "objective.terms=[]"], world_size=world)
+    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
     from megatron_distill.train.assemble import evaluation
 

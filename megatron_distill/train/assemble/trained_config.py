@@ -17,6 +17,7 @@ from megatron_distill.errors import ConfigError
 
 __all__ = [
     "NO_RUN",
+    "STUDENT_ALONE",
     "add_run_arguments",
     "load_trained_run",
     "load_weights",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 NO_RUN = "give the output folder of a run, e.g. runs/first"
+
+# Overrides that leave the student of a run.
+STUDENT_ALONE = ("teacher=null", "teachers=null", "objective.terms=[]")
 
 # A checkpoint loads in any layout; a command without torchrun has one process.
 _ONE_PROCESS = (
