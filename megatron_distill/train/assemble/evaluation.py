@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill import __version__
-from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
+from megatron_distill.config import (
+    EvaluationConfig,
+    KeepBestConfig,
+    RunConfig,
+    aligned_role,
+    is_aligned,
+)
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
@@ -25,12 +31,19 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
+from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import is_requested
+from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.distillation import OpenRun
-from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
+from megatron_distill.train.assemble.models import (
+    job_groups,
+    resolve_model,
+    teacher_execution,
+    teacher_seed,
+)
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.checkpoint.best import BestRule
 from megatron_distill.train.evaluation.phase import (
@@ -44,7 +57,8 @@ from megatron_distill.train.evaluation.writing import ModelWriter
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
-from megatron_distill.train.teachers.resting import RestingTeacher
+from megatron_distill.train.teachers.resting import HostWeights, RestingTeacher
+from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.validation import evaluating
 
 __all__ = [
@@ -109,7 +123,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         partial(evaluating, student),
         _writer(scored, student.chunks, prepared, tokenizer),
     )
-    teachers = list(_teachers(section, tasks, opened)) if section.teacher else []
+    teachers = list(_teachers(config, tasks, opened)) if section.teacher else []
     return RunEvaluation(
         found,
         teachers,
@@ -148,21 +162,26 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
 
 
 def _teachers(
-    section: EvaluationConfig, tasks: Sequence[Task], opened: OpenRun
+    config: RunConfig, tasks: Sequence[Task], opened: OpenRun
 ) -> Iterator[EvaluatedModel]:
     """Yield the teachers whose models are on these ranks."""
-    teacher = opened.teacher
+    section, teacher = config.evaluation, opened.teacher
     if not teacher.models and (teacher.stored is not None or teacher.remote is not None):
         _LOGGER.info(
             "no baseline of the teacher: its model is not on the student's ranks; "
             "`megatron-distill evaluate` measures it"
         )
     reading = opened.samples.options.teacher
-    tokenizer = opened.samples.tokenizer if reading is None else reading.tokenizer
     device = opened.site.execution.device
     for role, model in teacher.models.items():
+        tokenizer = opened.samples.tokenizer
+        if reading is not None and role == aligned_role(config):
+            tokenizer = reading.tokenizer
         prepared = _prepared(tasks, tokenizer, _positions(model.architecture, section), device)
-        size = from_first_rank(lambda: tokenizer.vocab_size if tokenizer is not None else 0)
+        prepared = _without_texts(role, model.model, prepared)
+        if not prepared:
+            continue
+        size = from_first_rank(partial(_ids, tokenizer))
         groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
         head = partial(_own_head, model)
         scored = ScoredModel(
@@ -177,9 +196,13 @@ def _teachers(
             role,
             _scorer(scored, section),
             prepared,
-            partial(_awake, opened, model),
+            partial(_awake, opened, role, model),
             _writer(scored, [model.model], prepared, tokenizer),
         )
+
+
+def _ids(tokenizer: Tokenizer | None) -> int:
+    return 0 if tokenizer is None else tokenizer.vocab_size
 
 
 def _own_head(model: OnlineTeacher | OwnLayout) -> torch.Tensor:
@@ -187,10 +210,9 @@ def _own_head(model: OnlineTeacher | OwnLayout) -> torch.Tensor:
 
 
 @contextmanager
-def _awake(opened: OpenRun, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
+def _awake(opened: OpenRun, role: str, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
     """A block with the teacher's weights on the device, and Megatron-Core in its layout."""
-    signals = opened.teacher.signals
-    weights = signals.weights if isinstance(signals, RestingTeacher) else None
+    weights = _resting_weights(opened, role)
     if weights is not None:
         weights.take()
     try:
@@ -202,6 +224,29 @@ def _awake(opened: OpenRun, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
     finally:
         if weights is not None:
             weights.release()
+
+
+def _resting_weights(opened: OpenRun, role: str) -> HostWeights | None:
+    """Return the weights of a teacher that are in host memory between steps."""
+    signals = opened.teacher.signals
+    if isinstance(signals, SeveralTeachers):
+        signals = signals.teachers[role.removeprefix("teachers.")]
+    return signals.weights if isinstance(signals, RestingTeacher) else None
+
+
+def _without_texts(
+    role: str, model: HiddenStateGPT, tasks: tuple[PreparedTask, ...]
+) -> tuple[PreparedTask, ...]:
+    """Return the tasks that a model can do; without those of generated text if it is sharded."""
+    texts = [task.task.name for task in tasks if task.task.kind == "generation"]
+    if not texts or not has_sharded_weights(model):
+        return tasks
+    _LOGGER.info(
+        "%s: no results of %s: a model with sharded weights generates no text; set "
+        "%s.shard_weights=false to evaluate it",
+        *(role, ", ".join(texts), role),
+    )
+    return tuple(task for task in tasks if task.task.kind != "generation")
 
 
 def _scorer(model: ScoredModel, section: EvaluationConfig) -> ModelScorer:
@@ -278,10 +323,33 @@ def _prepared(
 
 @dataclass(frozen=True)
 class _Role:
-    """A model of a configuration that is evaluated, and its seed if its weights are random."""
+    """A model of a configuration that is evaluated.
+
+    Attributes:
+        seed: of weights that are random.
+        tokenizer: on the first rank; None elsewhere.
+    """
 
     name: str
     seed: int
+    execution: Execution
+    tokenizer: Tokenizer | None
+    vocabulary: Vocabulary
+
+
+def _teacher_role(config: RunConfig, student: _Role) -> _Role:
+    """Return the teacher in the tokens and with the computation that it has in the run.
+
+    Collective: with a tokenizer of its own those of `own_tokens`.
+    """
+    layers = config.parallel.layers_per_stage.teacher
+    execution = teacher_execution(student.execution, config.models["teacher"], layers)
+    role = replace(student, name="teacher", seed=teacher_seed(config.seed), execution=execution)
+    if not is_aligned(config):
+        return role
+    own = own_tokens(config, student.vocabulary)
+    tokenizer = None if own.reading is None else own.reading.tokenizer
+    return replace(role, tokenizer=tokenizer, vocabulary=own.vocabulary)
 
 
 def evaluate_weights(
@@ -292,11 +360,8 @@ def evaluate_weights(
     Returns the results by role and the facts of the models. Raises a MegatronDistillError on all
     ranks together; Interrupted on all ranks where a signal asked for it.
     """
-    roles = [_Role("student", config.seed)]
     if teacher and config.teacher is None:
         raise ConfigError("--teacher: the run has no `teacher` section; leave it out")
-    if teacher:
-        roles.append(_Role("teacher", teacher_seed(config.seed)))
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         device.alone,
@@ -306,17 +371,25 @@ def evaluate_weights(
         )
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
+        roles = [_Role("student", config.seed, execution, tokenizer, vocabulary)]
+        if teacher:
+            roles.append(_teacher_role(config, roles[0]))
         results: dict[str, Results] = {}
+        prompts: dict[str, str] = {}
         for role in roles:
-            model = _opened(config, role, (tokenizer, vocabulary), tasks, execution, groups)
+            model = _opened(config, role, tasks, groups)
             results[role.name] = evaluate_model(model)
-    return {
+            prompts = {task.task.name: task.first_prompt for task in model.tasks} | prompts
+    found: dict[str, Any] = {
         "version": __version__,
         "precision": config.train.precision,
         "tokenizer": vocabulary.identity,
         "results": results,
-        "first_prompts": {task.task.name: task.first_prompt for task in model.tasks},
+        "first_prompts": prompts,
     }
+    if roles[-1].vocabulary != vocabulary:
+        found["teacher_tokenizer"] = roles[-1].vocabulary.identity
+    return found
 
 
 def evaluate_by_harness(
@@ -347,11 +420,11 @@ def evaluate_by_harness(
         device.alone,
     ):
         options = data_options(config.data, Path(config.output))
-        tokens = open_tokenizer(config, options)
+        tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        role = _Role("student", config.seed)
-        model = _opened(config, role, tokens, (), execution, groups, writes=True)
-        tokenizer = _shared(tokens[0])
+        role = _Role("student", config.seed, execution, tokenizer, vocabulary)
+        model = _opened(config, role, (), groups, writes=True)
+        tokenizer = _shared(tokenizer)
         return lm_eval.simple_evaluate(
             model=ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer),
             tasks=list(names),
@@ -368,15 +441,13 @@ def evaluate_by_harness(
 def _opened(
     config: RunConfig,
     role: _Role,
-    tokens: tuple[Tokenizer | None, Vocabulary],
     tasks: Sequence[Task],
-    execution: Execution,
     groups: Groups,
     *,
     writes: bool = False,
 ) -> EvaluatedModel:
     """Build the model of a role and encode the tasks for it; `writes`: it writes text anyway."""
-    tokenizer, vocabulary = tokens
+    tokenizer, vocabulary, execution = role.tokenizer, role.vocabulary, role.execution
     source = resolve_model(config, role.name, vocabulary)
     shape, section = source.architecture, config.evaluation
     # Before the weights are read: a wrong task shows at once.
@@ -384,6 +455,7 @@ def _opened(
     (model,) = source.build(execution, groups=groups, seed=role.seed, interleaved=False)
     model.requires_grad_(False)
     model.eval()
+    prepared = _without_texts(role.name, model, prepared)
     scored = ScoredModel(
         [model],
         lambda: model.head_weight().detach(),
