@@ -17,6 +17,7 @@ from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     CONTEXT,
     EXPERT,
+    FOUR,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -63,6 +64,11 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "experts without ranks of their own": (2, (DENSE_FIRST, BF16)),
     "own layout, p1 to p2": (2, (PIPELINE, VIRTUAL, "teacher.parallel={tensor: 1}")),
     "own layout, d4 to d1": (4, (TENSOR, SEQUENCE, PIPELINE, "teacher.parallel={tensor: 1}")),
+    # One unit for four replicas.
+    "own layout, d4 to t4": (
+        4,
+        (FOUR, "teacher.parallel={tensor: 1}", "train.global_batch_size=2"),
+    ),
     "own layout, d2 t2 to d4": (4, ("teacher.parallel={tensor: 2, sequence: true}",)),
     "own layout, e2 to t2": (4, (TENSOR, SEQUENCE, EXPERTS, "teacher.parallel={expert: 2}")),
     "features": (4, (FEATURES, PIPELINE)),
@@ -95,10 +101,19 @@ def test_losses_are_those_of_whole_weights_to_the_bit(
     assert_same(found, expected, is_exact=True)
 
 
+# In a layout of its own some of a step's units are for the other teacher.
 @pytest.mark.slow
-def test_one_of_several_teachers_is_sharded(train: Callable[..., Course]) -> None:
+@pytest.mark.parametrize("own", [(), ("teachers.a.parallel={tensor: 1}", TENSOR)])
+def test_one_of_several_teachers_is_sharded(
+    train: Callable[..., Course], own: Sequence[str]
+) -> None:
     found = [
-        train(2, f"several-{value}", *(text.replace("SHARD", value) for text in SEVERAL))
+        train(
+            2,
+            f"several-{len(own)}-{value}",
+            *(text.replace("SHARD", value) for text in SEVERAL),
+            *own,
+        )
         for value in ("true", "false")
     ]
     assert_same(*found, is_exact=True)

@@ -203,8 +203,7 @@ class OwnLayout:
     def unit_rows(self, micro_batches: int) -> UnitRows:
         """Return the units that the loader makes for this rank, before the waves that run them."""
         units, replica = self.ways.units(micro_batches), self.ways.places[0][0]
-        is_joint = needs_every_replica(self.model, self.own_groups)
-        own = units.evened if is_joint else units.of_teacher
+        own = units.evened if self._is_joint else units.of_teacher
         table: list[tuple[int, ...]] = [()] * micro_batches
         for wave in self._waves(units):
             table[wave.start] = own(wave, replica)
@@ -310,12 +309,16 @@ class OwnLayout:
     def _replica(self) -> int:
         return self.ways.places[0][0]
 
+    @property
+    def _is_joint(self) -> bool:
+        return needs_every_replica(self.model, self.own_groups)
+
     def _run_wanted(
         self, wave: range, batch: Batch, units: Units, running: Collection[int]
     ) -> dict[tuple[Output, int], Tensor]:
         """Run the units of the micro-batches `running` of a wave, whose first batch is given."""
         own, made = units.of_teacher(wave, self._replica), batch.units[self.number]
-        if self.own_groups.layout.expert > 1:
+        if self._is_joint:
             return self._run_units(made, own)  # as many passes on each replica
         pairs = [
             (unit, one)
