@@ -45,12 +45,14 @@ class HostStates:
 
     On CUDA the copies run on a stream of their own, to and from pinned memory. The pinned memory is
     allocated once: 2 bytes (in bf16) per value of the states of one step. On a CPU the states stay
-    where they are. One step's states exist at a time: those of the next step replace them.
+    where they are. One step's states exist at a time: those of the next step replace them. The
+    micro-batches of a step ascend; it need not have all.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host: dict[int, Tensor] = {}
+        self._of_step: list[int] = []
         self._returning: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
     @classmethod
@@ -65,8 +67,10 @@ class HostStates:
         if self._stream is None:
             self._host[micro_batch] = hidden_sbh
             return
-        if micro_batch == 0:
+        if self._of_step and micro_batch <= self._of_step[-1]:  # of the next step
+            self._of_step.clear()
             self._returning.clear()
+        self._of_step.append(micro_batch)
         host_sbh = self._host.get(micro_batch)
         if host_sbh is None or host_sbh.shape != hidden_sbh.shape:
             host_sbh = torch.empty(hidden_sbh.shape, dtype=hidden_sbh.dtype, pin_memory=True)
@@ -82,7 +86,7 @@ class HostStates:
         if self._stream is None:
             return self._host[micro_batch]
         for number in (micro_batch, micro_batch + 1):
-            if number in self._host and number not in self._returning:
+            if number in self._of_step and number not in self._returning:
                 self._returning[number] = self._begin_return(number)
         hidden_sbh, arrived = self._returning.pop(micro_batch)
         current = torch.cuda.current_stream(hidden_sbh.device)
