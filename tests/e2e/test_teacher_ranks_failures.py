@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +19,7 @@ from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
 from tests.e2e.test_kill import hold_during_a_save, send_to_all
 from tests.e2e.test_lone_failures import command, started
-from tests.e2e.test_teacher_ranks import run_apart
+from tests.e2e.test_teacher_ranks import run_apart, train_in_roles
 
 APART = "teacher.ranks=1"
 SECONDS_TO_THE_END = 60.0
@@ -222,3 +226,36 @@ def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
         assert launch.process.wait(timeout=240) == 0, launch.output()
     assert "error" not in launch.output()
     assert checkpoints(output) == ["step_0000001"]
+
+
+def refusal(
+    rank: int, world: int, config: Path, changes: Sequence[str], teachers: int, full: int | None
+) -> str:
+    """The ConfigError that a start ends with; shared memory is full on the rank `full`."""
+    from megatron_distill.errors import ConfigError
+
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    memory = patch("os.posix_fallocate", side_effect=no_space) if rank == full else nullcontext()
+    with memory, pytest.raises(ConfigError) as found:
+        train_in_roles(rank, world, config, changes, teachers, None)
+    return str(found.value)
+
+
+ALIGNED = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")  # the loss has messages then
+REFUSED = {
+    "NCCL": ("dense", (), "nccl", None, "'nccl' needs GPUs, and this machine has none"),
+    "shared memory full": ("aligned", ALIGNED, "ipc", 1, "of shared memory (No space left"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_way_of_answers_that_is_not_there_ends_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, layout, backend, full, expected = REFUSED[case]
+    changes = [f"output={tmp_path}/run", APART, f"teacher.transfer.backend={backend}", *layout]
+    config, world = inputs.folder / f"{name}.yaml", 3 if layout else 2
+    found = pool.run(world, refusal, config, changes, 1, full, timeout=SECONDS_TO_THE_END)
+    assert len(set(found)) == 1
+    assert expected in found[0]
+    assert "teacher.transfer.backend" in found[0]

@@ -125,8 +125,12 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
             dtype=execution.dtype,
             device=execution.device,
         )
-    if plan.needed(bridge.rank):
-        way, slots, file = _student_way(transfer, plan, device, site.resources)
+    received = None
+    with together():  # shared memory may be full on some ranks alone
+        if plan.needed(bridge.rank):
+            received = _student_way(transfer, plan, device, site.resources)
+    if received is not None:
+        way, slots, file = received
         ring = AnswerRing(
             plan,
             way,
@@ -184,7 +188,20 @@ def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) 
 
 
 def _backend(transfer: TransferConfig, device: Device) -> str:
-    """Return the way of the answers by name, the same on all ranks."""
+    """Return the way of the answers by name, the same on all ranks.
+
+    Raises ConfigError: it is not for this device, which `runtime.device = 'auto'` has chosen.
+    """
+    if transfer.backend == "ipc" and device.kind == "cuda":
+        raise ConfigError(
+            "teacher.transfer.backend = 'ipc' is shared memory between processes on a CPU; set it "
+            "to nccl or gloo on GPUs"
+        )
+    if transfer.backend == "nccl" and device.kind != "cuda":
+        raise ConfigError(
+            "teacher.transfer.backend = 'nccl' needs GPUs, and this machine has none; set it to "
+            "auto, gloo or ipc"
+        )
     if transfer.backend != "auto":
         return transfer.backend
     return "nccl" if device.backend == "nccl" else "gloo"
@@ -193,15 +210,13 @@ def _backend(transfer: TransferConfig, device: Device) -> str:
 def _student_way(
     transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
 ) -> tuple[AnswerWay, Slots, Path | None]:
-    """Return how a rank of the student receives, its slots, and their file if shared."""
+    """Return how a rank of the student receives, its slots, and their file if shared.
+
+    Raises ConfigError: the way is not for this device, or shared memory is full.
+    """
     bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
     if backend == "ipc":
-        if device.kind == "cuda":
-            raise ConfigError(
-                "teacher.transfer.backend = 'ipc' is shared memory between processes on a CPU; set "
-                "it to nccl or gloo on GPUs"
-            )
         path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
         slots = create_shared(path, plan, bridge.rank)
         resources.callback(path.unlink, missing_ok=True)
@@ -222,7 +237,8 @@ def _student_way(
 def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
     """Return how a rank of the teacher sends.
 
-    Raises ConfigError: it should share memory with another machine.
+    Raises ConfigError: the way is not for this device, or it should share memory with another
+    machine.
     """
     bridge, backend = device.bridge, _backend(transfer, device)
     assert bridge is not None
