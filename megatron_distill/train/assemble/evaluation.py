@@ -121,7 +121,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         _scorer(scored, section),
         prepared,
         partial(evaluating, student),
-        _writer(scored, student.chunks, prepared, tokenizer),
+        _writer(scored, student.chunks, prepared, tokenizer, cache_gib=config.generation.cache_gib),
     )
     teachers = list(_teachers(config, tasks, opened)) if section.teacher else []
     return RunEvaluation(
@@ -197,7 +197,9 @@ def _teachers(
             _scorer(scored, section),
             prepared,
             partial(_awake, opened, role, model),
-            _writer(scored, [model.model], prepared, tokenizer),
+            _writer(
+                scored, [model.model], prepared, tokenizer, cache_gib=config.generation.cache_gib
+            ),
         )
 
 
@@ -260,6 +262,7 @@ def _writer(
     tasks: Sequence[PreparedTask],
     tokenizer: Tokenizer | None,
     *,
+    cache_gib: float,
     writes: bool = False,
 ) -> ModelWriter | None:
     """Return the writer of a model if one of its tasks generates text.
@@ -274,6 +277,7 @@ def _writer(
         model.groups,
         model.device,
         vocab_size=model.shard.size,
+        cache_gib=cache_gib,
         decode=_shared(tokenizer).decode,
     )
     return ModelWriter(cached, stop_requested=is_requested)
@@ -468,5 +472,12 @@ def _opened(
         role.name,
         _scorer(scored, section),
         prepared,
-        writer=_writer(scored, [model], prepared, tokenizer, writes=writes),
+        writer=_writer(
+            scored,
+            [model],
+            prepared,
+            tokenizer,
+            cache_gib=config.generation.cache_gib,
+            writes=writes,
+        ),
     )
