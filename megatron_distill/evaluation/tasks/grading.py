@@ -1,23 +1,35 @@
-"""Grading in worker processes, each of which is ended when a text takes too long."""
+"""Grading in worker processes, each of which is ended when a text takes too long.
+
+The processes ignore SIGTERM and SIGINT, which torchrun and a terminal send to a rank's whole
+process group. They end with the call, or with the process that called.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing import get_context
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from threading import Thread
 from time import monotonic
 from typing import Final
 
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import Grade
 
 __all__ = ["Graded", "grade_texts"]
 
 _SECONDS: Final = 10.0
 _WORKERS: Final = 4
+_STARTS: Final = 2
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 Pair = tuple[str, str]
 
@@ -35,50 +47,78 @@ class Graded:
 
 
 def grade_texts(
-    grade: Grade, pairs: Sequence[Pair], *, seconds: float = _SECONDS, workers: int | None = None
+    grade: Grade,
+    pairs: Sequence[Pair],
+    *,
+    seconds: float = _SECONDS,
+    workers: int | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Graded:
     """Grade pairs of a generated text and the right answer, each within some seconds.
 
-    `grade` is a function of a module, so that the processes find it by its name.
+    `grade` is a function of a module, so that the processes find it by its name. A text whose
+    process is killed is graded once more. Raises Interrupted where a stop is requested, and
+    DataError where no process can be started.
     """
     count = min(len(pairs), workers or min(_WORKERS, os.cpu_count() or 1))
-    found: list[bool | None] = [None] * len(pairs)
-    late = broken = 0
-    pool = [_Worker.start(grade) for _ in range(count)]
+    tally = _Tally([None] * len(pairs), deque(range(len(pairs))))
+    pool: list[_Worker] = []
     try:
-        left = iter(range(len(pairs)))
-        busy: dict[Connection, _Worker] = {}
-        for worker in pool:
-            worker.give(next(left), pairs)
-            busy[worker.end] = worker
-        while busy:
-            ready = wait(list(busy), timeout=0.1)
-            now = monotonic()
-            for end, worker in list(busy.items()):
-                outcome: bool | None = False
-                if end in ready:
+        while tally.left or any(worker.is_busy for worker in pool):
+            if stop_requested():
+                raise Interrupted
+            idle = [worker for worker in pool if not worker.is_busy]
+            if len(tally.left) > len(idle) and len(pool) < count:
+                pool.append(_Worker.start(grade))
+                idle.append(pool[-1])
+            for worker in idle[: len(tally.left)]:
+                worker.give(tally.left.popleft(), pairs)
+            busy = [worker for worker in pool if worker.is_busy]
+            ready = wait([worker.end for worker in busy], timeout=0.1)
+            for worker in busy:
+                if worker.end in ready:
                     outcome = worker.take()
-                    broken += outcome is None
-                elif worker.since is not None and now - worker.since > seconds:
-                    late += 1
+                elif monotonic() - worker.since > seconds:
+                    outcome = _Lapse.LATE
                 else:
                     continue
-                del busy[end]
-                found[worker.index] = bool(outcome)
-                following = next(left, None)
-                if following is None:
-                    continue
-                if end not in ready or outcome is None:
+                tally.note(worker.index, outcome)
+                worker.is_busy = False
+                if isinstance(outcome, _Lapse) and outcome is not _Lapse.FAILED:
                     worker.stop()
                     pool.remove(worker)
-                    worker = _Worker.start(grade)
-                    pool.append(worker)
-                worker.give(following, pairs)
-                busy[worker.end] = worker
     finally:
         for worker in pool:
             worker.stop()
-    return Graded(tuple(bool(one) for one in found), late, broken)
+    lapses = [outcome for outcome in tally.found if isinstance(outcome, _Lapse)]
+    late = lapses.count(_Lapse.LATE)
+    return Graded(tuple(one is True for one in tally.found), late, len(lapses) - late)
+
+
+class _Lapse(Enum):
+    """Why a text has no grade."""
+
+    FAILED = "the grader raised an error"
+    LATE = "it took too long"
+    ENDED = "the process ended by itself"
+    KILLED = "a signal ended the process"
+
+
+@dataclass
+class _Tally:
+    """The outcome of each text, the texts left, and those that were given a second time."""
+
+    found: list[bool | _Lapse | None]
+    left: deque[int]
+    repeated: set[int] = field(default_factory=set)
+
+    def note(self, index: int, outcome: bool | _Lapse) -> None:
+        """Note a text's outcome; it is left again after the first end by a signal."""
+        if outcome is _Lapse.KILLED and index not in self.repeated:
+            self.repeated.add(index)
+            self.left.appendleft(index)
+        else:
+            self.found[index] = outcome
 
 
 @dataclass
@@ -88,32 +128,43 @@ class _Worker:
     process: SpawnProcess
     end: Connection
     index: int = -1
-    since: float | None = None
+    since: float = 0.0
+    is_busy: bool = False
 
     @classmethod
     def start(cls, grade: Grade) -> _Worker:
-        """Start a process; it imports the grader before its first pair."""
-        here, there = get_context("spawn").Pipe()
-        process = get_context("spawn").Process(target=_work, args=(grade, there), daemon=True)
-        process.start()
-        there.close()
-        worker = cls(process, here)
-        worker.end.recv()  # so that the import does not count as time of a text
-        return worker
+        """Start a process, at most twice; it imports the grader before its first pair."""
+        for _ in range(_STARTS):
+            here, there = get_context("spawn").Pipe()
+            process = get_context("spawn").Process(target=_work, args=(grade, there), daemon=True)
+            with _signals_blocked():
+                process.start()
+            there.close()
+            worker = cls(process, here)
+            if not isinstance(worker.take(), _Lapse):
+                return worker  # the import does not count as time of a text
+            worker.stop()
+        name = getattr(grade, "__name__", type(grade).__name__)
+        raise DataError(
+            f"the grader {name} cannot start: its process ended {_STARTS} times before the first "
+            f"text, at last with the status {process.exitcode}; free memory for it, or leave it "
+            "out of the task's graders"
+        )
 
     def give(self, index: int, pairs: Sequence[Pair]) -> None:
         """Send a pair."""
-        self.index, self.since = index, monotonic()
-        self.end.send(pairs[index])
+        self.index, self.since, self.is_busy = index, monotonic(), True
+        with suppress(OSError):  # the process has ended, which `take` finds
+            self.end.send(pairs[index])
 
-    def take(self) -> bool | None:
-        """Return the grade, None where the grader failed or its process ended."""
-        self.since = None
+    def take(self) -> bool | _Lapse:
+        """Wait for the grade, or for the end of the process."""
         try:
             found: bool | None = self.end.recv()
         except (EOFError, OSError):
-            return None
-        return found
+            self.process.join(_SECONDS)
+            return _Lapse.KILLED if (self.process.exitcode or 0) < 0 else _Lapse.ENDED
+        return _Lapse.FAILED if found is None else found
 
     def stop(self) -> None:
         """End the process, whatever it computes."""
@@ -122,10 +173,21 @@ class _Worker:
         self.end.close()
 
 
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A block whose new processes never get a termination signal: they inherit the mask."""
+    resource_tracker.ensure_running()  # starting it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(grade: Grade, end: Connection) -> None:
     """Grade pairs until the other side ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end.send(None)
+    Thread(target=_end_with_parent, daemon=True).start()
+    end.send(True)
     while True:
         try:
             text, answer = end.recv()
@@ -136,3 +198,11 @@ def _work(grade: Grade, end: Connection) -> None:
         except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
             found = None
         end.send(found)
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, also in the middle of a text."""
+    parent = parent_process()
+    assert parent is not None, "a grader is a child"
+    wait([parent.sentinel])
+    os._exit(1)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import counted
-from megatron_distill.evaluation.requests import Scorer, Writer
+from megatron_distill.evaluation.requests import Interrupted, Scorer, Writer
 from megatron_distill.evaluation.tasks.graders import grader_named
 from megatron_distill.evaluation.tasks.grading import grade_texts
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
@@ -23,6 +23,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import repeated_dropout
 from megatron_distill.runtime.progress import duration
+from megatron_distill.runtime.termination import is_requested
 
 __all__ = [
     "EvaluatedModel",
@@ -79,6 +80,8 @@ def evaluate_model(model: EvaluatedModel) -> Results:
 def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[str, Any]:
     """Generate a task's texts and grade them on the first rank.
 
+    Raises Interrupted on all ranks together, where a signal to the first rank asked for it.
+
     Collective: those of the writer, of `on_first_rank`, and one broadcast of the result.
     """
     assert model.writer is not None, "a model with such a task has one"
@@ -92,13 +95,21 @@ def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[s
     )
     pairs = [(one.text, item.target) for one, item in zip(texts, task.items, strict=True)]
 
-    def graded() -> dict[str, Any]:
-        grades = {name: grade_texts(grader_named(name), pairs) for name in record.graders}
+    def graded() -> dict[str, Any] | None:
+        graders = {name: grader_named(name) for name in record.graders}
+        try:
+            grades = {
+                name: grade_texts(grade, pairs, stop_requested=is_requested)
+                for name, grade in graders.items()
+            }
+        except Interrupted:
+            return None  # all ranks raise it together, below
         return written_result(task, texts, grades)
 
     found = [on_first_rank(graded, device=torch.device(torch.cuda.current_device()))]
     dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
+    if found[0] is None:
+        raise Interrupted
     return found[0]
 
 
@@ -157,7 +168,7 @@ class RunEvaluation:
         """Whether the student is evaluated after a step."""
         return is_last or (self.interval > 0 and step % self.interval == 0)
 
-    def before_training(self, step: int) -> dict[str, Results]:
+    def before_training(self, step: int, *, is_last: bool) -> dict[str, Results]:
         """Return the results by role that the log lacks at a start at this step; often none.
 
         Raises Interrupted as `evaluate_model`.
@@ -165,7 +176,7 @@ class RunEvaluation:
         # A resumed run drops what an earlier start logged of later steps.
         roles = {role for role, logged in self.logged if logged <= step}
         models = [teacher for teacher in self.teachers if teacher.role not in roles]
-        is_due = self.at_start if step == 0 else self.is_due(step, is_last=False)
+        is_due = self.at_start if step == 0 else self.is_due(step, is_last=is_last)
         if is_due and ("student", step) not in self.logged:
             models.append(self.student)
         return self._results(models)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import (
     GRADERS,
     boxed,
@@ -116,6 +124,69 @@ def test_pairs_are_graded_in_order_by_several_processes() -> None:
     found = grade_texts(gsm8k_strict, pairs, workers=2)
     assert (found.right, found.timeouts, found.failures) == ((True, False, True, False), 0, 0)
     assert grade_texts(exact, []).right == ()
+
+
+def is_signalled(text: str, answer: str) -> bool:
+    """A grader that gets the signals of its process group, and dies once by SIGKILL."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    if text == "always":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text.startswith("/") and not Path(text).exists():
+        Path(text).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "leaves":
+        os._exit(0)
+    return text != answer
+
+
+def test_a_signal_to_a_grader_does_not_change_its_grades(tmp_path: Path) -> None:
+    """SIGTERM and SIGINT do nothing; a text whose process is killed is graded once more."""
+    texts = ["a", str(tmp_path / "once"), "always", "leaves", "b"]
+    found = grade_texts(is_signalled, [(text, "") for text in texts], workers=1)
+    assert found.right == (True, True, False, False, True)
+    assert (found.timeouts, found.failures) == (0, 2)
+
+
+def comes_up(path: str, starts: int) -> Callable[[str, str], bool]:
+    """Return a grader in its process, which ends in this call at first."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    with Path(path).open("a") as file:
+        file.write("start\n")
+    if len(Path(path).read_text().split()) < starts:
+        os._exit(3)
+    return exact
+
+
+class Fragile:
+    """A grader whose process ends while it starts."""
+
+    def __init__(self, path: Path, starts: int) -> None:
+        self.path, self.starts = path, starts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return comes_up, (str(self.path), self.starts)
+
+    def __call__(self, text: str, answer: str) -> bool:
+        raise AssertionError("it runs in its process alone")
+
+
+def test_a_grader_that_does_not_start_is_tried_twice(tmp_path: Path) -> None:
+    assert grade_texts(Fragile(tmp_path / "second", 2), [("a", "a")]).right == (True,)
+    with pytest.raises(DataError, match="Fragile cannot start: .* 2 times .* status 3"):
+        grade_texts(Fragile(tmp_path / "never", 9), [("a", "a")])
+    assert (tmp_path / "never").read_text().split() == ["start"] * 2
+
+
+def test_a_request_to_stop_ends_grading() -> None:
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        grade_texts(
+            runs_away,
+            [("runs away", "a")],
+            seconds=600.0,
+            stop_requested=lambda: time.monotonic() > began + 1.0,
+        )
 
 
 def test_unknown_and_missing_graders_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
