@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from megatron_distill.data.prefetch import StepSource
-from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError
+from megatron_distill.errors import ConfigError, MegatronDistillError, TrainingError, counted
 from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.batch import StepBatches
@@ -128,6 +128,7 @@ class _Vote(IntEnum):
 def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool:
     """Train from the state's step to the plan's last; return whether it got there.
 
+    An evaluation that an earlier start owes comes first, also where no step is left.
     A termination signal on any rank ends the loop after the current step, which is saved.
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
     the log can no longer be written.
@@ -159,7 +160,7 @@ def _train(
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state, timers = parts.state, parts.state.student.timers
     watch = ClampWatch(parts.balancing.ratios.clamp)
-    stopping = _evaluated_before(parts, log)
+    stopping = _evaluated_before(parts, plan, log)
     while state.step < plan.steps and not stopping:
         step = state.step + 1
         parts.profiler.before_step(step)
@@ -191,16 +192,26 @@ def _train(
     return stopping
 
 
-def _evaluated_before(parts: Parts, log: _Log) -> bool:
-    """Evaluate tasks before the first step of the run; return whether a signal ended it."""
-    if parts.evaluation is None:
-        return False
-    try:
-        results = parts.evaluation.before_training(parts.state.step)
-    except Interrupted:
-        return True
+def _evaluated_before(parts: Parts, plan: LoopPlan, log: _Log) -> bool:
+    """Evaluate tasks before the first step of this start; return whether a signal ended it.
+
+    A step whose evaluation is made up may be the best: it is saved again, as the best.
+    """
+    state, results = parts.state, {}
+    if parts.evaluation is not None:
+        is_last = state.step == plan.steps
+        try:
+            results = parts.evaluation.before_training(state.step, is_last=is_last)
+        except Interrupted:
+            return True
+    if state.step and state.note_best(plan.best, named_measures(results)) and plan.save:
+        state.save(parts.loader)
     if results:
-        log.write({"step": parts.state.step, "evaluation": results})
+        # Logged last: a start that is killed before evaluates again.
+        log.write({"step": state.step, "evaluation": results})
+    elif state.step >= plan.steps:
+        done = f"{counted(state.step, 'step')} {'is' if state.step == 1 else 'are'} done"
+        _LOGGER.info("nothing to do: %s, train.steps is %d", done, plan.steps)
     return False
 
 
@@ -218,6 +229,9 @@ def _measures(
         log.write({"step": step, "validation": validation})
         numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
         found |= {f"validation.{name}": value for name, value in numbers.items()}
+        missing = "" if plan.best is None else plan.best.missing_figure(found)
+        if missing and torch.distributed.get_rank() == 0:
+            _LOGGER.warning("%s", missing)
     evaluation = parts.evaluation
     if evaluation is None or stopping:  # a signal came before it began
         return found, False

@@ -80,11 +80,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         device.alone,
     ):
         parts, plan = _assemble(config, device, groups, resources)
-        if parts.state.step >= plan.steps:
-            done = "1 step is" if parts.state.step == 1 else f"{parts.state.step} steps are"
-            _LOGGER.info("nothing to do: %s done, train.steps is %d", done, plan.steps)
-            return True
-        if isinstance(parts.teacher, OwnRanksTeacher):
+        if isinstance(parts.teacher, OwnRanksTeacher) and parts.state.step < plan.steps:
             parts.teacher.start(steps_done=parts.state.step, last_step=plan.steps)
         return train(parts, plan, termination)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,3 +56,12 @@ class BestRule:
             if not is_better:
                 return None
         return Best(step, self.metric, value)
+
+    def missing_figure(self, validation: Collection[str]) -> str:
+        """Return a warning where the metric is a validation figure that a run lacks, else ""."""
+        if not self.metric.startswith("validation.") or self.metric in validation:
+            return ""
+        return (
+            f"checkpoint.keep_best.metric = {self.metric!r} is no figure of this run's validation, "
+            f"so that no checkpoint is kept as the best; give one of {', '.join(validation)}"
+        )
