@@ -51,7 +51,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help=r"end before it, as it is: a newline is $'\n' in bash; may be repeated",
     )
     parser.add_argument("--text", type=Path, help="write the text to this file, not out")
     parser.add_argument(
@@ -248,7 +252,7 @@ COMMAND = Command(
     megatron-distill generate runs/first --prompt "def main("
     megatron-distill generate runs/first --chat --prompt "Is it sunny?" --system "Be brief."
     megatron-distill generate runs/first parallel.tensor=2 --processes 2
-    megatron-distill generate --hf models/first --prompt "def main(" --stop "\\n\\n"
+    megatron-distill generate --hf models/first --prompt "def main(" --stop $'\\n\\n'
     megatron-distill generate --checkpoint checkpoints/first --tokenizer tokenizers/first
 
 On a terminal the text appears as it is written. With --hf --transformers it is written by
