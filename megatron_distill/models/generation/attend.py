@@ -261,7 +261,8 @@ class Extend(_Rows):
         # [b, g, r, S, d]; the places before a row's first new position stay zero.
         padded = query.new_zeros(self.cache.rows, groups, repeats, self.most, size)
         padded[self.rows_N, :, :, self.columns_N] = query[new]
-        per_query = 4 * self.cache.rows * groups * repeats * (earlier + self.most)
+        before = 0 if self.cache.prefix is None else self.cache.prefix.layers[layer][0].shape[2]
+        per_query = 4 * self.cache.rows * groups * repeats * (before + earlier + self.most)
         length = max(1, BLOCK_BYTES // max(1, per_query))
         attended = torch.cat(
             [
