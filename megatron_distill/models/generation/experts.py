@@ -30,6 +30,7 @@ class Experts:
     experts: Any
     shared: Callable[[Tensor], Tensor] | None
     shared_gate: Tensor | None
+    per_position: int  # experts of each position
     expert_group: dist.ProcessGroup
     sharing_group: dist.ProcessGroup  # ranks that share one expert
     tensor_group: dist.ProcessGroup
@@ -44,6 +45,7 @@ class Experts:
             experts=module.experts,
             shared=shared,
             shared_gate=None if shared is None else module.shared_experts.gate_weight,
+            per_position=module.config.moe_router_topk,
             expert_group=groups.megatron.ep,
             sharing_group=groups.megatron.expt_tp,
             tensor_group=groups.tensor,
@@ -86,7 +88,11 @@ class Experts:
 
     def _routed(self, x_NH: Tensor, probs: Tensor, routing: Tensor) -> Tensor:
         """Return the sum over this rank's experts; probs and routing [N, e]."""
-        expert_of_row, position = routing.t().nonzero(as_tuple=True)
+        if self.expert_group.size() == 1:  # then the count is known without the device
+            count = x_NH.shape[0] * self.per_position
+            expert_of_row, position = routing.t().nonzero_static(size=count).unbind(1)
+        else:
+            expert_of_row, position = routing.t().nonzero(as_tuple=True)
         weights = probs[position, expert_of_row]
         output, bias = self.experts(x_NH.index_select(0, position), routing.sum(dim=0), weights)
         if bias is not None:
