@@ -94,9 +94,13 @@ def plan_batches(
 ) -> Plan:
     """Divide all rows over the data ranks, longest first, and each rank's rows into batches.
 
-    groups: rows in flight through the pipeline at the same time.
+    groups: rows in flight through the pipeline at the same time. With `in_step`, a row has memory
+    for the most positions that a row of any rank adds, because it may have to step along.
     """
     order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].total, row))
+    if in_step:
+        most_added = max((size.added for size in sizes), default=0)
+        sizes = [RowSize(size.given, most_added) for size in sizes]
     everyone = []
     for other in range(ranks):
         found = batches_of(sizes, order[other::ranks], row_bytes=row_bytes, cache_bytes=cache_bytes)

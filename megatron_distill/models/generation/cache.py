@@ -150,3 +150,12 @@ class Cache:
             self.length,
             self.prefix,
         )
+
+    def reduce_to(self, rows: Sequence[int]) -> None:
+        """Drop all but some of the rows, in place; one store at a time exists twice."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.starts_b.device)
+        for layer in self.layers:
+            layer.keys = layer.keys.index_select(0, index)
+            layer.values = layer.values.index_select(0, index)
+        self.starts = [self.starts[row] for row in rows]
+        self.starts_b = self.starts_b.index_select(0, index)

@@ -25,7 +25,7 @@ from megatron_distill.models.generation.text import Decode, TextStream
 
 __all__ = ["Flight", "RowText"]
 
-# Ended rows are dropped once they are this share: each drop copies the cache.
+# Ended rows are dropped once they are this share: each drop copies the rows that go on.
 _DROPPED_SHARE = 0.25
 
 
@@ -143,5 +143,5 @@ class Flight:
         index = torch.tensor(alive, device=self.ids_b.device)
         finished += [row for place, row in enumerate(self.rows) if place not in set(alive)]
         self.rows = [self.rows[place] for place in alive]
-        self.cache = self.cache.select(alive)
+        self.cache.reduce_to(alive)
         self.row_keys_b, self.ids_b = self.row_keys_b[index], self.ids_b[index]

@@ -107,12 +107,7 @@ class CachedGPT:
         sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
         run.prepare(sizes, prefix)
         for number, batch in enumerate(run.plan.mine):
-            flights = [
-                run.begin(number, place, [texts[written[row]] for row in group], rows)
-                for place, group in enumerate(batch)
-            ]
-            run.first(flights)
-            run.go_on(flights)
+            run.write(number, [[texts[written[row]] for row in group] for group in batch], rows)
         found = self._gathered(run.finished, run.is_broken)
         empty = Written((), (), "length", None if self.decode is None else "")
         return [found.get(index, empty) for index in range(len(rows))]
@@ -205,7 +200,8 @@ class _Run:
             row_bytes=lambda capacity: (
                 copies * bytes_per_row(self.stage.key_shapes, capacity, self.stage.dtype)
             ),
-            cache_bytes=self.model.cache_gib * _GIB,
+            cache_bytes=self.model.cache_gib * _GIB
+            - bytes_per_row(self.stage.key_shapes, len(prefix), self.stage.dtype),
         )
         largest = capacity_of(sizes) if sizes else 0
         self.stage.reserve(len(prefix) + largest + 1)
@@ -227,6 +223,17 @@ class _Run:
             dtype=self.stage.dtype,
             device=self.device,
             prefix=self.prefix,
+        )
+
+    def write(
+        self, batch: int, groups: Sequence[list[RowText]], requests: Sequence[WriteRow]
+    ) -> None:
+        """Write the rows of a batch; nothing of its caches outlives the call."""
+        # No name for the first steps here: their masks and their groups would live to the end.
+        self.go_on(
+            self.first(
+                [self.begin(batch, place, texts, requests) for place, texts in enumerate(groups)]
+            )
         )
 
     def begin(
@@ -264,7 +271,7 @@ class _Run:
         ids_N = torch.tensor(flat, dtype=torch.int64, device=self.device)
         return _Beginning(flight, ids_N, step_for(cache, counts, padding), ends)
 
-    def first(self, beginnings: Sequence[_Beginning]) -> None:
+    def first(self, beginnings: Sequence[_Beginning]) -> list[Flight]:
         """Run the given positions of all groups, and draw the first ids."""
         for number in range(len(self.stage.chunks)):
             for start in beginnings:
@@ -274,10 +281,10 @@ class _Run:
                     self._draw(start.flight, hidden_NH[start.ends_b], positions_b)
         for start in beginnings:
             start.step.finish()
+        return [start.flight for start in beginnings]
 
-    def go_on(self, beginnings: Sequence[_Beginning]) -> None:
+    def go_on(self, flights: Sequence[Flight]) -> None:
         """Step all groups until their rows have ended."""
-        flights = [start.flight for start in beginnings]
         step: dict[int, Step] = {}
         count = 0
         while not all(flight.is_over for flight in flights):

@@ -158,6 +158,7 @@ def score_batches(
                     cache = cache.select([rows.index(row) for row, _ in copies])
                 ids = [scoring.answers[row][index][:-1] for row, index in copies]
                 found.append(_run(stage, cache, ids, _later_pairs(scoring, copies), least))
+            del cache  # before the next one is allocated
     return found
 
 

@@ -1,0 +1,141 @@
+"""Memory and waits of generation: the bound on the cache, blocks of scores, reads by the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
+# Bytes of keys and values: 6 rows of 48 positions.
+BOUND = 6 * 48 * 512
+
+
+class Stores(TorchDispatchMode):
+    """Counts the live bytes of the stores of keys and values, and the calls of operations."""
+
+    MAKERS = (torch.ops.aten.zeros.default, torch.ops.aten.index_select.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.stores = 0
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls[func._schema.name] += 1
+        for value in tree_leaves(result) if func in self.MAKERS else ():
+            if isinstance(value, Tensor) and value.ndim == 4:
+                self.live += value.nbytes
+                self.peak = max(self.peak, self.live)
+                self.stores += 1
+                weakref.finalize(value, self._free, value.nbytes)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _peaks(rank: int, world: int, layout: dict[str, Any], prefix: int) -> dict[str, Any]:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        shape = small_architecture(moe=MOE, max_position_embeddings=64)
+        chunks = build(shape, groups, seed=11)
+        bound = BOUND // groups.pipeline.size()
+        model = CachedGPT(chunks, shape, groups, torch.device("cpu"), cache_gib=bound / 2**30)
+        # Long prompts with short answers, and the reverse, as other ranks' rows may be.
+        rows = [WriteRow((7,) * 30, row, 2 + row % 4) for row in range(12)]
+        rows += [WriteRow((9,) * 5, row, 8 + row) for row in range(12)]
+        found = {}
+        with Stores() as stores:
+            model.write(
+                rows, sampling=Sampling(temperature=1.0), stops=Stops(), prefix=(1,) * prefix
+            )
+        found["write"] = stores.peak / bound
+        found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
+        assert not stores.live
+        with Stores() as stores:
+            model.score([ScoreRow(row.ids, ((1, 2, 3),)) for row in rows])
+        found["score"] = stores.peak / bound
+        with Stores() as stores:
+            model.score([ScoreRow(row.ids, ((1, 2), (2, 3))) for row in rows])
+        found["score copies"] = stores.peak / bound
+        return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "prefix"),
+    [(1, {}, 20), (2, {"expert": 2}, 0), (2, {"pipeline": 2}, 0)],
+    ids=str,
+)
+def test_keys_and_values_stay_within_the_bound(
+    pool: Pool, world: int, layout: dict[str, Any], prefix: int
+) -> None:
+    for found in pool.run(world, _peaks, layout, prefix):
+        assert found["batches"] > 3, "the rows should not fit one batch"
+        for name in ("write", "score", "score copies"):
+            assert 0.5 < found[name] <= 1.1, found
+
+
+def _largest_scores(rank: int, world: int, bound: int) -> int:
+    with megatron_groups() as groups, pytest.MonkeyPatch.context() as patch:
+        from megatron_distill.models.generation import ScoreRow, attend
+        from megatron_distill.models.generation.model import CachedGPT
+
+        patch.setattr(attend, "BLOCK_BYTES", bound)
+        shape = small_architecture(attention_softcap=2.0, max_position_embeddings=512)
+        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        found = [0]
+
+        class Softmaxes(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if "softmax" in func._schema.name and result.shape[-1] > 400:
+                    found.append(result.nbytes)
+                return result
+
+        with Softmaxes():
+            model.score([ScoreRow((7,) * 99, ((1,),))], prefix=(1,) * 400)
+        return max(found)
+
+
+def test_blocks_of_scores_count_the_keys_of_the_prefix(pool: Pool) -> None:
+    bound = 2**16
+    (largest,) = pool.run(1, _largest_scores, bound)
+    assert bound // 2 < largest <= bound
+
+
+def _waits(rank: int, world: int) -> list[int]:
+    with megatron_groups() as groups:
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        shape = small_architecture(moe=MOE)
+        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        found = []
+        for tokens in (2, 9):
+            with Stores() as stores:
+                model.write([WriteRow((7, 8), 0, tokens)], sampling=Sampling(), stops=Stops())
+            waiting = [f"aten::{name}" for name in ("nonzero", "nonzero_numpy", "item")]
+            found.append(sum(stores.calls[name] for name in waiting))
+        return found
+
+
+def test_a_step_of_one_rank_with_experts_waits_for_no_count(pool: Pool) -> None:
+    ((short, long),) = pool.run(1, _waits)
+    assert short == long
