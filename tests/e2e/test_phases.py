@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, Sequence[str], dict[str, int]]] = {
     "virtual stages": (
         2,
         PIPELINE,
-        {"teacher": 1 + 2 * MICRO_BATCHES, "forward": 2 * MICRO_BATCHES, "loss": 0},
+        {"teacher": 1 + MICRO_BATCHES, "forward": 2 * MICRO_BATCHES, "loss": 0},
     ),
 }
 SLOW_RANK, SLOW_SECONDS = 1, 0.05
