@@ -26,13 +26,14 @@ _PACKAGES = (
     "transformer-engine",
     "numpy",
 )
+_FOLDERS = ("--runs", "--output")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
     """Return the facts needed to repeat the measurement."""
     described = {
-        "command": shlex.join(["python", script, *arguments]),
+        "command": shlex.join(["python", script, *_that_measure(arguments)]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "CPU": f"{_cpu_model()}, {available_cores()} cores used of {os.cpu_count()}",
@@ -43,6 +44,18 @@ def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
     if torch.cuda.is_available():
         described["GPU"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return described | {name: installed(name) or "not installed" for name in _PACKAGES}
+
+
+def _that_measure(arguments: Sequence[str]) -> list[str]:
+    """Return the words without the options that name folders, which change no measurement."""
+    words = iter(arguments)
+    found = []
+    for word in words:
+        if word in _FOLDERS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _FOLDERS)):
+            found.append(word)
+    return found
 
 
 def installed(package: str) -> str | None:

@@ -92,6 +92,29 @@ class Batch:
         assert self.segments.queries == shape[1], (self.segments, shape)
         assert len(self.segments.bounds) == shape[0], (self.segments, shape)
 
+    @classmethod
+    def untrained(cls, tokens_bs: Tensor, *, last_position: int | None = None) -> Batch:
+        """Rows of one document each without trained labels; host tensors.
+
+        `last_position`: taken beyond it too, where a model has learned positions.
+        """
+        rows, length = tokens_bs.shape
+        nothing_trained = torch.zeros_like(tokens_bs, dtype=torch.bool)
+        index_s = torch.arange(length)
+        positions_s = index_s if last_position is None else index_s.clamp(max=last_position)
+        return cls(
+            tokens_bs=tokens_bs,
+            labels_bs=tokens_bs,
+            ce_mask_bs=nothing_trained,
+            kd_mask_bs=nothing_trained,
+            position_ids_bs=positions_s.expand(rows, -1),
+            document_ids_bS=torch.zeros_like(tokens_bs),
+            sequence_index_s=index_s,
+            sample_ids_b=torch.arange(rows),
+            isolate_documents=False,
+            documents=Segments.whole(rows, length),
+        )
+
     @property
     def segments(self) -> Segments:
         """The documents' cumulative lengths, with this rank's part of the sequence."""

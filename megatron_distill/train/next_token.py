@@ -14,7 +14,6 @@ from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_mod
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.segments import Segments
 from megatron_distill.train.step import run_schedule
 
 
@@ -37,7 +36,7 @@ def logits_after(
     Collective: those of one forward pass; tensor group, one all-gather of the logits; pipeline
     group, one broadcast of them.
     """
-    batch = _whole_document(_padded(tokens_bs, groups)).to(device)
+    batch = Batch.untrained(_padded(tokens_bs, groups)).to(device)
     outputs = run_schedule(
         _forward,
         [model],
@@ -80,24 +79,6 @@ def _whole_logits(
     whole_bpG = torch.cat(shards, dim=-1)[..., : architecture.vocab_size]
     rule = LogitRule(architecture.logit_softcap, architecture.logit_scale)
     return rule.apply_(whole_bpG.contiguous())
-
-
-def _whole_document(tokens_bs: Tensor) -> Batch:
-    rows, length = tokens_bs.shape
-    nothing_trained = torch.zeros_like(tokens_bs, dtype=torch.bool)
-    index_s = torch.arange(length)
-    return Batch(
-        tokens_bs=tokens_bs,
-        labels_bs=tokens_bs,
-        ce_mask_bs=nothing_trained,
-        kd_mask_bs=nothing_trained,
-        position_ids_bs=index_s.expand(rows, -1),
-        document_ids_bS=torch.zeros_like(tokens_bs),
-        sequence_index_s=index_s,
-        sample_ids_b=torch.arange(rows),
-        isolate_documents=False,
-        documents=Segments.whole(rows, length),
-    )
 
 
 def _forward(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -47,7 +47,7 @@ def _dense(
     with megatron_groups() as groups:
         from megatron_distill.evaluation.requests import model_input
         from megatron_distill.models.gpt import run_model
-        from megatron_distill.train.evaluation.scoring import whole_sequences
+        from megatron_distill.runtime.batch import Batch
 
         architecture = _architecture(changes)
         (model,) = build(architecture, groups, seed=11)
@@ -55,7 +55,7 @@ def _dense(
         found = []
         for request in requests():
             tokens, count = model_input(request, POSITIONS)
-            batch = whole_sequences(torch.from_numpy(tokens.astype(np.int64))[None], architecture)
+            batch = Batch.untrained(torch.from_numpy(tokens.astype(np.int64))[None])
             with torch.no_grad():
                 hidden_sH = run_model(model, batch, context_size=1)[:, 0]
                 logits = hidden_sH.double() @ model.head_weight()[:TOKENS].double().T

@@ -50,14 +50,14 @@ def ours(
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
         from megatron_distill.models.weights import fill
         from megatron_distill.ops import LogitRule
-        from megatron_distill.train.next_token import _whole_document
+        from megatron_distill.runtime.batch import Batch
 
         shape = describe(folder).architecture
         rule = LogitRule(shape.logit_softcap, shape.logit_scale)
         (model,) = build(shape, groups, seed=None)
         fill([model], HuggingFaceWeights(folder, describe(folder)), groups=groups)
         model.eval()
-        batch = _whole_document(tokens()[:, :-1])
+        batch = Batch.untrained(tokens()[:, :-1])
         hidden = hidden_for_head(run_model(model, batch, context_size=1), groups=groups)
         labels = tokens()[:, 1:].reshape(-1)
         mean = torch.full((labels.numel(),), 1 / labels.numel())

@@ -54,12 +54,12 @@ def _oracle(rank: int, world: int, logit_softcap: float | None) -> torch.Tensor:
     """Every position's logits [b, s, vocabulary] from the whole head in float64."""
     with megatron_groups() as groups:
         from megatron_distill.models.gpt import run_model
-        from megatron_distill.train.next_token import _whole_document
+        from megatron_distill.runtime.batch import Batch
 
         architecture = small_architecture(**_changes(logit_softcap))
         (model,) = build(architecture, groups, seed=11)
         with torch.no_grad():
-            hidden_sbh = run_model(model, _whole_document(prompt()), context_size=1)
+            hidden_sbh = run_model(model, Batch.untrained(prompt()), context_size=1)
             logits = hidden_sbh.transpose(0, 1).double() @ model.head_weight()[:VOCAB].double().T
             if logit_softcap is None:
                 return logits

@@ -81,12 +81,12 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
         from megatron_distill.models import layers
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import build_gpt, run_model
-        from megatron_distill.train.next_token import _whole_document
+        from megatron_distill.runtime.batch import Batch
         from tests.distributed.test_models import packed_batch
 
         batch = packed_batch(isolate=True)
         batch = replace(batch, documents=batch.segments.to("cpu"))
-        assert not _whole_document(batch.tokens_bs).segments.packed
+        assert not Batch.untrained(batch.tokens_bs).segments.packed
         architecture = small_architecture(init_std=0.2, vocab_size=224, **shape)
         execution = Execution(torch.bfloat16, torch.device("cpu"))
         found = []

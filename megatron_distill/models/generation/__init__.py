@@ -2,7 +2,6 @@
 
 from megatron_distill.models.generation.request import (
     Ending,
-    LanguageModel,
     OnTokens,
     Sampling,
     Score,
@@ -14,7 +13,6 @@ from megatron_distill.models.generation.request import (
 
 __all__ = [
     "Ending",
-    "LanguageModel",
     "OnTokens",
     "Sampling",
     "Score",

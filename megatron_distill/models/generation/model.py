@@ -55,8 +55,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class CachedGPT:
-    """A `LanguageModel` of this rank's model chunks, with keys and values in a cache.
+    """Writes and scores rows with this rank's model chunks, with keys and values in a cache.
 
+    All ranks call it together with the same arguments, and get the same results in the order of the
+    rows. `prefix` is the beginning of every row, not repeated in it; it is computed once.
     The weights are read where they are: after an update the next request uses the new ones. With an
     optimizer that gathers parameters late, gather them first.
 
@@ -89,7 +91,10 @@ class CachedGPT:
         prefix: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
     ) -> list[Written]:
-        """See `LanguageModel`; `on_tokens` is called on the ranks that compute the row.
+        """Continue each row; `on_tokens` is called on the ranks that compute the row.
+
+        Raises ConfigError for a row that is empty or longer than the model's positions, and
+        CheckpointError for logits that are not numbers.
 
         Collective: per step those of `Stage.run` and `draw`, and over the pipeline group one
         broadcast of 16 bytes per row; at the end, data x context group, the written rows.
@@ -116,7 +121,7 @@ class CachedGPT:
     def score(
         self, rows: Sequence[ScoreRow], *, prefix: Sequence[int] = ()
     ) -> list[tuple[Score, ...]]:
-        """See `LanguageModel`.
+        """Return the scores of each row's answers; raises as `write`.
 
         Collective: those of one forward pass per batch, tensor group two reductions of 24 bytes
         per position of an answer, at the end the scores over the pipeline and the data x context

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from megatron_distill.errors import ConfigError
 
 __all__ = [
     "Ending",
-    "LanguageModel",
     "OnTokens",
     "Sampling",
     "Score",
@@ -121,32 +120,3 @@ class Score:
 
 OnTokens = Callable[[int, Sequence[int]], None]
 """Called with a row's index and its next written ids, without a stop id; on every rank."""
-
-
-class LanguageModel(Protocol):
-    """A model that writes and scores rows; all ranks call it together with the same arguments.
-
-    `prefix` is the beginning of every row, not repeated in it. It is computed once.
-    """
-
-    def write(
-        self,
-        rows: Sequence[WriteRow],
-        *,
-        sampling: Sampling,
-        stops: Stops,
-        prefix: Sequence[int] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> list[Written]:
-        """Continue each row; the result is in the order of the rows, the same on every rank.
-
-        Raises ConfigError for a row that is longer than the model's positions or empty, and
-        CheckpointError for logits that are not numbers.
-        """
-        ...
-
-    def score(
-        self, rows: Sequence[ScoreRow], *, prefix: Sequence[int] = ()
-    ) -> list[tuple[Score, ...]]:
-        """Return the scores of each row's answers, the same on every rank; raises as `write`."""
-        ...

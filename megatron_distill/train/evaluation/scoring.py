@@ -22,11 +22,10 @@ from megatron_distill.ops.target_scores import target_scores
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.segments import Segments
 from megatron_distill.signals import HiddenState
 from megatron_distill.train.step import run_schedule
 
-__all__ = ["ModelScorer", "ScoredModel", "whole_sequences"]
+__all__ = ["ModelScorer", "ScoredModel"]
 
 # Lengths are multiples of it, so that kernels see few shapes.
 _LENGTH_MULTIPLE: Final = 8
@@ -137,7 +136,10 @@ class ModelScorer:
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor]]]:
         batch = next(iterator)
         tokens_bs = torch.from_numpy(batch.tokens_bs)
-        inputs = whole_sequences(tokens_bs, self.model.architecture).to(self.model.device)
+        shape = self.model.architecture
+        # Padding beyond learned positions takes the last one.
+        last = shape.max_position_embeddings - 1 if shape.positions == "learned" else None
+        inputs = Batch.untrained(tokens_bs, last_position=last).to(self.model.device)
         return run_model(chunk, inputs, context_size=1), partial(self._scores, batch=batch)
 
     def _scores(
@@ -167,28 +169,3 @@ class ModelScorer:
         )
         scores_Q2 = torch.stack((found.log_prob, (~found.is_greedy).double()), 1)
         return torch.from_numpy(batch.requests).to(device), scores_Q2
-
-
-def whole_sequences(tokens_bs: Tensor, architecture: Architecture) -> Batch:
-    """Return rows of one document each as a micro-batch without trained labels; host tensors.
-
-    Padding beyond learned positions takes the last one.
-    """
-    rows, length = tokens_bs.shape
-    nothing_trained = torch.zeros_like(tokens_bs, dtype=torch.bool)
-    index_s = torch.arange(length)
-    positions_s = index_s
-    if architecture.positions == "learned":
-        positions_s = index_s.clamp(max=architecture.max_position_embeddings - 1)
-    return Batch(
-        tokens_bs=tokens_bs,
-        labels_bs=tokens_bs,
-        ce_mask_bs=nothing_trained,
-        kd_mask_bs=nothing_trained,
-        position_ids_bs=positions_s.expand(rows, -1),
-        document_ids_bS=torch.zeros_like(tokens_bs),
-        sequence_index_s=index_s,
-        sample_ids_b=torch.arange(rows),
-        isolate_documents=False,
-        documents=Segments.whole(rows, length),
-    )
