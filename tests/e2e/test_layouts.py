@@ -224,7 +224,7 @@ ALIGNED: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "TP2xCP2": (4, (), (TENSOR, SEQUENCE, CONTEXT)),
     "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
 }
-QUICK_ALIGNED = ("TP2+sequence, tied",)
+QUICK_ALIGNED = ()  # tests/e2e/test_several_tokenizers.py has a quick layout of these losses
 ALIGNED_QUANTITIES = (
     *QUANTITIES,
     "likelihood_js_divergence_t6",

@@ -105,7 +105,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", quick_and_slow(LAYOUTS, ("TP2+sequence", "DP2", "own layouts, t2 and p2 to d2"))
+    "layout", quick_and_slow(LAYOUTS, ("TP2+sequence", "own layouts, t2 and p2 to d2"))
 )
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
@@ -234,6 +234,7 @@ def test_a_teacher_runs_for_its_samples_alone(pool: Pool, config: Path, tmp_path
     }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_routes_as_before(pool: Pool, config: Path, tmp_path: Path) -> None:
     saved = ("checkpoint.save=true", "train.micro_batch_size=1")
     expected = course(run(pool, 1, config, tmp_path / "whole", *saved))

@@ -387,7 +387,7 @@ OWN_TOKENS: dict[str, tuple[int, int, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(OWN_TOKENS, ["TP2+sequence and PP2"]))
+@pytest.mark.parametrize("case", quick_and_slow(OWN_TOKENS, ["1 and 1"]))
 def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

@@ -22,7 +22,7 @@ __all__ = ["ItemFacts", "PreparedTask", "prepare_task"]
 
 @dataclass(frozen=True)
 class ItemFacts:
-    """What the scores of an item are compared with.
+    """The facts of an item that its scores are compared with.
 
     Attributes:
         requests: number of its requests, which follow one another.
