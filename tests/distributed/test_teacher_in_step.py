@@ -23,6 +23,7 @@ from tests.distributed.feature_worlds import (
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.distributed.test_models import LENGTH
+from tests.support.peaks import least_peak
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.groups import Groups
@@ -85,7 +86,6 @@ def peak_of_step(
 ) -> int:
     """Peak bytes of tensors above those alive before the teacher's and the student's schedule."""
     with megatron_groups(**layout) as groups:
-        from benchmarks.harness.peak import LiveStorages
         from megatron_distill.train.step import run_student
         from megatron_distill.train.teachers.live import FeatureTeacher
 
@@ -104,9 +104,7 @@ def peak_of_step(
             run_student(student, signals, [objective] * micro_batches, step)
 
         take()
-        with LiveStorages() as live:
-            take()
-        return live.peak
+        return least_peak(take)
 
 
 @pytest.mark.parametrize("with_features", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -121,6 +121,7 @@ def test_a_step_that_is_not_finite_is_not_applied(
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import SCRIPT, TORCHRUN
-from tests.e2e.runs import Inputs, environment, quick_and_slow
+from tests.e2e.runs import Inputs, environment
 
 RANK, STEP = 1, 3
 SECONDS_TO_THE_END = 25.0  # of a machine with two busy cores; a hang takes ten minutes
@@ -129,7 +129,8 @@ def descendants_of(launcher: int) -> list[psutil.Process]:
 CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", "processes")]
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, ["exception processes"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, case: str) -> None:
     fault, launcher = case.split()
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run")

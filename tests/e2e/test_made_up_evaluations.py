@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from tests.distributed.pool import Pool
 from tests.e2e.runs import Inputs, checkpoints, run, train_here
 from tests.e2e.test_evaluation import COMMON, STEPS, evaluations, quiz
@@ -28,6 +30,7 @@ def _interrupted(rank: int, world: int, config: Path, overrides: list[str], call
         return train_here(rank, world, config, overrides)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_evaluated_on_resume_may_be_the_best_or_the_last(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

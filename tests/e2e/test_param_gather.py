@@ -89,7 +89,7 @@ def held_out(output: Path) -> list[dict[str, Any]]:
     return [record for record in records(output) if "validation" in record]
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, ("untied",)))
+@pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

@@ -285,6 +285,7 @@ def test_with_the_other_tokenizer_alone_it_is_the_run_of_that_teacher(
         )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_by_bit(pool: Pool, config: Path, tmp_path: Path) -> None:
     given = ("checkpoint.save=true", "data.workers=1", "train.micro_batch_size=1")
     expected = course(run(pool, 1, config, tmp_path / "whole", *given))

@@ -163,6 +163,7 @@ def test_drawn_ids_are_one_of_several(
         assert entropy == pytest.approx(4.9, abs=0.3)
 
 
+@pytest.mark.slow
 def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(
     train: Callable[..., Course], capture: Callable[..., str]
 ) -> None:

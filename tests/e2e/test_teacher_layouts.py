@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +21,7 @@ from tests.e2e.test_layouts import (
     VIRTUAL,
     assert_same_course,
 )
+from tests.support.peaks import least_peak
 
 Course = list[dict[str, Any]]
 STEPS = ("train.steps=5", "schedule.warmup_steps=1")
@@ -137,17 +137,17 @@ def bytes_and_peak(
     rank: int, world: int, config_path: Path, overrides: Sequence[str]
 ) -> tuple[int, int, int]:
     """Bytes that this rank sends in a step, those of all ranks by formula, and the peak memory."""
-    with (
-        assembled(rank, world, config_path, overrides) as (config, parts),
-        ExitStack() as resources,
-    ):
-        from benchmarks.harness.peak import LiveStorages
+    with assembled(rank, world, config_path, overrides) as (config, parts):
         from megatron_distill.train.teachers.own_layout import OwnLayout
 
         teacher, batches = parts.teacher, parts.loader.take(1).micro_batches
         assert isinstance(teacher, OwnLayout)
-        for _ in teacher.signals(batches):  # what is allocated once exists after this
-            pass
+
+        def take() -> None:
+            for _ in teacher.signals(batches):
+                pass
+
+        take()  # what is allocated once exists after this
         sent: list[int] = []
 
         def counted(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
@@ -155,12 +155,10 @@ def bytes_and_peak(
             return started(operations)
 
         started = dist.batch_isend_irecv
-        resources.enter_context(patch.object(dist, "batch_isend_irecv", counted))
-        with LiveStorages() as live:
-            for _ in teacher.signals(batches):
-                pass
+        with patch.object(dist, "batch_isend_irecv", counted):
+            take()
         size = config.train.micro_batch_size
-        return sum(sent), teacher.moved_bytes(len(batches), size), live.peak
+        return sum(sent), teacher.moved_bytes(len(batches), size), least_peak(take)
 
 
 # Rows of a sequence of 32 that move for each unit.

@@ -281,6 +281,7 @@ def test_equal_models_of_permuted_ids_have_nothing_to_learn(
     assert first["ce_loss"] > 3
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_continues_a_prompt_and_is_exported(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

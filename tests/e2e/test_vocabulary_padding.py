@@ -33,7 +33,11 @@ def plain(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize(
     ("tensor", "student", "teacher"),
-    [pytest.param(1, 304, 400, marks=pytest.mark.slow), (2, 600, 301), (4, 320, 1100)],
+    [
+        pytest.param(1, 304, 400, marks=pytest.mark.slow),
+        (2, 600, 301),
+        pytest.param(4, 320, 1100, marks=pytest.mark.slow),
+    ],
 )  # four ranks share two KV heads
 def test_the_padding_of_either_model_changes_nothing(
     pool: Pool, plain: Any, tmp_path: Path, tensor: int, student: int, teacher: int

@@ -74,7 +74,9 @@ def draws(logits: Tensor, sampling: Sampling, count: int = DRAWS, vocabulary: in
         pytest.param({"top_k": 12}, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.8}, marks=pytest.mark.slow),
         {"min_p": 0.1},
-        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+        pytest.param(
+            {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
