@@ -108,6 +108,7 @@ class Job(Generic[J]):
     ) -> None:
         from megatron_distill.config import check_layout, load_warnings, teacher_ranks
         from megatron_distill.runtime.launch import joined_world
+        from megatron_distill.runtime.lone_failure import tell_unfinished
 
         name, overrides = _file_and_overrides(given)
         with launch.together("configuration"):
@@ -125,7 +126,8 @@ class Job(Generic[J]):
         with joined_world(
             **config.runtime.model_dump(), splits_layers=parallel.splits_layers, launch=launch
         ) as device:
-            self.run(config, device, termination)
+            if not self.run(config, device, termination):
+                tell_unfinished()
 
 
 def _divided(launch: Launch, config: JobConfig, teachers: int) -> tuple[Launch, ParallelConfig]:

@@ -206,11 +206,11 @@ class Launch:
         try:
             work()
         except MegatronDistillError as error:
-            self._say(f"error: {error}")
+            self._say(f"error: {error}", kind=type(error).__name__)
             return 1
         return 0
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, kind: str) -> None:
         """Write the last message: to torchrun, which ends its report with it, or to stderr."""
         # One rank per node writes, because each node's torchrun reports separately. torchrun ends
         # the writer once another rank exits with an error, so all other ranks wait for the message.
@@ -220,7 +220,7 @@ class Launch:
                 with suppress(dist.DistError):
                     self.store.wait([written], timedelta(seconds=_MESSAGE_SECONDS))
             return
-        if not tell_torchrun(text):
+        if not tell_torchrun(text, kind=kind):
             sys.stderr.write(f"\n{text}\n")
         if self.store is not None:
             with suppress(dist.DistError):

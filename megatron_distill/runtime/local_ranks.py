@@ -9,13 +9,14 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS
 
-__all__ = ["main"]
+__all__ = ["FirstFailure", "first_failure", "main"]
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -30,25 +31,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _report(failures: Mapping[int, ProcessFailure]) -> int:
-    """Write the reason of the failure, unless a rank wrote it, and return the exit status."""
-    # A rank that torchrun ended after another's failure is not the cause.
+@dataclass(frozen=True)
+class FirstFailure:
+    """The failure among ranks of one machine that is the cause of the others.
+
+    Attributes:
+        rank: of the whole launch.
+        exit_code: negative for the signal that ended the process.
+        seconds: since the epoch.
+        order: kind of failure; of several machines' failures the lowest is the cause.
+        message: a line for the user, None where the rank was asked to end.
+        kind: class of an error that all ranks raised together, such as ConfigError; else None.
+    """
+
+    rank: int
+    exit_code: int
+    seconds: int
+    order: int
+    message: str | None
+    kind: str | None
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether a signal asked the rank to end."""
+        return self.kind is None and _is_ending(self.exit_code)
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> FirstFailure:
+    """Return the failure that came first; a rank that lost a peer or was ended is not the cause."""
     rank = min(failures, key=lambda rank: (_order(failures[rank]), failures[rank].timestamp, rank))
+    failure = failures[rank]
+    return FirstFailure(
+        rank=rank,
+        exit_code=failure.exitcode,
+        seconds=failure.timestamp,
+        order=_order(failure),
+        message=_message(rank, failures),
+        kind=_kind(failure),
+    )
+
+
+def _message(rank: int, failures: Mapping[int, ProcessFailure]) -> str | None:
     failure = failures[rank]
     message = _own_message(failure)
     if message is not None:
-        sys.stderr.write(f"{message}\n")
-        return 1  # the status of a rank with a message; torchrun may have ended it while exiting
+        return message
+    if _was_ended(failure):
+        return None
     if failure.exitcode < 0:
-        ended_by = signal.Signals(-failure.exitcode)
-        reason = "stopped" if ended_by in _ENDING else f"error: rank {rank} died of {ended_by.name}"
-        lost = None if ended_by in _ENDING else _of_survivors(failures)
-        sys.stderr.write(f"{reason}\n" if lost is None else f"{reason}; {lost}\n")
-    elif not _was_ended(failure):
-        sys.stderr.write(
-            f"error: rank {rank} failed with exit status {failure.exitcode}, see above\n"
-        )
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        reason = f"error: rank {rank} died of {signal.Signals(-failure.exitcode).name}"
+        lost = _of_survivors(failures)
+        return reason if lost is None else f"{reason}; {lost}"
+    return f"error: rank {rank} failed with exit status {failure.exitcode}, see above"
+
+
+def _report(failures: Mapping[int, ProcessFailure]) -> int:
+    """Write the reason of the failure, unless a rank wrote it, and return the exit status."""
+    first = first_failure(failures)
+    if first.message is not None:
+        sys.stderr.write(f"{first.message}\n")
+    elif first.exit_code < 0:
+        sys.stderr.write("stopped\n")
+    if _own_message(failures[first.rank]) is not None:
+        return 1  # the status of a rank with a message; torchrun may have ended it while exiting
+    return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
 
 def _of_survivors(failures: Mapping[int, ProcessFailure]) -> str | None:
@@ -77,8 +123,20 @@ def _own_message(failure: ProcessFailure) -> str | None:
     return str(written["message"]) if isinstance(written, dict) else None
 
 
+def _kind(failure: ProcessFailure) -> str | None:
+    """Return the class of an error that the rank told torchrun, see `tell_torchrun`."""
+    written = failure.error_file_data["message"]
+    details = written.get("extraInfo") if isinstance(written, dict) else None
+    kind = details.get("kind") if isinstance(details, dict) else None
+    return None if kind is None else str(kind)
+
+
 def _was_ended(failure: ProcessFailure) -> bool:
-    return failure.exitcode in {sign for number in _ENDING for sign in (-number, 128 + number)}
+    return _is_ending(failure.exitcode)
+
+
+def _is_ending(exit_code: int) -> bool:
+    return exit_code in {sign for number in _ENDING for sign in (-number, 128 + number)}
 
 
 if __name__ == "__main__":

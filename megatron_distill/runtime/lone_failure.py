@@ -30,13 +30,23 @@ from megatron_distill.runtime.heartbeats import give_sign
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
-__all__ = ["LOST_PEER_STATUS", "LoneFailure", "PeerWatch", "Progress", "host_key", "tell_torchrun"]
+__all__ = [
+    "LOST_PEER_STATUS",
+    "LoneFailure",
+    "PeerWatch",
+    "Progress",
+    "host_key",
+    "tell_torchrun",
+    "tell_unfinished",
+    "unfinished_file",
+]
 
 
-def tell_torchrun(text: str) -> bool:
+def tell_torchrun(text: str, *, kind: str | None = None) -> bool:
     """Give torchrun the message that its report ends with; return whether it will show it.
 
-    It will not without torchrun, or if it is going to restart the ranks.
+    It will not without torchrun, or if it is going to restart the ranks. `kind`: class of an error
+    that all ranks raised together, for `runtime.local_ranks`.
     """
     restarts, most = (
         int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
@@ -46,6 +56,8 @@ def tell_torchrun(text: str) -> bool:
     if file is None or restarts != most:
         return False
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    if kind is not None:
+        details["kind"] = kind
     try:
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
     except OSError:
@@ -53,9 +65,23 @@ def tell_torchrun(text: str) -> bool:
     return True
 
 
+def tell_unfinished() -> None:
+    """Note beside torchrun's error file that this rank was stopped before the end of its job."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):  # a full disk: the launcher then takes the job for finished or not
+            unfinished_file(file).touch()
+
+
+def unfinished_file(error_file: str) -> Path:
+    """Return the file of `tell_unfinished` beside a rank's error file."""
+    return Path(error_file).with_suffix(".unfinished")
+
+
 FAILED_STATUS: Final = 1
 LOST_PEER_STATUS: Final = 75  # of a rank that failed because of another one
 _EXCHANGE_SECONDS: Final = 3.0
+_REPORT_SECONDS: Final = 20.0
 _WATCH_SECONDS: Final = 5.0  # 200 requests per second at the store of 1,000 ranks
 _FAILED: Final = "failed"
 # gloo raises plain RuntimeErrors; each has the place in its source.
@@ -112,6 +138,7 @@ class LoneFailure:
             # process; a wait at the store would hold up its messages, which share the connection.
             time.sleep(4 * _EXCHANGE_SECONDS)
         try:  # memory may be exhausted: nothing here may keep the process from its end
+            _end_anyway(status)
             if status == LOST_PEER_STATUS:
                 self._report_waiting(error)
             else:
@@ -239,6 +266,13 @@ class PeerWatch:
                         name = self._roles.name
                         _end_after(name(int(failed)), name(self._rank))
                     return
+
+
+def _end_anyway(status: int) -> None:
+    """End this process some time later: a store behind a broken link answers no request."""
+    timer = threading.Timer(_REPORT_SECONDS, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
 
 
 def host_key(rank: int) -> str:

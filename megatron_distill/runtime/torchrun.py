@@ -101,21 +101,21 @@ def run_child(
     *,
     environment: Mapping[str, str],
     grace_seconds: float = _GRACE_SECONDS,
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+    second_kills: bool = True,
 ) -> ChildOutcome:
     """Run `command` to its end, with this process's standard streams; leave no process behind.
 
-    The first SIGINT or SIGTERM is sent to the command's direct children as SIGTERM: the ranks of
-    torchrun, which finish their step, save and exit. A second signal, or `grace_seconds` after the
-    first, kills them. Call it from the main thread.
+    The first of the signals is sent to the command's direct children as SIGTERM: the ranks of
+    torchrun, which finish their step, save and exit. A second one, unless a scheduler may repeat
+    it (`second_kills`), or `grace_seconds` after the first, kills them. Call it from the main
+    thread.
     """
     # In a new session, so that Ctrl-C reaches the child only through this process: torchrun
     # would react by ending its ranks in the middle of a step.
     child = subprocess.Popen(command, env=dict(environment), start_new_session=True)
-    family = _Family(child)
-    previous = {
-        number: signal.signal(number, family.on_signal)
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    family = _Family(child, second_kills=second_kills)
+    previous = {number: signal.signal(number, family.on_signal) for number in signals}
     try:
         status = family.wait(grace_seconds)
     finally:
@@ -156,8 +156,9 @@ def shutdown_seconds() -> float:
 class _Family:
     """A child process and its descendants observed so far."""
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], *, second_kills: bool) -> None:
         self._child = child
+        self._second_kills = second_kills
         self._process = psutil.Process(child.pid)
         self._seen: set[psutil.Process] = set()
         self._kill_at: float | None = None
@@ -181,7 +182,7 @@ class _Family:
                 if answered == 1:
                     self._ask_to_stop()
                     self._kill_at = time.monotonic() + grace_seconds
-                else:
+                elif self._second_kills:
                     self.kill()
             elif self._kill_at is not None and time.monotonic() > self._kill_at:
                 self.kill()

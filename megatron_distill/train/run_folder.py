@@ -9,13 +9,10 @@ It also has the files of the tokenizer and of a later export, and the settings o
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,13 +40,11 @@ from megatron_distill.models.hugging_face.assets import (
 )
 from megatron_distill.runtime.atomic_files import replace_file, whole_folder
 from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.folder_lock import take_lock
 
 _LOGGER = get_logger(__name__)
 SETTINGS_FILE: Final = "config.yaml"  # of the newest start of a run
-_LOCK_FILE = ".lock"
-# Ranks whose torchrun was killed finish their step and save; a restart waits for them.
-_PATIENCE_SECONDS = 120.0
-_POLL_SECONDS = 0.2
+_LOCK_FILE: Final = ".lock"
 
 
 @contextmanager
@@ -78,40 +73,6 @@ def run_folder(output: str) -> Iterator[Path]:
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def take_lock(path: Path, *, named: str) -> int:
-    """Return a descriptor that locks a file; the lock ends with it or with the process.
-
-    Waits some time for another process. `named` is the key and value of the folder, for messages.
-    Raises ConfigError: another run holds the lock; OSError: the file cannot be created.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    waited = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise ConfigError(
-                    f"{named}: another run ({holder}) is writing there; wait for its end or name "
-                    "another folder"
-                ) from None
-            if not waited:
-                _LOGGER.warning("%s: waiting for another run (%s) to end", named, holder)
-            waited = True
-            time.sleep(_POLL_SECONDS)
-        except OSError as error:
-            # Some network file systems have no locks.
-            _LOGGER.warning("%s: cannot be locked (%s)", path, error.strerror)
-            break
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return descriptor
 
 
 class FolderAsFound:

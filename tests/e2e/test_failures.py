@@ -161,7 +161,7 @@ def impatient(rank: int, world: int, config: Path, output: Path) -> str:
     from tests.e2e.runs import configure, failure_here
 
     configure(rank, config, (), world)
-    from megatron_distill.train import run_folder
+    from megatron_distill.runtime import folder_lock
 
-    with patch.object(run_folder, "_PATIENCE_SECONDS", 0.5):
+    with patch.object(folder_lock, "_PATIENCE_SECONDS", 0.5):
         return failure_here(rank, world, config, [f"output={output}"])

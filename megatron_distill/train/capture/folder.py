@@ -18,10 +18,11 @@ from megatron_distill.data.tokenizers.open import Tokenizer, holds_tokenizer
 from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import whole_folder, write_errors
 from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.folder_lock import take_lock
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.store.plan import MANIFEST, PLAN
 from megatron_distill.train.capture.order import working_folder
-from megatron_distill.train.run_folder import take_lock, write_tokenizer
+from megatron_distill.train.run_folder import write_tokenizer
 
 # Files of other nodes may take a while to appear on a network file system.
 _PATIENCE_SECONDS = 60.0

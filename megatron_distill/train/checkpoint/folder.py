@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Description:
     # The settings of the run that wrote it; empty in imports and in older versions' checkpoints.
     configuration: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] | None = None  # see `Best`; None: the run keeps no best checkpoint
+    save_seconds: float | None = None  # from the start of the save to the complete folder
 
     def write(self, folder: Path) -> None:
         """Write the file and flush it to disk."""
@@ -143,6 +145,11 @@ class _Attempt:
     partial: Path
     final: Path
     description: Description
+    started: float  # time.monotonic()
+
+    def described(self) -> Description:
+        """Return the description with the seconds of the save until now."""
+        return replace(self.description, save_seconds=time.monotonic() - self.started)
 
 
 class CheckpointFolder:
@@ -193,7 +200,8 @@ class CheckpointFolder:
         """
         self.finish()
         name = _name_of(description.step)
-        attempt = _Attempt(self._root / (name + _PARTIAL), self._root / name, description)
+        final, partial = self._root / name, self._root / (name + _PARTIAL)
+        attempt = _Attempt(partial, final, description, time.monotonic())
         with together():
             snapshot = take_snapshot(shards, objects or {}, self._staging)
         self._begin(attempt)
@@ -290,7 +298,7 @@ class CheckpointFolder:
     def _publish(self, attempt: _Attempt, stored: list[Stored]) -> None:
         try:
             write_index(stored, attempt.partial)
-            attempt.description.write(attempt.partial)
+            attempt.described().write(attempt.partial)
             flush_folder(attempt.partial)
             if attempt.final.exists():
                 _remove(attempt.final)
