@@ -51,6 +51,12 @@ DATA: Final = Group(
         ),
     },
 )
+SUBMIT: Final = Group(
+    "start a job on a cluster",
+    {
+        "slurm": Entry("write a batch script, submit it, print the job's number", "submit_slurm"),
+    },
+)
 COMMANDS: Final[Mapping[str, Entry | Group]] = {
     "train": Entry("train a student, with a teacher or without", "train"),
     "capture": Entry("run a teacher once and store its outputs", "capture"),
@@ -59,6 +65,8 @@ COMMANDS: Final[Mapping[str, Entry | Group]] = {
     "convert": Entry("Hugging Face weights to checkpoints, and back", "convert"),
     "store": Entry("inspect, verify, repair or convert a teacher store", "store"),
     "data": DATA,
+    "submit": SUBMIT,
+    "status": Entry("state, step, speed and time left of a run, from its files", "status"),
 }
 
 

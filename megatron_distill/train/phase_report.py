@@ -52,9 +52,9 @@ class PhaseReports:
         self._hosts: list[str] = []
 
     def after_step(self, step: int, milliseconds: Mapping[str, float]) -> dict[str, object]:
-        """Add a step's phases; return the entries `timers_min` and `timers_max` of its record.
+        """Add a step's phases; return entries of its record.
 
-        These are there where the line of all ranks is due.
+        `timers_min` and `timers_max`, and `slowest_ranks`, are there where their lines are due.
 
         Collective: the world, one all-gather of 72 bytes per rank and due report; at the first
         report of stragglers, one of the host's name too.
@@ -78,6 +78,7 @@ class PhaseReports:
             if dist.get_rank() == 0:
                 text = straggler_text(ranks, self._hosts, self._stragglers.interval)
                 _LOGGER.info("step %d: %s", step, text)
+                entries["slowest_ranks"] = text.removeprefix("slowest ranks, ")
         return entries
 
     def _gather(self, milliseconds: Mapping[str, float]) -> list[RankPhases]:

@@ -12,6 +12,7 @@ FLOORS = {
     "config": 0,
     "runtime": 1,
     "signals": 2,
+    "launching": 2,
     "align": 3,
     "ops": 3,
     "store": 4,

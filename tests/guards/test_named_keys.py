@@ -28,8 +28,16 @@ NOT_KEYS = {"validation.ce_loss", "optimizer.state"}
 STORE_NAMES = {*KEYS, *WORDS}
 TRANSLATION = "capture/folder.py"
 FILE_ENDS = (".py", ".json", ".jsonl", ".yaml", ".md")
-# Of other programs: Megatron-LM's preprocessing, wandb, pip.
-FOREIGN_OPTIONS = {"--append-eod", "--append", "--help"}
+# Of Slurm's programs and its plugin pyxis.
+SLURM_OPTIONS = {
+    "--chdir", "--container-image", "--container-workdir", "--exclude", "--export", "--jobs",
+    "--kill-on-bad-exit", "--no-container-mount-home", "--nodelist", "--noheader", "--ntasks",
+    "--ntasks-per-node", "--oneliner", "--open-mode", "--parsable", "--partition", "--requeue",
+    "--reservation", "--signal", "--wait",
+}  # fmt: skip
+# Of other programs: Megatron-LM's preprocessing, wandb, pip, nvidia-smi.
+FOREIGN_OPTIONS = {"--append-eod", "--append", "--help", "--list-gpus", "--query-gpu"}
+FOREIGN_OPTIONS |= SLURM_OPTIONS
 
 
 def message_texts(folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.cli import COMMANDS, DATA, Group, _without_processes, main
+from megatron_distill.cli import COMMANDS, Entry, Group, _without_processes, main
 from tests.guards.source_tree import ROOT
 
 PATHS = [
@@ -90,8 +90,10 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 def examples() -> list[str]:
     """Every `megatron-distill` line of the page and of the help texts."""
-    entries = [one for one in (*COMMANDS.values(), *DATA.entries.values()) if one is not DATA]
-    texts = [entry.load().description for entry in entries if not isinstance(entry, Group)]
+    found = [
+        (one,) if isinstance(one, Entry) else one.entries.values() for one in COMMANDS.values()
+    ]
+    texts = [entry.load().description for entries in found for entry in entries]
     texts.append((ROOT / "docs" / "command_line.md").read_text(encoding="utf-8"))
     lines = "\n".join(texts).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.startswith("    megatron-distill ")]

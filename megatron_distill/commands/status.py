@@ -1,0 +1,41 @@
+"""The state of a run, from the files of its folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_distill.commands.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder `output` of a run")
+    parser.add_argument("--json", action="store_true", help="one object per run and line")
+
+
+def _run(given: argparse.Namespace) -> int:
+    from megatron_distill.launching.run_status import read_status
+
+    for place, name in enumerate(given.runs):
+        status = read_status(Path(name))
+        if given.json:
+            sys.stdout.write(f"{json.dumps(asdict(status))}\n")
+        else:
+            lines = status.lines() if place == 0 else ["", *status.lines()]
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+COMMAND = Command(
+    description="""Show the state of a run: step, speed, time left, checkpoint and slowest ranks.
+
+    megatron-distill status runs/a
+    megatron-distill status runs/* --json
+
+Reads the files of the run's folder alone, on any machine.""",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,152 @@
+"""Submit a job to Slurm: write its batch script, check the settings, print the job's number."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_distill.commands.command import Command
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.batch_script import Demand, batch_script
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import Launches
+from megatron_distill.launching.slurm_job import add_arguments as add_rules
+from megatron_distill.runtime.atomic_files import replace_file
+
+_DESCRIPTION = """Submit a job to Slurm and print its number.
+
+    megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
+    megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8
+    megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --partition cpu --dry-run
+
+The job checks its nodes, saves before its time limit, and is requeued while its launches bring new
+checkpoints. Its exit status is 0 (done), 75 (saved, and more to do), 78 (an error in the settings)
+or 1 (a failure). The batch script and the logs are in `launches` in the run's folder. Options of
+the command itself follow `--`."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    demand = parser.add_argument_group("demands, as sbatch takes them")
+    demand.add_argument("--nodes", type=int, required=True, metavar="N")
+    for name in ("time", "partition", "account", "qos"):
+        demand.add_argument(f"--{name}", metavar=name.upper())
+    demand.add_argument("--gpus-per-node", type=int, metavar="N")
+    demand.add_argument("--cpus-per-task", type=int, metavar="N", help="for all ranks of a node")
+    demand.add_argument("--job-name", default="megatron-distill", metavar="NAME")
+    demand.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION",
+        help="a further one, as --sbatch=--reservation=maintenance; may be repeated",
+    )  # fmt: skip
+    rules = parser.add_argument_group("rules of the job")
+    rules.add_argument(
+        "--spare-nodes", type=int, default=0, metavar="N", help="more nodes, for bad ones"
+    )
+    rules.add_argument(
+        "--chain", type=int, default=1, metavar="N",
+        help="jobs one after the other (singleton), where requeues are not allowed",
+    )  # fmt: skip
+    rules.add_argument(
+        "--array", type=int, default=1, metavar="N", help="the same as tasks of one array"
+    )
+    add_rules(parser)
+    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="show the batch script, stop")
+    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
+
+
+def _objection(given: argparse.Namespace) -> str | None:
+    for name in ("nodes", "chain", "array", "max_starts"):
+        if getattr(given, name) < 1:
+            return f"--{name.replace('_', '-')} {getattr(given, name)}: must be 1 or more"
+    if given.spare_nodes < 0:
+        return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
+    if given.chain > 1 and given.array > 1:
+        return "--chain and --array: choose one"
+    return None
+
+
+def _run(given: argparse.Namespace) -> int:
+    program = Program(given.command, tuple(given.words))
+    launches = program.launches([sys.executable])
+    ranks = given.ranks_per_node or given.gpus_per_node
+    if given.command == "train" and ranks is not None:
+        program.check_layout([sys.executable], nodes=given.nodes, ranks=ranks)
+    submission = time.strftime("%Y%m%d-%H%M%S")
+    script = batch_script(
+        _demand(given), program, launches, submission=submission, grace=given.grace_seconds
+    )
+    if given.dry_run:
+        sys.stdout.write(script)
+        return 0
+    for _ in range(given.chain):
+        sys.stdout.write(f"{_submit(script, launches)}\n")
+    sys.stderr.write(f"script, records and logs: {launches.folder}\n")
+    return 0
+
+
+def _demand(given: argparse.Namespace) -> Demand:
+    return Demand(
+        name=given.job_name,
+        nodes=given.nodes,
+        spare=given.spare_nodes,
+        time=given.time,
+        partition=given.partition,
+        account=given.account,
+        qos=given.qos,
+        gpus_per_node=given.gpus_per_node,
+        cpus_per_task=given.cpus_per_task,
+        options=given.sbatch,
+        chain=given.chain,
+        array=given.array,
+        rules=_rules(given),
+    )
+
+
+def _rules(given: argparse.Namespace) -> Sequence[str]:
+    """Return the options of the job's rules that were given."""
+    words = ["--no-requeue"] if given.no_requeue else []
+    for name in (
+        "ranks_per_node",
+        "max_starts",
+        "health_command",
+        "grace_seconds",
+        "container",
+        "container_mounts",
+    ):
+        value = getattr(given, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return (
+        words if given.container is None else [*words, "--container-python", given.container_python]
+    )
+
+
+def _submit(script: str, launches: Launches) -> str:
+    """Write the batch script, submit it, and return the job's number; raises ConfigError."""
+    try:
+        launches.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(launches.script_file, script.encode())
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(launches.script_file)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError(
+            "sbatch: no such program here; submit on a machine of the cluster, or see the script "
+            "with --dry-run"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{launches.named}: cannot write {launches.script_file} ({error.strerror})"
+        ) from error
+    if done.returncode != 0:
+        raise ConfigError(f"sbatch refuses {launches.script_file}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+COMMAND = Command(
+    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+)

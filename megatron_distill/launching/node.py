@@ -1,0 +1,188 @@
+"""The ranks of one node: python -m megatron_distill.launching.node, once per node.
+
+It reads the launch's record for addresses, runs torchrun, and records the outcome. SIGTERM, SIGINT
+and SIGUSR1 let the ranks finish their step, save and leave, as does the end of standard input with
+--stops-with-input. Its exit status is 0 once the outcome is recorded: a scheduler that ends all
+nodes at the first failure would hide the cause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.launching.records import (
+    Launch,
+    NodeOutcome,
+    Status,
+    read_record,
+    write_record,
+)
+from megatron_distill.runtime.torchrun import (
+    ChildOutcome,
+    protect_script_options,
+    run_child,
+    threads_per_process,
+)
+
+__all__ = ["NodePart", "gpus_listed", "main", "node_index", "node_name", "ranks_here"]
+
+_STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_GPU_LIST_SECONDS: Final = 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ranks of this node; return 0, or 1 where the outcome cannot be recorded."""
+    given = _parse(arguments)
+    folder = Path(given.launch)
+    launch = read_record(folder / "launch.json", Launch)
+    index = node_index() if given.index is None else given.index
+    if launch is None or index >= len(launch.nodes):
+        sys.stderr.write(f"error: {folder}: no record of a launch with a node {index}\n")
+        return 1
+    if given.stops_with_input:
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+    ranks = given.ranks_per_node or ranks_here(says=index == 0)
+    part = NodePart(folder, launch, index, given.endpoint, given.program)
+    part.run(ranks=ranks, stop_seconds=given.stop_seconds)
+    return 0
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """One node's part of a launch: the ranks of `program`, which is as torchrun takes it."""
+
+    folder: Path
+    launch: Launch
+    index: int
+    endpoint: str
+    program: Sequence[str]
+
+    def run(self, *, ranks: int, stop_seconds: float) -> NodeOutcome:
+        """Run so many ranks to their end, record the outcome, and return it; raises OSError.
+
+        stop_seconds: for ranks to save after a signal. Call it from the main thread.
+        """
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        ended = run_child(
+            self._command(ranks),
+            environment={"OMP_NUM_THREADS": str(threads_per_process(ranks)), **os.environ},
+            grace_seconds=stop_seconds,
+            signals=_STOPPING,
+            second_kills=False,
+        )
+        file = self.folder / "nodes" / f"{self.index}.json"
+        found = read_record(file, NodeOutcome)
+        if found is None:
+            found = self._outcome_of(ended)
+            write_record(file, found)
+        return found
+
+    def _command(self, ranks: int) -> list[str]:
+        node, address = self.launch.nodes[self.index], self.launch.addresses[self.index]
+        words = [
+            f"--nnodes={len(self.launch.nodes)}",
+            f"--nproc-per-node={ranks}",
+            "--max-restarts=0",
+            f"--rdzv-id={self.launch.name}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+            # torchrun compares host names to find the node of the store; aliases mislead it.
+            f"--rdzv-conf=is_host={int(self.index == 0)}",
+            f"--local-addr={address}",
+            "--signals-to-handle=SIGQUIT",  # this process has the signals
+            f"--log-dir={self.folder}",
+            *self.program,
+        ]
+        module = [sys.executable, "-m", "megatron_distill.launching.ranks"]
+        place = [str(self.folder), node, str(self.index)]
+        return [*module, *place, *protect_script_options(words)]
+
+    def _outcome_of(self, ended: ChildOutcome) -> NodeOutcome:
+        """Return the outcome of a torchrun that ended without a record of its own."""
+        was_asked = ended.interrupted_by is not None
+        return NodeOutcome(
+            self.launch.nodes[self.index],
+            self.index,
+            Status.ENDED if was_asked else Status.FAILED,
+            time.time(),
+            order=9,
+            message=None if was_asked else f"error: torchrun ended with status {ended.status}",
+        )
+
+
+def node_index() -> int:
+    """Return the place of this node, as the launcher of this process has it."""
+    names = ("NODE_INDEX", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+
+
+def node_name() -> str:
+    """Return the name of this node, as the launcher of this process has it."""
+    names = ("NODE_NAME", "SLURMD_NODENAME")
+    return next((os.environ[name] for name in names if name in os.environ), socket.gethostname())
+
+
+def _stop_at_end_of_input() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--launch", required=True, help="folder of the launch")
+    parser.add_argument("--endpoint", required=True, help="HOST:PORT of the rendezvous")
+    parser.add_argument("--index", type=int, help="place of this node (default: as launched)")
+    parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
+    parser.add_argument(
+        "--stop-seconds", type=float, default=300.0, help="for ranks to save after a signal"
+    )
+    parser.add_argument("--stops-with-input", action="store_true")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- SCRIPT or -m MODULE, words")
+    given = parser.parse_args(arguments)
+    given.program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    return given
+
+
+def ranks_here(*, says: bool) -> int:
+    """Return the number of ranks for this node: one per GPU of the job, or 1 without GPUs."""
+    allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    gpus = int(allotted) if allotted.isdecimal() else gpus_listed()
+    if gpus == 0 and says:
+        sys.stderr.write(
+            "no GPU on this node: 1 rank for each node; --ranks-per-node starts more\n"
+        )
+    return max(gpus, 1)
+
+
+def gpus_listed() -> int:
+    """Return the number of GPUs that nvidia-smi lists; 0 where there is no such program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    done = subprocess.run(
+        [program, "--list-gpus"],
+        capture_output=True,
+        text=True,
+        timeout=_GPU_LIST_SECONDS,
+        check=False,
+    )
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

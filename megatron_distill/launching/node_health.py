@@ -1,0 +1,130 @@
+"""Checks of one node before the ranks start: python -m megatron_distill.launching.node_health.
+
+Each node writes its problems into the launch's folder, so that a node without an answer does not
+share the folder, hangs, or is gone. No import of torch: the check takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.launching.node import gpus_listed, node_name
+from megatron_distill.launching.records import Launch, read_record, write_record
+
+__all__ = ["Health", "gpu_problems", "main"]
+
+_LEAST_OPEN_FILES: Final = 4096  # sockets and files of a rank's peers
+_LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
+_ECC_QUERY: Final = "index,ecc.errors.uncorrected.volatile.total"
+_ECC_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Health:
+    """The problems of one node; none: ranks may start there."""
+
+    node: str
+    problems: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check this node, record the result, and return 0; 1 where it cannot be recorded."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--launch", required=True, help="folder of the launch")
+    parser.add_argument("--gpus", type=int, help="that a node must have (default: as allotted)")
+    parser.add_argument("--command", help="of a shell; the node is bad if it fails")
+    parser.add_argument("--command-seconds", type=float, default=40.0)
+    given = parser.parse_args(arguments)
+    folder = Path(given.launch)
+    node = node_name()
+    problems = [*_of_system(folder), *_of_gpus(given.gpus)]
+    if given.command is not None:
+        problems += _of_command(given.command, given.command_seconds)
+    try:
+        write_record(folder / "health" / f"{node}.json", Health(node, problems))
+    except OSError as error:
+        sys.stderr.write(f"{node}: cannot write in {folder}: {error.strerror}\n")
+        return 1
+    return 0
+
+
+def _of_system(folder: Path) -> Iterator[str]:
+    if read_record(folder / "launch.json", Launch) is None:
+        yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _LEAST_OPEN_FILES:
+        yield f"allows {most} open files, fewer than {_LEAST_OPEN_FILES} (ulimit -H -n)"
+    temporary = tempfile.gettempdir()
+    free = shutil.disk_usage(temporary).free
+    if free < _LEAST_BYTES:
+        yield f"has {free / 1e6:.0f} MB left in {temporary}"
+
+
+def _of_gpus(expected: int | None) -> Iterator[str]:
+    allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    wanted = int(allotted) if expected is None and allotted.isdecimal() else expected or 0
+    if wanted == 0:
+        return
+    if shutil.which("nvidia-smi") is None:
+        yield f"has no nvidia-smi, and {wanted} GPUs are asked for"
+        return
+    try:
+        found = gpus_listed()
+        if found < wanted:
+            yield f"has {found} GPUs of {wanted}"
+        query = ["nvidia-smi", f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=_ECC_SECONDS, check=False
+        )
+        yield from gpu_problems(done.stdout)
+    except subprocess.TimeoutExpired:
+        yield f"nvidia-smi has not answered within {_ECC_SECONDS:.0f} s"
+
+
+def gpu_problems(table: str) -> Iterator[str]:
+    """Return the GPUs with uncorrected memory errors, from nvidia-smi's lines `0, 3`.
+
+    Cards without error correction have `[N/A]` there.
+    """
+    for line in table.splitlines():
+        index, _, count = (part.strip() for part in line.partition(","))
+        if count.isdecimal() and int(count) > 0:
+            yield f"GPU {index} has {count} uncorrected memory errors"
+
+
+def _of_command(command: str, seconds: float) -> Iterator[str]:
+    # In a session of its own, so that its own children end with it.
+    shell = subprocess.Popen(
+        command,
+        shell=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        text, _ = shell.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate()
+        yield f"{command!r} has not ended within {seconds:g} s"
+        return
+    if shell.returncode != 0:
+        lines = text.strip().splitlines()
+        last = f": {lines[-1]}" if lines else ""
+        yield f"{command!r} failed with status {shell.returncode}{last}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The records of a job's launches: which ended how, and whether the next one is worth its nodes.
+
+<run>/launches/job.sbatch                the batch script of the newest submission
+<run>/launches/bad_nodes                 nodes that failed a check: time, name, reason
+<run>/launches/done                      the digest of the settings that reached their end
+<run>/launches/stop                      made by a user: no further launch
+<run>/launches/12345-0/launch.json       job 12345, not yet requeued: nodes, command, progress
+<run>/launches/12345-0/health/n1.json    a node before the ranks start
+<run>/launches/12345-0/nodes/0.json      the outcome of a node's ranks
+<run>/launches/12345-0/rank_00003.err    output of a rank; rank_00003.out is its standard output
+<run>/launches/12345-0/outcome.json      the outcome of the launch
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.atomic_files import replace_file
+
+__all__ = [
+    "EXIT_STATUS",
+    "LAUNCHES",
+    "BadNode",
+    "Launch",
+    "Launches",
+    "NodeOutcome",
+    "Outcome",
+    "Status",
+    "bad_nodes",
+    "local_time",
+    "progress_of",
+    "read_record",
+    "write_record",
+]
+
+LAUNCHES: Final = "launches"
+_CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
+T = TypeVar("T")
+
+
+class Status(StrEnum):
+    """How a launch, or a node's part of it, ended."""
+
+    DONE = "done"
+    UNFINISHED = "unfinished"  # stopped by a signal after a save
+    MISCONFIGURED = "misconfigured"  # an error that a user repairs: no launch would get further
+    FAILED = "failed"
+    ENDED = "ended"  # a node: a signal ended its ranks
+
+
+# Of a job; 75 and 78 are EX_TEMPFAIL and EX_CONFIG of sysexits.h.
+EXIT_STATUS: Final = {
+    Status.DONE: 0,
+    Status.UNFINISHED: 75,
+    Status.MISCONFIGURED: 78,
+    Status.FAILED: 1,
+}
+
+
+@dataclass(frozen=True)
+class NodeOutcome:
+    """The outcome of one node's ranks.
+
+    Attributes:
+        node: its name. index: its place among the nodes of the launch.
+        rank: the first rank that failed, None if none did.
+        seconds: since the epoch, of that failure or of the end.
+        order: as of `runtime.local_ranks.FirstFailure`.
+        message: a line for the user.
+    """
+
+    node: str
+    index: int
+    status: Status
+    seconds: float
+    rank: int | None = None
+    order: int = 0
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The start of one launch.
+
+    Attributes:
+        job: the scheduler's number. restart: launches of that job before this one.
+        submission: launches with the same one are counted together.
+        nodes: of the ranks, in order; addresses: of them.
+        progress: of the run before the launch, see `progress_of`.
+        started: seconds since the epoch.
+    """
+
+    job: str
+    restart: int
+    submission: str
+    command: list[str]
+    nodes: list[str]
+    addresses: list[str]
+    progress: int
+    started: float
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.job}-{self.restart}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one launch; `next` is the decision about the next one, in words."""
+
+    status: Status
+    reason: str
+    progress: int
+    ended: float
+    next: str = ""
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """A node that failed a check; `when` is a local date and time."""
+
+    when: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The folder of a job's launches, and the folder of its results, which show its progress.
+
+    Attributes:
+        named: the key and value of the results' folder, for messages.
+        digest: of the job's settings; None: a job without, which is never marked as done.
+    """
+
+    folder: Path
+    results: Path
+    named: str
+    digest: str | None = None
+
+    def of(self, launch: Launch) -> Path:
+        """Return the folder of one launch."""
+        return self.folder / launch.name
+
+    def begin(self, launch: Launch) -> Path:
+        """Create the folder of a launch and record it; raises OSError."""
+        folder = self.of(launch)
+        (folder / "nodes").mkdir(parents=True, exist_ok=True)
+        (folder / "health").mkdir(exist_ok=True)
+        write_record(folder / "launch.json", launch)
+        return folder
+
+    def all(self) -> list[Launch]:
+        """Return the launches so far, oldest first."""
+        files = self.folder.glob("*/launch.json")
+        found = [read_record(file, Launch) for file in files]
+        return sorted((one for one in found if one is not None), key=lambda one: one.started)
+
+    def outcome(self, launch: Launch) -> Outcome | None:
+        """Return the outcome of a launch; None: it runs, or it was killed with its node."""
+        return read_record(self.of(launch) / "outcome.json", Outcome)
+
+    def starts_without_progress(self, submission: str) -> int:
+        """Return how many of the newest launches of a submission began at the present progress."""
+        now, count = progress_of(self.results), 0
+        for launch in reversed([one for one in self.all() if one.submission == submission]):
+            if launch.progress != now:
+                break
+            count += 1
+        return count
+
+    @property
+    def script_file(self) -> Path:
+        """The batch script of the newest submission."""
+        return self.folder / "job.sbatch"
+
+    @property
+    def stop_file(self) -> Path:
+        """The file that ends the launches."""
+        return self.folder / "stop"
+
+    @property
+    def lock_file(self) -> Path:
+        """The file that a job locks while it runs."""
+        return self.folder / ".lock"
+
+    def is_done(self) -> bool:
+        """Return whether a job of these settings reached its end."""
+        with suppress(FileNotFoundError):
+            return (self.folder / "done").read_text().strip() == self.digest
+        return False
+
+    def mark_done(self) -> None:
+        """Record that a job of these settings reached its end; raises OSError."""
+        if self.digest is not None:
+            replace_file(self.folder / "done", f"{self.digest}\n".encode())
+
+    def add_bad_nodes(self, found: Sequence[BadNode]) -> None:
+        """Record nodes that failed a check; raises OSError."""
+        with (self.folder / "bad_nodes").open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{one.when}\t{one.node}\t{one.reason}\n" for one in found)
+
+
+def bad_nodes(folder: Path) -> list[BadNode]:
+    """Return the recorded nodes of a folder of launches; a user removes lines of repaired ones."""
+    try:
+        lines = (folder / "bad_nodes").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    parts = [line.split("\t", 2) for line in lines if line.strip()]
+    if any(len(one) != 3 for one in parts):
+        raise ConfigError(
+            f"{folder / 'bad_nodes'}: a line is not time, node and reason with tabs between them; "
+            "remove the line"
+        )
+    return [BadNode(*one) for one in parts]
+
+
+def progress_of(results: Path) -> int:
+    """Return the step of the newest checkpoint of a run, or the number of shards of a store."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folders = list((results / "checkpoints").iterdir())
+        names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
+        return max((int(found[1]) for found in names if found), default=0)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sum(".partial" not in file.name for file in (results / "shards").iterdir())
+    return 0
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write a dataclass as JSON, whole or not at all; raises OSError."""
+    replace_file(path, json.dumps(asdict(record), indent=1).encode())
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """Return a dataclass from JSON; None: there is no such file, or a killed job left a part."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if "status" in fields:
+        fields["status"] = Status(fields["status"])
+    return kind(**fields)
+
+
+def local_time(seconds: float | None = None) -> str:
+    """Return a local date and time without zone, as Slurm writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))

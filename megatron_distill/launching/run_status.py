@@ -1,0 +1,202 @@
+"""The state of a run from its folder's files: no process is asked, any machine may read it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.grace import newest_records
+from megatron_distill.launching.records import LAUNCHES, Launch, Launches, Outcome, progress_of
+from megatron_distill.runtime.folder_lock import is_locked
+from megatron_distill.runtime.progress import duration
+
+__all__ = ["RunStatus", "read_status"]
+
+_RECENT_STEPS: Final = 50
+_LEAST_SILENCE: Final = 120.0  # seconds without a sign, from which on a run counts as ended
+_SILENT_STEPS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of a run; times in seconds, None: not known from the files.
+
+    Attributes:
+        state: `running`, `starting`, `waiting`, `done`, `stopped` or `failed`.
+        detail: about the state, in words.
+        step, steps: done, and of the whole run.
+        step_seconds: median of the newest steps. tokens_per_second: mean of them.
+        seconds_left: until the last step.
+        checkpoint: the newest one's name; its age, and the time that its save took.
+        launches: number; restarts: of the newest job.
+        slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
+    """
+
+    run: str
+    state: str
+    detail: str
+    step: int
+    steps: int | None
+    step_seconds: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    checkpoint: str | None
+    checkpoint_age: float | None
+    save_seconds: float | None
+    launches: int
+    restarts: int
+    slowest_ranks: str | None
+
+    def lines(self) -> list[str]:
+        """Return the state as lines of a name and a text."""
+        rows = [("state", self.state + (f": {self.detail}" if self.detail else ""))]
+        done = f"{self.step:,}"
+        if self.steps:
+            done += f" of {self.steps:,} ({100 * self.step / self.steps:.1f} %)"
+        rows.append(("step", done))
+        if self.step_seconds is not None:
+            speed = f"{self.step_seconds:.3g} s per step"
+            if self.tokens_per_second is not None:
+                speed += f", {self.tokens_per_second:,.0f} tokens/s"
+            rows.append(("speed", speed))
+        if self.seconds_left is not None:
+            rows.append(("left", duration(self.seconds_left)))
+        rows.append(("checkpoint", self._checkpoint()))
+        if self.launches:
+            restarts = counted(self.restarts, "restart")
+            rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
+        rows.append(("slowest", self.slowest_ranks or "not known: set logging.straggler_interval"))
+        return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
+
+    def _checkpoint(self) -> str:
+        if self.checkpoint is None:
+            return "none"
+        text = self.checkpoint
+        if self.checkpoint_age is not None:
+            text += f", {duration(self.checkpoint_age)} ago"
+        return text + ("" if self.save_seconds is None else f", saved in {self.save_seconds:.1f} s")
+
+
+def read_status(run: Path) -> RunStatus:
+    """Return the state of a run; raises ConfigError where the folder is no run."""
+    launches = Launches(run / LAUNCHES, run, f"output={run}")
+    begun = launches.all()
+    settings = _settings(run / "config.yaml")
+    if settings is None and not begun:
+        raise ConfigError(
+            f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
+            "`output` of a run"
+        )
+    records = newest_records(run)
+    steps = [one for one in records if "step_seconds" in one]
+    recent = steps[-_RECENT_STEPS:]
+    step = max((int(one["step"]) for one in steps), default=progress_of(run))
+    wanted = (settings or {}).get("train", {}).get("steps")
+    seconds = statistics.median(float(one["step_seconds"]) for one in recent) if recent else None
+    state, detail = _state(run, launches, begun, step=step, steps=wanted, step_seconds=seconds)
+    left = None if seconds is None or not wanted else max(0, wanted - step) * seconds
+    newest, age, save = _checkpoint(run)
+    return RunStatus(
+        run=str(run),
+        state=state,
+        detail=detail,
+        step=step,
+        steps=wanted,
+        step_seconds=seconds,
+        tokens_per_second=_mean(recent, "tokens_per_second"),
+        seconds_left=left,
+        checkpoint=newest,
+        checkpoint_age=age,
+        save_seconds=save,
+        launches=len(begun),
+        restarts=begun[-1].restart if begun else 0,
+        slowest_ranks=next(
+            (one["slowest_ranks"] for one in reversed(records) if "slowest_ranks" in one), None
+        ),
+    )
+
+
+def _state(
+    run: Path,
+    launches: Launches,
+    begun: Sequence[Launch],
+    *,
+    step: int,
+    steps: int | None,
+    step_seconds: float | None,
+) -> tuple[str, str]:
+    launch = begun[-1] if begun else None
+    outcome = None if launch is None else launches.outcome(launch)
+    log = run / "metrics.jsonl"
+    if launch is None or outcome is not None:
+        if outcome is not None and not _is_later(log, outcome):
+            return _of_outcome(outcome)
+        place = ""
+    else:
+        place = f"launch {launch.name} on {', '.join(launch.nodes)}"
+    if steps is not None and step >= steps:
+        return "done", ""
+    files = [log, *(launches.of(launch).glob("rank_*.err") if launch is not None else ())]
+    silence = time.time() - max((_changed(file) for file in files), default=0.0)
+    patience = max(_LEAST_SILENCE, _SILENT_STEPS * (step_seconds or 0.0))
+    lock = run / ".lock"
+    if (lock.is_file() and is_locked(lock)) or silence < patience:
+        return ("running" if log.is_file() else "starting"), place
+    if place:
+        return "failed", f"{place} has given no sign for {duration(silence)}"
+    return "stopped", f"at step {step}"
+
+
+def _of_outcome(outcome: Outcome) -> tuple[str, str]:
+    if outcome.status == "done":
+        return "done", ""
+    if outcome.next.startswith("goes on"):
+        return "waiting", f"{outcome.reason}: {outcome.next}"
+    state = "stopped" if outcome.status == "unfinished" else "failed"
+    return state, f"{outcome.reason}: {outcome.next}"
+
+
+def _is_later(log: Path, outcome: Outcome) -> bool:
+    """Return whether a start without a launch has written since the newest launch ended."""
+    return _changed(log) > outcome.ended
+
+
+def _changed(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _settings(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is no YAML ({error}); start the run again") from error
+    return found if isinstance(found, dict) else None
+
+
+def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
+    """Return the newest checkpoint's name, its age, and the seconds of its save."""
+    folder = run / "checkpoints" / f"step_{progress_of(run):07d}"
+    if not folder.is_dir():
+        return None, None, None
+    file, save = folder / "description.json", None
+    with suppress(OSError, ValueError):
+        save = json.loads(file.read_text(encoding="utf-8")).get("save_seconds")
+    return folder.name, time.time() - _changed(file), save
+
+
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    found = [float(one[name]) for one in records if one.get(name) is not None]
+    return statistics.fmean(found) if found else None

@@ -1,0 +1,180 @@
+"""A job of Slurm as its batch script sees it: nodes, steps, end, requeue."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_distill.errors import ConfigError
+
+__all__ = ["Container", "SlurmJob"]
+
+_SECONDS: Final = 60.0  # of a call of Slurm's programs
+_RUNNING: Final = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})
+_LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux, 32,768 and up
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image that pyxis, a plugin of Slurm, starts on each node; `mounts` as it writes them."""
+
+    image: str
+    mounts: str | None = None
+    python: str = "python3"
+
+    def options(self, folder: str) -> list[str]:
+        """Return the options of srun; the image sees `folder` under the same path."""
+        mounts = [f"{folder}:{folder}", *([] if self.mounts is None else [self.mounts])]
+        return [
+            f"--container-image={self.image}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={folder}",
+            "--no-container-mount-home",
+        ]
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The job of this batch script.
+
+    Attributes:
+        job: its number. restart: how often it was requeued.
+        nodes: names, in Slurm's order. end: of its time, seconds since the epoch; None: no limit.
+        shown: its name for scontrol, which in an array has the task's number.
+        cpus: of each task, where the job asks for them.
+    """
+
+    job: str
+    shown: str
+    restart: int
+    nodes: tuple[str, ...]
+    end: float | None
+    cpus: str | None = None
+    container: Container | None = None
+    node_options: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, container: Container | None) -> SlurmJob:
+        """Read the job that this process belongs to; raises ConfigError outside of one."""
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is None:
+            raise ConfigError(
+                "SLURM_JOB_ID is not set: this runs in a job of Slurm; submit it with "
+                "`megatron-distill submit slurm` or `sbatch launch/slurm.sbatch`"
+            )
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        shown = job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        names = _answer("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+        return cls(
+            job=job,
+            shown=shown,
+            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            nodes=tuple(names.split()),
+            end=_end_of(_fields(_answer("scontrol", "show", "job", shown, "--oneliner"))),
+            cpus=os.environ.get("SLURM_CPUS_PER_TASK"),
+            container=container,
+        )
+
+    def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
+        """Return the start of a command that runs once on each of these nodes.
+
+        waits: seconds for the last node after the first has ended.
+        """
+        words = [
+            "srun",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(nodes)}",
+            "--kill-on-bad-exit=1",
+            f"--wait={waits}",
+            "--export=ALL",
+        ]
+        words += [] if self.cpus is None else [f"--cpus-per-task={self.cpus}"]
+        return words + ([] if self.container is None else self.container.options(str(Path.cwd())))
+
+    def stop(self, step: subprocess.Popen[bytes]) -> None:
+        """Tell the tasks of a step that `on_nodes` has started to stop."""
+        step.send_signal(signal.SIGUSR1)  # srun passes it on; it would answer SIGTERM by a kill
+
+    def address(self, node: str) -> str:
+        """Return a name or an address that other nodes reach this one by."""
+        with suppress(OSError):
+            socket.getaddrinfo(node, None)
+            return node
+        found = _fields(_answer("scontrol", "show", "node", node, "--oneliner"))
+        return found.get("NodeAddr", node)
+
+    def endpoint(self, address: str) -> str:
+        """Return the rendezvous of this job on its first node, on which this process runs.
+
+        The port follows from the job's number, and is the next free one where that is taken.
+        """
+        first = int(self.job) % _PORTS
+        for offset in range(_PORTS):
+            port = _LEAST_PORT + (first + offset) % _PORTS
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                return f"{address}:{port}"
+        raise ConfigError(f"no free port from {_LEAST_PORT} on for the rendezvous")
+
+    def requeue(self, *, without: Sequence[str]) -> str | None:
+        """Put the job back into its queue, to start on other nodes than these.
+
+        Returns the reason where Slurm refuses. The job ends soon after.
+        """
+        failure = _failure("scontrol", "requeue", self.shown)
+        if failure is None and without:
+            excluded = f"ExcNodeList={','.join(without)}"
+            failure = _failure("scontrol", "update", f"JobId={self.shown}", excluded)
+            return None if failure is None else f"requeued, but {failure}"
+        return failure
+
+    def is_running(self, job: str) -> bool:
+        """Return whether a job of this number holds nodes now; without an answer it does not."""
+        try:
+            found = _answer("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+        except ConfigError:  # Slurm forgets jobs that have ended
+            return False
+        return bool(_RUNNING & set(found.split()))
+
+
+def _answer(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{' '.join(command)}: {error}; is Slurm's program there?") from None
+    if done.returncode != 0:
+        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _failure(*command: str) -> str | None:
+    try:
+        _answer(*command)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _fields(line: str) -> Mapping[str, str]:
+    """Return the fields of a line of `scontrol show`."""
+    return dict(re.findall(r"(\w+)=(\S*)", line))
+
+
+def _end_of(job: Mapping[str, str]) -> float | None:
+    try:
+        return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown: no limit
+        return None

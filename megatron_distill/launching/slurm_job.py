@@ -1,0 +1,82 @@
+"""The work of a batch script of Slurm: python -m megatron_distill.launching.slurm_job.
+
+Exit status: 0 done, 75 saved and more to do, 78 an error in the configuration, 1 a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_distill import log
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import EXIT_STATUS, Status
+from megatron_distill.launching.slurm import Container, SlurmJob
+from megatron_distill.launching.supervisor import Policy, supervise
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the rules of a job, which `megatron-distill submit slurm` has as well."""
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="default: one per GPU, else 1"
+    )
+    parser.add_argument(
+        "--max-starts", type=int, default=3, metavar="N",
+        help="launches without a new checkpoint before the job gives up (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-requeue", action="store_true", help="end with status 75 instead of going on"
+    )
+    parser.add_argument(
+        "--health-command", metavar="COMMAND", help="of a shell; a node where it fails is excluded"
+    )
+    parser.add_argument(
+        "--grace-seconds", type=float, metavar="S",
+        help="for a save before the time limit (default: from measured steps and saves)",
+    )  # fmt: skip
+    parser.add_argument("--container", metavar="IMAGE", help="that pyxis starts on each node")
+    parser.add_argument("--container-mounts", metavar="FROM:TO,...", help="beside the work folder")
+    parser.add_argument(
+        "--container-python", default="python3", metavar="PYTHON", help="in the image"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one launch of this job and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("--wanted-nodes", type=int, metavar="N", help="further ones are spare")
+    parser.add_argument("--submission", help="launches of the same one are counted together")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
+    given = parser.parse_args(arguments)
+    log.configure(0, name="job")
+    words = given.program[1:] if given.program[:1] == ["--"] else given.program
+    container = None
+    if given.container is not None:
+        container = Container(given.container, given.container_mounts, given.container_python)
+    try:
+        job = SlurmJob.from_environment(container)
+        program = Program.of(words)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_STATUS[Status.MISCONFIGURED]
+    policy = Policy(
+        python=sys.executable if container is None else container.python,
+        submission=given.submission or job.job,
+        ranks_per_node=given.ranks_per_node,
+        wanted_nodes=given.wanted_nodes,
+        max_starts=given.max_starts,
+        requeues=not given.no_requeue and "SLURM_ARRAY_JOB_ID" not in os.environ,
+        health_command=given.health_command,
+        grace_seconds=given.grace_seconds,
+    )
+    return supervise(job, program, policy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,451 @@
+"""One launch of a job from its first node: checks, ranks, outcome, and the decision what follows.
+
+A failure is followed by another launch as long as launches bring new checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Final, Protocol
+
+from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
+from megatron_distill.launching.node_health import Health
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import (
+    EXIT_STATUS,
+    BadNode,
+    Launch,
+    Launches,
+    NodeOutcome,
+    Outcome,
+    Status,
+    local_time,
+    progress_of,
+    read_record,
+    write_record,
+)
+from megatron_distill.log import get_logger
+from megatron_distill.runtime.folder_lock import take_lock
+
+__all__ = ["Policy", "Scheduler", "supervise"]
+
+_LOGGER = get_logger(__name__)
+_POLL_SECONDS: Final = 0.5
+_END_SECONDS: Final = 5.0
+_MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
+_TRACEBACK: Final = "Traceback (most recent call last)"
+_TRACEBACK_LINES, _TAIL_LINES = 80, 15
+
+
+class Scheduler(Protocol):
+    """The scheduler's job: its nodes, a command on each of them, its end, its requeue."""
+
+    @property
+    def job(self) -> str:
+        """The job's number or name."""
+        ...
+
+    @property
+    def restart(self) -> int:
+        """The number of launches of this job before this one."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the job."""
+        ...
+
+    @property
+    def end(self) -> float | None:
+        """The end of the job's time, seconds since the epoch."""
+        ...
+
+    @property
+    def node_options(self) -> Sequence[str]:
+        """Further options of `launching.node`."""
+        ...
+
+    def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
+        """Return the start of a command that runs once on each node."""
+        ...
+
+    def stop(self, step: subprocess.Popen[bytes]) -> None:
+        """Tell the processes of such a command to stop."""
+        ...
+
+    def address(self, node: str) -> str:
+        """Return the address of a node."""
+        ...
+
+    def endpoint(self, address: str) -> str:
+        """Return host and port of the rendezvous."""
+        ...
+
+    def requeue(self, *, without: Sequence[str]) -> str | None:
+        """Let the job start again; return the reason why it cannot."""
+        ...
+
+    def is_running(self, job: str) -> bool:
+        """Return whether another job holds nodes now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of a job.
+
+    Attributes:
+        python: the interpreter on the nodes.
+        submission: launches of the same one are counted together.
+        ranks_per_node: None: one per GPU, else 1.
+        wanted_nodes: for ranks; further ones of the job are spare. None: all.
+        max_starts: launches without a new checkpoint before the job ends.
+        requeues: whether a job that may go on asks for that itself.
+        health_command: of a shell; a node where it fails is bad.
+        health_seconds: for all checks of the nodes.
+        grace_seconds: for a save before the end of the job's time; None: as measured.
+    """
+
+    python: str
+    submission: str
+    ranks_per_node: int | None = None
+    wanted_nodes: int | None = None
+    max_starts: int = 3
+    requeues: bool = True
+    health_command: str | None = None
+    health_seconds: float = 50.0
+    grace_seconds: float | None = None
+
+
+class _Stop:
+    """The signals of a scheduler: SIGUSR1 before the end of the time, SIGTERM to leave for good."""
+
+    def __init__(self) -> None:
+        self.is_near_end = False
+        self.is_cancelled = False
+
+    def __enter__(self) -> _Stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the handlers: a late signal must not end the process in its last lines."""
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.is_near_end = True
+        else:
+            self.is_cancelled = True
+
+    @property
+    def received(self) -> bool:
+        return self.is_near_end or self.is_cancelled
+
+
+def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
+    """Run one launch of the job and return its exit status, one of `EXIT_STATUS`."""
+    with _Stop() as stop:
+        try:
+            on_first = [*job.on_nodes(job.nodes[:1]), policy.python]
+            launches = program.launches(on_first)
+            if launches.is_done():
+                _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
+                return EXIT_STATUS[Status.DONE]
+            if launches.stop_file.exists():
+                _LOGGER.info("not started: remove %s to go on", launches.stop_file)
+                return EXIT_STATUS[Status.DONE]
+            with _held(launches, job), _disk_errors(launches):
+                return _launch(job, program, policy, launches, stop)
+        except ConfigError as error:
+            _LOGGER.error("error: %s", error)
+            return EXIT_STATUS[Status.MISCONFIGURED]
+
+
+@contextmanager
+def _disk_errors(launches: Launches) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{launches.named}: cannot write in {launches.folder} ({error.strerror}); free space "
+            "or name another folder"
+        ) from error
+
+
+@contextmanager
+def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
+    """Hold the folder against other jobs; the lock ends with this process or with its job.
+
+    Where the file system has no locks, the scheduler is asked for the last holder.
+    """
+    path = launches.lock_file
+    with _disk_errors(launches):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text() if path.exists() else ""
+        holder = f"job {job.job} on {job.nodes[0]}"
+        lock = take_lock(path, named=launches.named, holder=holder, patience_seconds=0.0)
+    try:
+        found = re.match(r"job (\S+) on", before)
+        if found is not None and found[1] != job.job and job.is_running(found[1]):
+            raise ConfigError(
+                f"{launches.named}: job {found[1]} is writing there; wait for its end or name "
+                "another folder"
+            )
+        yield
+    finally:
+        os.close(lock)
+
+
+def _launch(
+    job: Scheduler, program: Program, policy: Policy, launches: Launches, stop: _Stop
+) -> int:
+    launch = Launch(
+        job=job.job,
+        restart=job.restart,
+        submission=policy.submission,
+        command=program.spelled,
+        nodes=list(job.nodes),
+        addresses=[job.address(node) for node in job.nodes],
+        progress=progress_of(launches.results),
+        started=time.time(),
+    )
+    folder = launches.begin(launch)
+    bad = _bad_nodes(job, policy, launch, folder, stop)
+    for one in bad:
+        _LOGGER.error("node %s: %s", one.node, one.reason)
+    names = [one.node for one in bad]
+    healthy = [place for place, node in enumerate(launch.nodes) if node not in names]
+    # Where every node fails, the check is more likely wrong than the nodes.
+    without = names if healthy else []
+    launches.add_bad_nodes([one for one in bad if one.node in without])
+    wanted = policy.wanted_nodes or len(launch.nodes)
+    if len(healthy) < wanted:
+        reason = f"{counted(len(bad), 'node')} failed the checks: {', '.join(names)}"
+        outcome = Outcome(Status.FAILED, reason, progress_of(launches.results), time.time())
+    else:
+        launch = replace(
+            launch,
+            nodes=[launch.nodes[place] for place in healthy[:wanted]],
+            addresses=[launch.addresses[place] for place in healthy[:wanted]],
+        )
+        launches.begin(launch)
+        outcome = _run_ranks(job, program, policy, launch, launches, stop)
+    return _decide(job, policy, launches, launch, outcome, stop, without=without)
+
+
+def _bad_nodes(
+    job: Scheduler, policy: Policy, launch: Launch, folder: Path, stop: _Stop
+) -> list[BadNode]:
+    """Check all nodes at once and return the bad ones, those without an answer included."""
+    words = ["-m", "megatron_distill.launching.node_health", "--launch", str(folder.resolve())]
+    if policy.health_command is not None:
+        words += ["--command", policy.health_command]
+        words += ["--command-seconds", str(0.8 * policy.health_seconds)]
+    command = [*job.on_nodes(launch.nodes, waits=0), policy.python, *words]
+    step = subprocess.Popen(command, start_new_session=True)
+    try:
+        step.wait(timeout=policy.health_seconds)
+    except subprocess.TimeoutExpired:
+        _end(step)
+    took = time.time() - launch.started
+    found = []
+    for node in launch.nodes:
+        health = read_record(folder / "health" / f"{node}.json", Health)
+        if health is None:
+            found.append(f"has not answered within {policy.health_seconds:.0f} s")
+        else:
+            found.append("; ".join(health.problems))
+    if stop.received:  # the checks were ended as well
+        return []
+    _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
+    pairs = zip(launch.nodes, found, strict=True)
+    return [BadNode(local_time(), node, problem) for node, problem in pairs if problem]
+
+
+def _end(step: subprocess.Popen[bytes]) -> None:
+    step.terminate()
+    try:
+        step.wait(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        step.kill()
+        step.wait()
+
+
+def _run_ranks(
+    job: Scheduler,
+    program: Program,
+    policy: Policy,
+    launch: Launch,
+    launches: Launches,
+    stop: _Stop,
+) -> Outcome:
+    folder = launches.of(launch)
+    words = ["-m", "megatron_distill.launching.node", "--launch", str(folder.resolve())]
+    words += ["--endpoint", job.endpoint(launch.addresses[0])]
+    words += ["--stop-seconds", str(max(USUAL_SECONDS, policy.grace_seconds or 0.0))]
+    words += job.node_options
+    if policy.ranks_per_node is not None:
+        words += ["--ranks-per-node", str(policy.ranks_per_node)]
+    command = [*job.on_nodes(launch.nodes), policy.python, *words, "--", *program.torchrun_words]
+    _LOGGER.info(
+        "launch %s on %s, from step %d; ranks write to %s",
+        launch.name,
+        ", ".join(launch.nodes),
+        launch.progress,
+        folder,
+    )
+    status, was_told = _wait(job, command, policy, launches.results, stop)
+    found = [
+        read_record(folder / "nodes" / f"{index}.json", NodeOutcome)
+        for index in range(len(launch.nodes))
+    ]
+    nodes = [one for one in found if one is not None]
+    silent = [node for node, one in zip(launch.nodes, found, strict=True) if one is None]
+    progress, now = progress_of(launches.results), time.time()
+    result, reason = _classified(nodes, silent, status, was_told=was_told)
+    if result in (Status.FAILED, Status.MISCONFIGURED):
+        _report(nodes, folder, shows_traceback=result is Status.FAILED)
+    return Outcome(result, reason, progress, now)
+
+
+def _wait(
+    job: Scheduler, command: Sequence[str], policy: Policy, results: Path, stop: _Stop
+) -> tuple[int, bool]:
+    """Wait for the ranks; return the step's status, and whether they were told to stop."""
+    step = subprocess.Popen(command, start_new_session=True)
+    told, looked, deadline = False, -math.inf, math.inf
+    begun = time.time()
+    while True:
+        try:
+            return step.wait(timeout=_POLL_SECONDS), told
+        except subprocess.TimeoutExpired:
+            pass
+        if told:
+            continue
+        if job.end is not None and time.monotonic() - looked > _MEASURE_SECONDS:
+            looked = time.monotonic()
+            grace = policy.grace_seconds or grace_seconds(results) or USUAL_SECONDS
+            deadline = job.end - min(grace, (job.end - begun) / 2)
+        if stop.received or time.time() >= deadline:
+            stop.is_near_end = stop.is_near_end or not stop.is_cancelled
+            _LOGGER.info(
+                "the job is cancelled: saving"
+                if stop.is_cancelled
+                else "the end of the job's time is near: saving"
+            )
+            job.stop(step)
+            told = True
+
+
+def _classified(
+    nodes: Sequence[NodeOutcome], silent: Sequence[str], status: int, *, was_told: bool
+) -> tuple[Status, str]:
+    """Return the outcome of all nodes together, and its reason."""
+    kinds = {one.status for one in nodes}
+    first = _first(nodes)
+    if Status.MISCONFIGURED in kinds:
+        return Status.MISCONFIGURED, _reason(first)
+    if Status.FAILED in kinds:
+        return Status.FAILED, _reason(first)
+    if silent and not was_told:
+        return Status.FAILED, f"no report from {', '.join(silent)} (status {status})"
+    if kinds == {Status.DONE} and not silent:
+        return Status.DONE, "done"
+    if was_told:
+        return Status.UNFINISHED, "stopped before the end of the job's time"
+    return Status.FAILED, "a signal from outside ended the ranks"
+
+
+def _first(nodes: Sequence[NodeOutcome]) -> NodeOutcome | None:
+    """Return the outcome of the node whose rank failed first."""
+    failed = [one for one in nodes if one.status in (Status.FAILED, Status.MISCONFIGURED)]
+    return min(failed, key=lambda one: (one.order, one.seconds, one.index), default=None)
+
+
+def _reason(first: NodeOutcome | None) -> str:
+    assert first is not None, "a node failed"
+    return first.message or f"a rank on {first.node} failed"
+
+
+def _report(nodes: Sequence[NodeOutcome], folder: Path, *, shows_traceback: bool) -> None:
+    """Write the first failing rank and its traceback to the job's log."""
+    first = _first(nodes)
+    if first is None:
+        return
+    if first.rank is None or not shows_traceback:
+        _LOGGER.error("%s", _reason(first))
+        return
+    file = folder / f"rank_{first.rank:05d}.err"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    _LOGGER.error(
+        "rank %d on %s failed first, at %s; the end of %s:\n%s",
+        first.rank,
+        first.node,
+        local_time(first.seconds),
+        file,
+        _end_of(text),
+    )
+    _LOGGER.error("%s", _reason(first))
+
+
+def _end_of(text: str) -> str:
+    """Return the last traceback of a log, or its last lines where it has none."""
+    lines = text.splitlines()
+    starts = [place for place, line in enumerate(lines) if _TRACEBACK in line]
+    if starts:
+        return "\n".join(lines[starts[-1] :][:_TRACEBACK_LINES])
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _decide(
+    job: Scheduler,
+    policy: Policy,
+    launches: Launches,
+    launch: Launch,
+    outcome: Outcome,
+    stop: _Stop,
+    *,
+    without: Sequence[str],
+) -> int:
+    """Decide about the next launch, record it, ask for it, and return this one's exit status."""
+    status, reaches = EXIT_STATUS[outcome.status], f"step {outcome.progress}"
+    starts = launches.starts_without_progress(policy.submission)
+    goes_on = False
+    if outcome.status is Status.DONE:
+        launches.mark_done()
+        text = "done"
+    elif outcome.status is Status.MISCONFIGURED:
+        text = "no further launch: the error above is to be repaired first"
+    elif stop.is_cancelled:
+        text = f"cancelled after {reaches}; the same submission goes on from there"
+    elif launches.stop_file.exists():
+        text = f"no further launch: {launches.stop_file} exists"
+    elif starts >= policy.max_starts:
+        text = f"no further launch: {counted(starts, 'launch', 'launches')} since {reaches}"
+        text += " brought no new checkpoint"
+        status = EXIT_STATUS[Status.FAILED]
+    else:
+        goes_on = policy.requeues
+        text = f"goes on from {reaches}" if goes_on else f"the next job goes on from {reaches}"
+    write_record(launches.of(launch) / "outcome.json", replace(outcome, next=text))
+    say = _LOGGER.info if status in (0, EXIT_STATUS[Status.UNFINISHED]) else _LOGGER.error
+    say("%s", text if text == outcome.reason else f"{outcome.reason}: {text}")
+    if goes_on:
+        sys.stderr.flush()
+        refused = job.requeue(without=without)
+        if refused is not None:
+            _LOGGER.error("%s; submit the job again", refused)
+    return status

@@ -1,0 +1,120 @@
+"""The batch script of a submission: demands, rules, bad nodes, grace, chains and containers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.cli import main
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.batch_script import Demand, batch_script
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import BadNode, Launches
+from megatron_distill.launching.slurm import Container
+from tests.guards.source_tree import ROOT
+
+TINY = str(ROOT / "configs" / "tiny.yaml")
+
+
+def script(folder: Path, *, grace: float | None = None, **demand: Any) -> str:
+    launches = Launches(folder / "launches", folder, "output=a")
+    asked = Demand(**({"name": "distill", "nodes": 2} | demand))
+    program = Program("train", ("a file.yaml", "output=a"))
+    return batch_script(asked, program, launches, submission="s1", grace=grace)
+
+
+def options(text: str) -> dict[str, str]:
+    """The options of #SBATCH lines; '' without a value."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+
+
+def job_words(text: str) -> list[str]:
+    (line,) = re.findall(r"^exec (.*)$", text, re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(
+    tmp_path: Path,
+) -> None:
+    found = options(script(tmp_path))
+    assert set(found) == {
+        "job-name", "nodes", "ntasks-per-node", "requeue", "signal", "open-mode", "output", "chdir",
+    }  # fmt: skip
+    assert found["output"] == f"{tmp_path}/launches/log-%j.txt"
+    text = script(
+        tmp_path, spare=1, time="1:00:00", partition="h100", account="physics", qos="long",
+        gpus_per_node=8, cpus_per_task=64, options=("--reservation=r",),
+    )  # fmt: skip
+    more = options(text)
+    assert {name: more[name] for name in set(more) - set(found)} == {
+        "time": "1:00:00", "partition": "h100", "account": "physics", "qos": "long",
+        "gpus-per-node": "8", "cpus-per-task": "64", "reservation": "r",
+    }  # fmt: skip
+    assert more["nodes"] == "3"
+    words = job_words(text)
+    assert words[words.index("--wanted-nodes") + 1] == "2"
+    assert words[-4:] == ["--", "train", "a file.yaml", "output=a"]
+
+
+def test_bad_nodes_are_excluded(tmp_path: Path) -> None:
+    launches = Launches(tmp_path / "launches", tmp_path, "")
+    launches.folder.mkdir()
+    launches.add_bad_nodes([BadNode("2026-01-01T00:00:00", name, "x") for name in ("n7", "n2")])
+    assert options(script(tmp_path))["exclude"] == "n2,n7"
+
+
+def test_the_warning_comes_as_early_as_measured_steps_and_saves_need(tmp_path: Path) -> None:
+    assert options(script(tmp_path))["signal"] == "B:USR1@300"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "step_seconds": 20.3}) + "\n")
+    assert options(script(tmp_path))["signal"] == "B:USR1@101"
+    assert options(script(tmp_path, grace=45.0))["signal"] == "B:USR1@45"
+
+
+def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -> None:
+    one, chain, array = (script(tmp_path, **more) for more in ({}, {"chain": 3}, {"array": 3}))
+    assert options(chain)["dependency"] == "singleton"
+    assert options(array)["array"] == "1-3%1"
+    assert options(array)["output"].endswith("log-%A_%a.txt")
+    for text in (chain, array):
+        assert "no-requeue" in options(text)
+        assert "--no-requeue" in job_words(text)
+    assert "--no-requeue" not in job_words(one)
+
+
+def test_a_path_that_slurm_cannot_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes no path with a space"):
+        script(tmp_path / "a folder")
+
+
+def test_a_container_sees_the_work_folder_and_no_home() -> None:
+    plain, mounted = Container("image.sqsh"), Container("image.sqsh", "/data:/data,/x:/y")
+    assert plain.options("/work") == [
+        "--container-image=image.sqsh",
+        "--container-mounts=/work:/work",
+        "--container-workdir=/work",
+        "--no-container-mount-home",
+    ]
+    assert "--container-mounts=/work:/work,/data:/data,/x:/y" in mounted.options("/work")
+
+
+def test_a_dry_run_shows_the_script_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "slurm", TINY, f"output={tmp_path}/a", "--nodes", "2", "--max-starts", "5"]
+    assert main([*words, "--dry-run", "--container", "i.sqsh"]) == 0
+    text = capsys.readouterr().out
+    assert job_words(text)[-3:] == ["train", TINY, f"output={tmp_path}/a"]
+    given = job_words(text)
+    assert given[given.index("--max-starts") + 1] == "5"
+    assert given[given.index("--container") + 1] == "i.sqsh"
+    assert not (tmp_path / "a").exists()
+    assert main([*words, "--dry-run", "train.stops=7"]) == 1
+    assert "train.stops" in capsys.readouterr().err
+    for wrong in (["--chain", "2", "--array", "2"], ["--nodes", "0"], ["--spare-nodes", "-1"]):
+        with pytest.raises(SystemExit):
+            main([*words, *wrong])

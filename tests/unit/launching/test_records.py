@@ -1,0 +1,104 @@
+"""Records of launches: progress, launches without progress, done marker, bad nodes, grace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.grace import grace_seconds
+from megatron_distill.launching.records import (
+    BadNode,
+    Launch,
+    Launches,
+    NodeOutcome,
+    Outcome,
+    Status,
+    bad_nodes,
+    progress_of,
+    read_record,
+    write_record,
+)
+
+
+def launch(job: str, restart: int, progress: int, started: float, submission: str = "a") -> Launch:
+    return Launch(job, restart, submission, ["train"], ["n1"], ["127.0.0.1"], progress, started)
+
+
+def make_checkpoint(results: Path, step: int, save_seconds: float | None = None) -> None:
+    folder = results / "checkpoints" / f"step_{step:07d}"
+    folder.mkdir(parents=True)
+    (folder / "description.json").write_text(json.dumps({"save_seconds": save_seconds}))
+
+
+def test_progress_is_the_newest_complete_checkpoint_or_the_number_of_shards(tmp_path: Path) -> None:
+    assert progress_of(tmp_path / "nowhere") == 0
+    run, store = tmp_path / "run", tmp_path / "store"
+    make_checkpoint(run, 20)
+    make_checkpoint(run, 100)
+    (run / "checkpoints" / "step_0000200.partial").mkdir()
+    assert progress_of(run) == 100
+    (store / "shards").mkdir(parents=True)
+    for name in ("logits-0.array_record", "logits-1.array_record", "logits-2.partial-n1"):
+        (store / "shards" / name).touch()
+    assert progress_of(store) == 2
+
+
+def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_path: Path) -> None:
+    launches = Launches(tmp_path / "launches", tmp_path, "output=a")
+    assert launches.starts_without_progress("a") == 0
+    for number, (progress, submission) in enumerate([(0, "a"), (0, "b"), (20, "a"), (20, "a")]):
+        launches.begin(launch("7", number, progress, float(number), submission))
+    make_checkpoint(tmp_path, 20)
+    assert launches.starts_without_progress("a") == 2
+    assert launches.starts_without_progress("b") == 0
+    assert [one.restart for one in launches.all()] == [0, 1, 2, 3]
+    make_checkpoint(tmp_path, 40)
+    assert launches.starts_without_progress("a") == 0
+
+
+def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path: Path) -> None:
+    first, other, none = (Launches(tmp_path, tmp_path, "", digest) for digest in ("a", "b", None))
+    none.mark_done()
+    assert not any(one.is_done() for one in (first, other, none))
+    first.mark_done()
+    assert [one.is_done() for one in (first, other, none)] == [True, False, False]
+
+
+def test_records_return_as_written_and_torn_ones_do_not_count(tmp_path: Path) -> None:
+    outcome = Outcome(Status.UNFINISHED, "stopped", 20, 12.5, "goes on")
+    node = NodeOutcome("n1", 0, Status.FAILED, 12.0, 3, 1, "error: rank 3 failed")
+    for record in (outcome, node):
+        write_record(tmp_path / "record.json", record)
+        assert read_record(tmp_path / "record.json", type(record)) == record
+    (tmp_path / "torn.json").write_text('{"status": "do')
+    assert read_record(tmp_path / "torn.json", Outcome) is None
+    assert read_record(tmp_path / "none.json", Outcome) is None
+
+
+def test_bad_nodes_add_up_and_a_damaged_list_is_refused(tmp_path: Path) -> None:
+    launches = Launches(tmp_path, tmp_path, "")
+    assert bad_nodes(tmp_path) == []
+    found = [BadNode("2026-01-01T00:00:00", f"n{number}", "no answer") for number in (1, 2)]
+    for one in found:
+        launches.add_bad_nodes([one])
+    assert bad_nodes(tmp_path) == found
+    (tmp_path / "bad_nodes").write_text("n1 n2\n")
+    with pytest.raises(ConfigError, match="bad_nodes: a line is not time, node and reason"):
+        bad_nodes(tmp_path)
+
+
+def test_the_grace_is_twice_the_longest_step_and_save_and_a_minute(tmp_path: Path) -> None:
+    assert grace_seconds(tmp_path) is None
+    log = tmp_path / "metrics.jsonl"
+    steps = [{"step": step, "step_seconds": 100.0 if step == 1 else 2.0} for step in range(1, 120)]
+    lines = [*map(json.dumps, steps), '{"step": 119, "validation": {}}', '{"step": 12']
+    log.write_text("\n".join(lines))
+    assert grace_seconds(tmp_path) == 64.0  # the first step compiles, and is long ago
+    make_checkpoint(tmp_path, 20, 7.0)
+    make_checkpoint(tmp_path, 40)
+    assert grace_seconds(tmp_path) == 78.0
+    log.write_text("\n".join(map(json.dumps, steps[:3])))
+    assert grace_seconds(tmp_path) == 274.0

@@ -1,0 +1,112 @@
+"""The state of a run from its files: fresh, running, waiting, done, failed, silent."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.cli import main
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.records import Launch, Launches, Outcome, Status, write_record
+from megatron_distill.launching.run_status import read_status
+
+LONG_AGO = 1.0e9
+
+
+def begin(run: Path, *, steps_done: int, changed: float = LONG_AGO) -> Path:
+    """A run of 40 steps that has saved its 20th."""
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 40}\n")
+    (run / ".lock").touch()
+    log = run / "metrics.jsonl"
+    figures = {"step_seconds": 3.0, "tokens_per_second": 500.0}
+    records = [{"step": step, **figures} for step in range(1, steps_done + 1)]
+    records[-1]["slowest_ranks"] = "forward rank 3 on n2 31.2 ms"
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    folder = run / "checkpoints" / "step_0000020"
+    folder.mkdir(parents=True)
+    (folder / "description.json").write_text('{"save_seconds": 1.5}')
+    os.utime(log, (changed, changed))
+    return run
+
+
+def launch(run: Path, outcome: Outcome | None) -> None:
+    launches = Launches(run / "launches", run, "")
+    started = Launch("7", 2, "7", ["train"], ["n1", "n2"], ["n1", "n2"], 20, LONG_AGO)
+    folder = launches.begin(started)
+    if outcome is not None:
+        write_record(folder / "outcome.json", outcome)
+
+
+def ended(status: Status, text: str) -> Callable[[Path], None]:
+    return lambda run: launch(run, Outcome(status, "why", 20, time.time(), text))
+
+
+def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
+    status = read_status(begin(tmp_path / "run", steps_done=25, changed=time.time()))
+    assert (status.state, status.step, status.steps) == ("running", 25, 40)
+    assert (status.step_seconds, status.tokens_per_second, status.seconds_left) == (3, 500, 45)
+    assert (status.checkpoint, status.save_seconds) == ("step_0000020", 1.5)
+    assert status.slowest_ranks == "forward rank 3 on n2 31.2 ms"
+    text = "\n".join(status.lines())
+    assert "step        25 of 40 (62.5 %)" in text
+    assert "left        0:45" in text
+    assert ", saved in 1.5 s" in text
+
+
+def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    with (run / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_status(run).state == "running"
+    assert read_status(run).state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("steps", "make", "state", "detail"),
+    [
+        (40, lambda run: None, "done", ""),
+        (25, lambda run: None, "stopped", "at step 25"),
+        (25, lambda run: launch(run, None), "failed", "launch 7-2 on n1, n2 has given no sign"),
+        (25, ended(Status.DONE, "done"), "done", ""),
+        (25, ended(Status.UNFINISHED, "goes on from step 20"), "waiting", "why: goes on from"),
+        (25, ended(Status.FAILED, "goes on from step 20"), "waiting", "why: goes on from"),
+        (25, ended(Status.FAILED, "no further launch"), "failed", "why: no further launch"),
+        (25, ended(Status.UNFINISHED, "cancelled"), "stopped", "why: cancelled"),
+    ],
+)
+def test_the_state_follows_from_the_files(
+    tmp_path: Path, steps: int, make: Callable[[Path], None], state: str, detail: str
+) -> None:
+    run = begin(tmp_path / "run", steps_done=steps)
+    make(run)
+    status = read_status(run)
+    assert status.state == state
+    assert status.detail.startswith(detail)
+
+
+def test_a_start_by_hand_after_a_launch_counts(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25, changed=time.time() + 5)
+    ended(Status.FAILED, "no further launch")(run)
+    assert read_status(run).state == "running"
+
+
+def test_the_command_prints_lines_or_json_and_refuses_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(begin(tmp_path / name, steps_done=25)) for name in ("a", "b")]
+    assert main(["status", *runs]) == 0
+    assert capsys.readouterr().out.count("state       stopped: at step 25") == 2
+    assert main(["status", "--json", *runs]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["run"] for one in found] == runs
+    assert main(["status", str(tmp_path)]) == 1
+    assert "no run has started here" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no run has started here"):
+        read_status(tmp_path / "nowhere")
