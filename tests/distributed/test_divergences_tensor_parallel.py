@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses import token_divergence
-from megatron_distill.ops import VocabShard, vocab_parallel_gather, vocab_parallel_topk
+from megatron_distill.ops import (
+    VocabShard,
+    vocab_parallel_gather,
+    vocab_parallel_log_softmax,
+    vocab_parallel_topk,
+)
 from megatron_distill.signals import DenseLogits, Sampled, TopK
 from tests.distributed.pool import Pool
 from tests.reference import divergences as oracles
@@ -228,6 +233,26 @@ def test_a_top_k_is_the_same_for_every_split(
             torch.testing.assert_close(kept.log_probs.double(), log_probs, rtol=2e-7, atol=1e-6)
             torch.testing.assert_close(kept.log_tail.double(), log_tail, rtol=2e-6, atol=1e-6)
             assert len(collectives) == (0 if world == 1 else 1)
+
+
+def two_columns_each(rank: int, world: int) -> tuple[Tensor, Any]:
+    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])[:, 2 * rank : 2 * rank + 2]
+    shard = VocabShard(4, 2 * rank, 2 * rank + 2)
+    group = dist.group.WORLD
+    log_probs = vocab_parallel_log_softmax(logits, shard, group)
+    return log_probs, vocab_parallel_topk(logits, 2, shard, group)
+
+
+def test_log_softmax_and_top_k_of_four_tokens_by_hand(pool: Pool) -> None:
+    """[2, 1 | 0, 3]: ln Z is 3.440190, and the two best tokens are on different ranks."""
+    expected = [-1.440190, -2.440190, -3.440190, -0.440190]
+    answers = pool.run(2, two_columns_each)
+    assert torch.cat([one for one, _ in answers], 1)[0].tolist() == pytest.approx(
+        expected, abs=1e-6
+    )
+    for _, kept in answers:
+        assert kept.ids.tolist() == [[3, 0]]
+        assert kept.log_probs[0].tolist() == pytest.approx([-0.440190, -1.440190], abs=1e-6)
 
 
 def few_columns(

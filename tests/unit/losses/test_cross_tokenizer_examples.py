@@ -1,0 +1,206 @@
+"""The losses of the package on small examples computed by hand: values, and gradients by central
+differences of every logit. X-Token's chunks with a many-to-many one, one token against three
+digits, a top-k with a class of the rest. The oracles on them: test_cross_tokenizer_reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill.losses import token_divergence
+from megatron_distill.signals import DenseLogits
+from tests.reference.cross_tokenizer import Alignment
+from tests.support.aligned_losses import Loss, divergence
+from tests.unit.losses.test_cross_tokenizer_reference import (
+    EXAMPLE,
+    ONE_TOKEN,
+    STUDENT,
+    TEACHER,
+    ints,
+    logs,
+)
+
+STEP = 1e-5  # of a logit: the difference is exact to 1e-10
+
+
+def copies(at: Alignment, count: int) -> Alignment:
+    """The same rows so many times, one after another, each time with chunks of their own."""
+
+    def numbered(chunks: Tensor) -> Tensor:
+        first = torch.arange(count).repeat_interleave(len(chunks)) * at.count
+        repeated = chunks.repeat(count)
+        return torch.where(repeated >= 0, repeated + first, -1)
+
+    return Alignment(
+        numbered(at.student_chunks),
+        numbered(at.teacher_chunks),
+        at.student_labels.repeat(count),
+        at.teacher_labels.repeat(count),
+        at.count * count,
+    )
+
+
+def assert_slopes(values_of: Callable[[Tensor, int], Tensor], student: Tensor) -> Tensor:
+    """Compare the gradient of the sum of all values with differences; return the values.
+
+    values_of: the values of so many copies of the student's rows.
+    """
+    leaf = student.clone().requires_grad_()
+    values = values_of(leaf, 1)
+    (found,) = torch.autograd.grad(values.sum(), leaf)
+    moves = STEP * torch.eye(student.numel(), dtype=torch.float64).view(-1, *student.shape)
+    rows = torch.cat([student + moves, student - moves])
+    ahead, behind = values_of(rows.flatten(0, 1), len(rows)).view(2, student.numel(), -1).sum(2)
+    expected = (ahead - behind).view_as(student) / (2 * STEP)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    return values.detach()
+
+
+def slopes_of_chunks(student: Tensor, teacher: Tensor, at: Alignment, loss: Loss) -> Tensor:
+    """Values per chunk, whose gradient was compared with differences."""
+    return assert_slopes(
+        lambda rows, n: divergence(rows, teacher.repeat(n, 1), copies(at, n), loss), student
+    )
+
+
+def first_rows(k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The map of the example to the teacher's first k tokens: a, b, ab to a and b, c."""
+    rows = [[(0, 1.0)], [(1, 1.0)], [(0, 10 / 11), (1, 1 / 11)], [(2, 1.0)]]
+    inside = [[one for one in row if one[0] < k] for row in rows]
+    ends = torch.tensor([0, *(len(row) for row in inside)]).cumsum(0)
+    entries = [one for row in inside for one in row]
+    return ends, ints(*(one for one, _ in entries)), torch.tensor([one for _, one in entries])
+
+
+# k -> temperature, direction -> the mean over both chunks
+PUBLISHED = {
+    4: {(1, "f"): 2.123720, (1, "r"): 0.482409, (2, "f"): 14.231138, (2, "r"): 1.361716},
+    3: {(1, "f"): 0.153052, (1, "r"): 0.377049, (2, "f"): 0.386654, (2, "r"): 0.612607},
+    2: {(1, "f"): 0.068885, (1, "r"): 0.274020, (2, "f"): 0.241976, (2, "r"): 0.474044},
+}
+DIRECTIONS = {"f": "forward_kl", "r": "reverse_kl"}
+
+
+@pytest.mark.parametrize("k", PUBLISHED)
+def test_published_projection(k: int) -> None:
+    for (temperature, direction), expected in PUBLISHED[k].items():
+        loss = {
+            "alignment": "projection",
+            "divergence": DIRECTIONS[direction],
+            "temperature": float(temperature),
+            "top_k": k,
+            "published": True,
+            "map_rows": first_rows(k),
+        }
+        # The loss takes no label, and those of the example are tokens that k = 2 lacks.
+        at = replace(EXAMPLE, teacher_labels=EXAMPLE.teacher_labels.clamp(max=k - 1))
+        values = slopes_of_chunks(STUDENT, TEACHER[:, :k], at, loss)
+        assert float(values.mean()) == pytest.approx(expected, abs=2e-6), (temperature, direction)
+
+
+def test_the_gradient_of_the_published_projection_is_that_of_the_example() -> None:
+    loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 3, "published": True}
+    leaf = STUDENT.clone().requires_grad_()
+    values = divergence(leaf, TEACHER[:, :3], EXAMPLE, loss | {"map_rows": first_rows(3)})
+    (found,) = torch.autograd.grad(values.mean(), leaf)
+    expected = [0.038017, 0.005983, 0.139333, -0.183333, 0.026363, -0.039315, 0.050454, -0.037501]
+    assert found[:2].flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js_divergence", "squared_hellinger"])
+def test_arithmetic_projection_and_gold(name: str) -> None:
+    """Divergences of chunk means, on the chunks and the map of the published loss."""
+    projection: dict[str, Any] = {"alignment": "projection", "map_rows": first_rows(4), "top_k": 2}
+    gold: dict[str, Any] = {"alignment": "gold", "common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
+    for loss in (projection, gold):
+        for temperature in (1.0, 2.0):
+            given = {**loss, "divergence": name, "temperature": temperature}
+            assert bool((slopes_of_chunks(STUDENT, TEACHER, EXAMPLE, given) > 0).all())
+    if name in DIRECTIONS.values():
+        expected = {"forward_kl": (0.359899, 0.141663), "reverse_kl": (0.437367, 0.127849)}
+        teacher = TEACHER[:, :3].log_softmax(1)
+        given = {**projection, "map_rows": first_rows(3), "divergence": name, "top_k": 3}
+        values = slopes_of_chunks(STUDENT, teacher, EXAMPLE, given)
+        assert values.tolist() == pytest.approx(expected[name], abs=1e-6)
+
+
+# One student token of text "201" beside the teacher's three digits.
+NUMBER = logs([0.1, 0.5, 0.2, 0.2])
+DIGITS = logs([0.05, 0.05, 0.8, 0.1], [0.6, 0.2, 0.1, 0.1], [0.2, 0.5, 0.2, 0.1])
+CHAIN = Alignment(ints(0), ints(0, 0, 0), ints(1), ints(2, 0, 1), count=1)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js_divergence", "total_variation"])
+def test_likelihood_of_a_chain(name: str) -> None:
+    for tau in (1.0, 2.0):
+        loss = {"alignment": "likelihood", "divergence": name, "temperature": tau}
+        value = float(slopes_of_chunks(NUMBER, DIGITS, CHAIN, loss))
+        if (name, tau) == ("forward_kl", 1.0):
+            assert value == pytest.approx(0.142067, abs=1e-6)
+
+
+def slopes_of_tokens(student: Tensor, teacher: Tensor, name: str, **given: Any) -> float:
+    """The value of one token, whose gradient was compared with differences."""
+    value = assert_slopes(
+        lambda rows, n: token_divergence(
+            rows, DenseLogits(teacher.repeat(n, 1)), divergence=name, **given
+        ),
+        student,
+    )
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        ("forward_kl", {}, 0.342348),
+        ("reverse_kl", {}, 0.309100),
+        ("js_divergence", {"beta": 0.5}, 0.078634),
+    ],
+)
+def test_chains_of_digits_beside_tokens(
+    name: str, parameters: dict[str, float], expected: float
+) -> None:
+    """Three texts of one token beside their chains, and all further texts as one class."""
+    chains = logs([0.096, 0.24, 0.096, 0.568])
+    assert slopes_of_tokens(NUMBER, chains, name, **parameters) == pytest.approx(expected, abs=1e-6)
+
+
+# k -> forward and reverse KL on the teacher's top-k: with a class of the rest, renormalised
+TOP_K = {
+    1: ((0.020411, 0.020136), (0.0, 0.0)),
+    2: ((0.030479, 0.032382), (0.043541, 0.046260)),
+    3: ((0.048146, 0.049372), (0.046785, 0.050419)),
+    5: ((0.050752, 0.052655), (0.050752, 0.052655)),
+}
+TRUNCATED = {1: 0.111572, 2: 0.030479, 3: 0.091299, 5: 0.050752}
+
+
+@pytest.mark.parametrize("k", TOP_K)
+def test_a_top_k_with_the_rest_and_without(k: int) -> None:
+    teacher = logs([0.5, 0.2, 0.15, 0.1, 0.05])
+    student = logs([0.4, 0.3, 0.1, 0.15, 0.05])
+    ids = (torch.arange(5), torch.arange(5))
+    tail, renormalized = TOP_K[k]
+    for number, name in enumerate(("forward_kl", "reverse_kl")):
+        loss = {"alignment": "common", "divergence": name, "common_ids": ids, "top_k": k}
+        of_chunk = float(slopes_of_chunks(student, teacher, ONE_TOKEN, loss))
+        assert of_chunk == pytest.approx(tail[number], abs=1e-6)
+        for support, expected in (("tail", tail[number]), ("renormalized", renormalized[number])):
+            found = slopes_of_tokens(student, teacher, name, top_k=k, support=support)
+            assert found == pytest.approx(expected, abs=1e-6), support
+    found = slopes_of_tokens(student, teacher, "forward_kl", top_k=k, support="raw")
+    assert found == pytest.approx(TRUNCATED[k], abs=1e-6)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.1, 0.002755), (0.5, 0.007817), (0.9, 0.002892)])
+def test_generalised_js_divergence(beta: float, expected: float) -> None:
+    teacher, student = logs([0.5, 0.2, 0.3]), logs([0.4, 0.3, 0.3])
+    found = slopes_of_tokens(student, teacher, "js_divergence", beta=beta)
+    assert found == pytest.approx(expected, abs=1e-6)
