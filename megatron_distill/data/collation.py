@@ -216,7 +216,8 @@ def count_labels(
 ) -> tuple[LabelCounts, ...]:
     """Weighted number of labels per source that cross-entropy and distillation train.
 
-    Multiples of 1/64; integers if every weight is one. With one source it is the whole batch's.
+    Of chunks likewise, whose labels have one weight. Multiples of 1/64; integers if every weight is
+    one. With one source it is the whole batch's.
     """
     masks = label_masks(batch.marks_GS1, isolate_documents=isolate_documents)
     units = label_units(batch.marks_GS1)
@@ -226,16 +227,17 @@ def count_labels(
         return torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, counts_G)
 
     ce, kd = (summed((mask if units is None else mask * units).sum(1)) for mask in masks)
-    chunks, pairs, inside = (summed(counts).tolist() for counts in _count_chunks(batch))
+    chunks, pairs, inside = (summed(counts) for counts in _count_chunks(batch, units))
+    counts: tuple[Tensor, ...] = (ce, kd, chunks, pairs, inside)
     if units is not None:
-        ce, kd = ce / WEIGHT_UNITS, kd / WEIGHT_UNITS
-    return tuple(map(LabelCounts, ce.tolist(), kd.tolist(), chunks, pairs, inside))
+        counts = tuple(one / WEIGHT_UNITS for one in counts)
+    return tuple(map(LabelCounts, *(one.tolist() for one in counts)))
 
 
-def _count_chunks(batch: GlobalBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _count_chunks(batch: GlobalBatch, units_GS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Chunks, chunks of one token on each side, and labels of the student in chunks.
 
-    The numbers of each sample: int64 [G].
+    The numbers of each sample, or the sums of their weights in units: int64 [G].
     """
     teacher = batch.teacher
     if teacher is None:
@@ -244,8 +246,16 @@ def _count_chunks(batch: GlobalBatch) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [_chunk_sizes(teacher.student_chunks_GS1), _chunk_sizes(teacher.chunks_GU1)]
     width = min(size.shape[1] for size in sizes)
     student, other = (size[:, :width] for size in sizes)
-    labels = (teacher.student_chunks_GS1 != NO_CHUNK).sum(1)
-    return (student > 0).sum(1), ((student == 1) & (other == 1)).sum(1), labels
+    inside = teacher.student_chunks_GS1 != NO_CHUNK
+    counted = (student > 0).long(), ((student == 1) & (other == 1)).long(), inside.long()
+    if units_GS is not None:
+        weights_GS1 = torch.nn.functional.pad(units_GS.long(), (1, 0))
+        of_chunks = torch.zeros(len(student), width + 1, dtype=torch.int64)
+        numbers = teacher.student_chunks_GS1.long() + 1
+        of_chunks = of_chunks.scatter_reduce_(1, numbers, weights_GS1, "amax")[:, 1:]
+        counted = counted[0] * of_chunks, counted[1] * of_chunks, counted[2] * weights_GS1
+    chunks, pairs, labels = (one.sum(1) for one in counted)
+    return chunks, pairs, labels
 
 
 def _chunk_sizes(chunks_GS1: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from megatron_distill.runtime.groups import Groups
 
 
+_Coverage = Callable[[Sequence[Sample]], Mapping[str, float]]
+
+
 class StepLoader:
     """Broadcasts the global batches of a sample source, step by step, to all ranks of a group.
 
@@ -43,8 +46,9 @@ class StepLoader:
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
-    tokenizer of its own; `planner` then plans the rows of the loss on this rank. `units`: the
-    micro-batches of each teacher with its own layout.
+    tokenizer of its own; `planner` then plans the rows of the loss on this rank, and `coverage`
+    gives figures of a step's samples on rank 0. `units`: the micro-batches of each teacher with its
+    own layout.
     """
 
     def __init__(
@@ -65,9 +69,11 @@ class StepLoader:
         sources: int = 1,
         teacher_length: int | None = None,
         planner: ChunkPlanner | None = None,
+        coverage: _Coverage | None = None,
         units: Sequence[UnitRows] = (),
     ) -> None:
         self._units = tuple(units)
+        self._coverage = coverage
         self._layout = BatchLayout(
             global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size
         )
@@ -125,6 +131,7 @@ class StepLoader:
             pairs=sum(source.pairs for source in counts),
             chunk_labels=sum(source.chunk_labels for source in counts),
             by_source=counts if len(counts) > 1 else (),
+            coverage=data.coverage,
         )
 
     def _shard(self, data: StepData, index: int) -> Batch:
@@ -245,7 +252,8 @@ class StepLoader:
             batch, sources=self._sources, isolate_documents=self._isolate_documents
         )
         state_text = json.dumps(self._source.state_dict()).encode("utf-8")
-        return StepData(batch, by_source, state_text)
+        coverage = None if self._coverage is None else self._coverage(samples)
+        return StepData(batch, by_source, state_text, coverage)
 
 
 def open_loader(
@@ -261,6 +269,7 @@ def open_loader(
     sources: int = 1,
     teacher_length: int | None = None,
     planner: ChunkPlanner | None = None,
+    coverage: _Coverage | None = None,
     exchange: dist.ProcessGroup | None = None,
     units: Sequence[UnitRows] = (),
 ) -> StepLoader:
@@ -284,6 +293,7 @@ def open_loader(
         sources=sources,
         teacher_length=teacher_length,
         planner=planner,
+        coverage=coverage,
         units=units,
     )
 
@@ -291,16 +301,20 @@ def open_loader(
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # error types are numbered from here on
 _HEADER_FIELDS: Final = 3  # status, step, text bytes; then the counts of each source
-_COUNTS: Final = 5  # of labels, see `_units`, of chunks, and of labels in chunks
+_COUNTS: Final = 5  # of labels, of chunks, and of labels in chunks; see `_units`
 
 
 @dataclass(frozen=True)
 class StepData:
-    """A step's samples, their label counts per source, and the source's state after them."""
+    """A step's samples, their label counts per source, and the source's state after them.
+
+    coverage: figures of the samples, on rank 0 alone.
+    """
 
     batch: GlobalBatch
     by_source: tuple[LabelCounts, ...]
     state_text: bytes  # JSON
+    coverage: Mapping[str, float] | None = None
 
     @property
     def state(self) -> State:
@@ -353,8 +367,9 @@ class Wire:
         assert sent_step == step, f"this rank asks for step {step}, rank 0 sends step {sent_step}"
         words = self._text_words(text_bytes) + (self._data_words() if status == _DATA else 0)
         payload = self._broadcast(payload, words, torch.int32)
+        coverage = None
         if isinstance(outcome, StepData):
-            text = outcome.state_text
+            text, coverage = outcome.state_text, outcome.coverage
         else:
             text = payload[-self._text_words(text_bytes) :].numpy().tobytes()[:text_bytes]
         if status != _DATA:
@@ -363,10 +378,10 @@ class Wire:
                 outcome if isinstance(outcome, MegatronDistillError) else kind(text.decode("utf-8"))
             )
         by_source = tuple(
-            LabelCounts(_count(ce), _count(kd), *of_chunks)
-            for ce, kd, *of_chunks in zip(*[iter(counts)] * _COUNTS, strict=True)
+            LabelCounts(*map(_count, of_source))
+            for of_source in zip(*[iter(counts)] * _COUNTS, strict=True)
         )
-        return StepData(self._unpack(payload), by_source, text)
+        return StepData(self._unpack(payload), by_source, text, coverage)
 
     def _data_words(self) -> int:
         return sum(math.prod(shape) for shape in self._shapes()) + 6 * self._rows
@@ -392,10 +407,10 @@ class Wire:
         else:
             text, batch = outcome.state_text, outcome.batch
             counts = [
-                count
+                _units(count)
                 for source in outcome.by_source
                 for count in (
-                    *(_units(source.ce), _units(source.kd)),
+                    *(source.ce, source.kd),
                     *(source.chunks, source.pairs, source.chunk_labels),
                 )
             ]
@@ -443,7 +458,7 @@ class Wire:
 
 
 def _units(count: float) -> int:
-    """A weighted count of labels as an integer in units of 1/64."""
+    """A weighted count of labels or chunks as an integer in units of 1/64."""
     return round(count * WEIGHT_UNITS)
 
 

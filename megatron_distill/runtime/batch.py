@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -236,9 +237,9 @@ class LabelCounts:
 
     ce: float
     kd: float
-    chunks: int = 0  # that both tokenizers share, and those of one token on each side
-    pairs: int = 0
-    chunk_labels: int = 0  # labels of the student in these chunks
+    chunks: float = 0  # that both tokenizers share, and those of one token on each side
+    pairs: float = 0
+    chunk_labels: float = 0  # labels of the student in these chunks
 
 
 @dataclass(frozen=True)
@@ -248,13 +249,15 @@ class StepBatches:
     The counts are over the whole global batch (all data-parallel and context-parallel ranks, all
     micro-batches) and equal on every rank. They are the denominators of the objective. With label
     weights they are sums of weights. by_source splits them by source; it is empty with one source.
+    coverage: with two tokenizers shares of the global batch's samples for the log, on rank 0 alone.
     """
 
     micro_batches: tuple[Batch, ...]
     ce_tokens: float
     kd_tokens: float
     positions: int  # global_batch_size * S
-    chunks: int = 0  # see `LabelCounts`
-    pairs: int = 0
-    chunk_labels: int = 0
+    chunks: float = 0  # see `LabelCounts`
+    pairs: float = 0
+    chunk_labels: float = 0
     by_source: tuple[LabelCounts, ...] = ()
+    coverage: Mapping[str, float] | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
+from megatron_distill.data.samples import WEIGHT_UNITS
 from megatron_distill.losses import ChunkTerm, SharedVocabularies, token_weights
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
@@ -113,10 +114,7 @@ class AlignedLoss:
         A term without teachers of its own has chunks of samples of the teacher alone, divided by
         the number of all: samples count alike, whichever teacher trains them.
         """
-        if term.is_of_pairs:
-            weights = token_weights(rows.plan.pair_chunks(), step.pairs)
-        else:
-            weights = token_weights(rows.plan.used_chunks(), step.chunks)
+        weights = _shares(rows, step, of_pairs=term.is_of_pairs)
         if self.teacher is None or term.teachers is not None:
             return weights
         return torch.where(rows.chunk_teachers == self.teacher[1], weights, 0.0)
@@ -161,13 +159,13 @@ class AlignedLoss:
         rows = batch.planned
         assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
         is_own = rows.chunk_teachers == self.teacher[1]
-        counts = (rows.plan.used_chunks(), step.chunks), (rows.plan.pair_chunks(), step.pairs)
-        own_shares = [torch.where(is_own, token_weights(*count), 0.0).sum() for count in counts]
+        weights = (_shares(rows, step, of_pairs=of_pairs) for of_pairs in (False, True))
+        own_shares = [torch.where(is_own, of_chunks, 0.0).sum() for of_chunks in weights]
         entries = entries | dict(zip(self.report_names, own_shares, strict=True))
         return total + more, report, entries
 
     def take_figures(
-        self, values: dict[str, float], terms: Sequence[ChunkTerm], *, chunks: int, pairs: int
+        self, values: dict[str, float], terms: Sequence[ChunkTerm], *, chunks: float, pairs: float
     ) -> TeacherFigures:
         """Take the entries of `report_names` out of a step's values; return the teacher's figures.
 
@@ -182,9 +180,23 @@ class AlignedLoss:
             share = 1.0 if term.teachers is not None else own[kind]
             trained[kind] = max(trained[kind], share)
             loss += term.weight * part_of(values[term.name], share)
-        found: dict[str, float] = {"chunks": round(trained[0] * chunks)}
+        found = {"chunks": _in_units(trained[0] * chunks)}
         if any(term.is_of_pairs for term in terms):
-            found["pairs"] = round(trained[1] * pairs)
+            found["pairs"] = _in_units(trained[1] * pairs)
         if any(trained):
             found["kd_loss"] = loss
         return {self.teacher[0]: found}
+
+
+def _in_units(count: float) -> float:
+    """A count without the rounding of its share; weights are multiples of a unit."""
+    return round(count * WEIGHT_UNITS) / WEIGHT_UNITS
+
+
+def _shares(rows: ChunkRows, step: StepBatches, *, of_pairs: bool) -> Tensor:
+    """The share of each chunk in the mean of the global batch, zero for those of other ranks."""
+    plan = rows.plan
+    mask, count = (
+        (plan.pair_chunks(), step.pairs) if of_pairs else (plan.used_chunks(), step.chunks)
+    )
+    return token_weights(mask * rows.chunk_weights, count)

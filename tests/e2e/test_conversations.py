@@ -80,13 +80,13 @@ def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     pool.run(1, write_chat_tokenizers, tmp_path)
-    corpus = write_chat(tmp_path / "chat.jsonl", weights=False)
+    corpus = write_chat(tmp_path / "chat.jsonl", weights=True)
     changes = [
         f"data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{}}}}]",
         f"data.tokenizer.path={tmp_path / 'student'}",
         f"teacher.tokenizer.path={tmp_path / 'teacher'}",
         f"data.cache={tmp_path / 'cache'}",
-        "data.sequence_length=160", "teacher.sequence_length=200",
+        "data.sequence_length=96", "teacher.sequence_length=120", "data.truncation=split",
         *STEPS,
     ]  # fmt: skip
     config = inputs.folder / "aligned.yaml"

@@ -40,8 +40,6 @@ _NOT_USED: Final[dict[str, tuple[tuple[str, ...], object]]] = {
 }
 # Alignments that a store serves: from labels' log-probabilities, and from a top-k.
 _STORED: Final = ("likelihood", "common")
-# Policies that would begin a sample inside a conversation.
-_UNALIGNED_TRUNCATIONS: Final = ("left", "split")
 
 
 def is_aligned(config: JobConfig) -> bool:
@@ -180,13 +178,6 @@ def _sources(config: JobConfig, cause: str) -> Iterator[Problem]:
                     (f"{key}.format", cause),
                     f"{key}.format = {source.format!r}: its tokens are of one tokenizer, and terms "
                     "with an alignment need texts; use a source of text",
-                )
-            if source.conversation is not None and data.truncation in _UNALIGNED_TRUNCATIONS:
-                yield Problem(
-                    ("data.truncation", cause),
-                    f"data.truncation = {data.truncation!r}: with terms that have an alignment a "
-                    "long conversation can end at a chunk, and not begin there; use 'right', "
-                    "'drop' or 'error'",
                 )
     if not data.isolate_documents:
         yield Problem(

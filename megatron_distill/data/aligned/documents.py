@@ -60,10 +60,19 @@ class Side:
             cuts[-1] = len(tokens_n)
         return cls(tokens_n, chunks_n, cuts)
 
-    def first(self, chunks: int) -> Side:
-        """The tokens up to the end of a chunk's cell."""
-        stop = int(self.cuts[chunks])
-        return Side(self.tokens_n[:stop], self.chunks_n[:stop], self.cuts[: chunks + 1])
+    def tokens(self, first: int, stop: int) -> slice:
+        """The tokens of cells [first, stop), behind one of context if `first` is not 0."""
+        return slice(int(self.cuts[first]) - (first > 0), int(self.cuts[stop]))
+
+    def part(self, first: int, stop: int) -> Side:
+        """The tokens of some cells, numbered from 0; the token of context is in no chunk."""
+        inside = self.tokens(first, stop)
+        chunks_n = self.chunks_n[inside]
+        return Side(
+            self.tokens_n[inside],
+            np.where(chunks_n >= first, chunks_n - first, NO_CHUNK).astype(np.int32),
+            np.append(0, self.cuts[first + 1 : stop + 1] - inside.start),
+        )
 
 
 @dataclass(frozen=True)
@@ -120,11 +129,14 @@ class AlignedDocument:
         """Number of chunks, the same on both sides."""
         return len(self.student.cuts) - 1
 
-    def first(self, chunks: int) -> AlignedDocument:
-        """The document up to the end of a chunk's cell."""
-        student = self.student.first(chunks)
-        flags_n = None if self.flags_n is None else self.flags_n[: len(student.tokens_n)]
-        return AlignedDocument(student, self.teacher.first(chunks), flags_n)
+    def part(self, first: int, stop: int) -> AlignedDocument:
+        """The cells [first, stop) as a document; see `Side.part`."""
+        flags_n = self.flags_n
+        if flags_n is not None:
+            flags_n = flags_n[self.student.tokens(first, stop)]
+        return AlignedDocument(
+            self.student.part(first, stop), self.teacher.part(first, stop), flags_n
+        )
 
     def tokens_from(self, cell: int) -> NDArray[np.int64]:
         """The number of tokens on both sides from a cell on."""
@@ -140,6 +152,17 @@ class AlignedDocument:
             end = side.cuts[first] - (first > 0) + free
             stops.append(int(np.searchsorted(side.cuts, end, side="right")) - 1)
         return max(first, min(stops))
+
+    def fitting_before_end(self, room: NDArray[np.int64]) -> int:
+        """The first of the last cells that fit into the room of both sides, with their context.
+
+        The number of cells if none fits. For a document that does not fit as a whole.
+        """
+        firsts = []
+        for side, free in zip((self.student, self.teacher), room, strict=True):
+            start = side.cuts[-1] - free + 1
+            firsts.append(int(np.searchsorted(side.cuts, start, side="left")))
+        return min(self.chunks, max(1, *firsts))
 
 
 @dataclass(frozen=True)

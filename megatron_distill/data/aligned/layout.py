@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.chat.cache import PreparedConversations, TeacherArrays
+from megatron_distill.data.chat.source import TRUNCATIONS
 from megatron_distill.data.samples import Sample, State
 
 __all__ = ["AlignedLayout", "AlignedPiece"]
@@ -19,10 +20,11 @@ __all__ = ["AlignedLayout", "AlignedPiece"]
 
 @dataclass(frozen=True, slots=True)
 class AlignedPiece:
-    """The first `chunks` chunks of a conversation, and its length in the unit of the layout."""
+    """Chunks [first, stop) of a conversation, and their length in the unit of the layout."""
 
     number: int
-    chunks: int
+    first: int
+    stop: int
     length: int
 
 
@@ -42,7 +44,7 @@ class AlignedLayout:
     distils_all: bool = False
 
     def __post_init__(self) -> None:
-        assert self.truncation in ("right", "drop", "error"), self.truncation
+        assert self.truncation in TRUNCATIONS, self.truncation
 
     @property
     def identity(self) -> State:
@@ -90,29 +92,55 @@ class AlignedLayout:
         )
 
     def pieces(self, number: int) -> list[AlignedPiece]:
-        """See `Layout`; a long conversation ends behind the last chunk that fits on both sides."""
+        """See `Layout`; a long conversation is cut between chunks, at the same place on both sides.
+
+        A piece that does not begin the conversation has the token before it as context, so that
+        each label of `split` is trained once. A chunk too long for a window is in no piece.
+        """
         length = int(self.lengths[number])
-        if length > self.width and self.truncation != "right":
+        is_long = length > self.width
+        if is_long and self.truncation in ("drop", "error"):
             return []
         document = self._document(number)
-        chunks = document.chunks
-        if length > self.width:
-            chunks = document.fitting(0, np.array([self.student.width, self.teacher.width]))
-            own, other = (side.cuts[chunks] for side in (document.student, document.teacher))
-            length = int(self._in_units(int(own), int(other)))
-        return [AlignedPiece(number, chunks, length)] if chunks else []
+        if not is_long:
+            whole = AlignedPiece(number, 0, document.chunks, length)
+            return [whole] if document.chunks else []
+        return [
+            AlignedPiece(number, first, stop, self._length(document, first, stop))
+            for first, stop in self._cut(document)
+        ]
+
+    def _cut(self, document: AlignedDocument) -> Iterator[tuple[int, int]]:
+        """The pieces of a conversation that is too long, as ranges of chunks."""
+        room = np.array([self.student.width, self.teacher.width])
+        first = 0
+        if self.truncation == "left":
+            first = document.fitting_before_end(room)
+        while first < document.chunks:
+            stop = document.fitting(first, room)
+            if stop > first:
+                yield first, stop
+            if self.truncation != "split":
+                return
+            first = max(stop, first + 1)
+
+    def _length(self, document: AlignedDocument, first: int, stop: int) -> int:
+        parts = (side.tokens(first, stop) for side in (document.student, document.teacher))
+        own, other = (part.stop - part.start for part in parts)
+        return int(self._in_units(own, other))
 
     def trained(self, piece: AlignedPiece) -> int:
         """See `Layout`."""
         start, stop = self.prepared.bounds(piece.number)
         chunks_n = self._of_teacher.chunks_n[start:stop]
-        return int(np.count_nonzero((chunks_n >= 0) & (chunks_n < piece.chunks)))
+        return int(np.count_nonzero((chunks_n >= piece.first) & (chunks_n < piece.stop)))
 
     def sample(self, pieces: Sequence[AlignedPiece], sample_id: int) -> Sample:
         """See `Layout`."""
         packer = AlignedPacker[int](self.student, self.teacher, distils_all=self.distils_all)
         for piece in pieces:
-            packer.add(self._document(piece.number).first(piece.chunks), piece.number)
+            part = self._document(piece.number).part(piece.first, piece.stop)
+            packer.add(part, piece.number)
         sample = packer.take(sample_id) if packer.is_ready else packer.flush(sample_id)
         assert sample is not None, "each piece has a chunk"
         return sample

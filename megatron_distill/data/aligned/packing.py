@@ -53,7 +53,7 @@ class _Piece:
 
     def tokens(self, side: Side) -> slice:
         """The piece's tokens on one side."""
-        return slice(int(side.cuts[self.first]) - (self.first > 0), int(side.cuts[self.stop]))
+        return side.tokens(self.first, self.stop)
 
 
 class AlignedPacker(Generic[Mark]):

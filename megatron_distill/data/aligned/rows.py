@@ -32,6 +32,7 @@ class ChunkRows:
         row_sources: int64 ``[N]``, index of the blended source.
         chunk_sources: int64 ``[C]`` likewise.
         chunk_teachers: int64 ``[C]``, number of the sample's teacher among several, or -1.
+        chunk_weights: fp32 ``[C]``, of the chunk's labels.
         plan: order and tiles of the rows.
     """
 
@@ -41,6 +42,7 @@ class ChunkRows:
     row_sources: Tensor
     chunk_sources: Tensor
     chunk_teachers: Tensor
+    chunk_weights: Tensor
     plan: TilePlan
 
     def to(self, device: torch.device | str) -> ChunkRows:
@@ -102,6 +104,11 @@ class ChunkPlanner:
             numbers_b = torch.tensor(whole.teacher_numbers)
             teachers = numbers_b.unsqueeze(1).expand_as(chunks_bS).reshape(-1)
         count = whole.chunk_count
+        chunk_weights = torch.ones(count)
+        if whole.label_weights_bs is not None:
+            chunk_weights = _per_chunk(
+                student_chunks, _by_rank(whole.label_weights_bs, size), count
+            )
         is_owned = _per_chunk(student_chunks, ranks, count) == rank
         ce_weights = _by_rank(whole.ce_weights_bs, size).float()
         ce_weights = torch.where((ranks == rank) & self.has_labels, ce_weights, 0.0)
@@ -112,6 +119,7 @@ class ChunkPlanner:
             row_sources=sources,
             chunk_sources=_per_chunk(student_chunks, sources, count),
             chunk_teachers=_per_chunk(student_chunks, teachers, count, least=NO_TEACHER),
+            chunk_weights=chunk_weights,
             plan=TilePlan.of_chunks(
                 _owned(student_chunks, is_owned),
                 _owned(teacher_chunks, is_owned),

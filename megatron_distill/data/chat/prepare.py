@@ -104,7 +104,7 @@ def prepared_conversations(
 
 
 def _check_aligned(spec: SourceSpec, found: PreparedConversations, share: float) -> None:
-    """Raise DataError unless enough conversations have chunks, and no message has a weight."""
+    """Raise DataError unless enough conversations have chunks."""
     manifest = found.manifest
     if manifest.unaligned:
         _LOG.warning(
@@ -119,12 +119,6 @@ def _check_aligned(spec: SourceSpec, found: PreparedConversations, share: float)
         unit="conversation",
         last=str(manifest.last_unaligned),
     )
-    if _has_weights(found):
-        raise DataError(
-            f"data source {spec.name}: its messages have weights other than 0 and 1, which terms "
-            "with an alignment do not use; set conversation.weight_key to a name that no message "
-            "has, or remove the alignment"
-        )
 
 
 def _warn_of_unknown(

@@ -334,11 +334,6 @@ data={isolate_documents: false}
     -> data.isolate_documents = false: a chunk's tokens must not be predicted from another
        document; set it to true for terms with an alignment
 objective.terms=[{alignment: likelihood}]
-data.sources=[{format: jsonl, paths: a, conversation: {}}]
-data.truncation=split
-    -> data.truncation = 'split': with terms that have an alignment a long conversation can end at a
-       chunk, and not begin there; use 'right', 'drop' or 'error'
-objective.terms=[{alignment: likelihood}]
 data.sources=[{format: megatron, paths: a}]
 data.tokenizer={path: a, train_vocab_size: null}
     -> data.sources.0.format = 'megatron': its tokens are of one tokenizer, and terms with an

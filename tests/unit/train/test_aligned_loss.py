@@ -14,6 +14,7 @@ from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
+from megatron_distill.data.samples import weight_flag
 from megatron_distill.losses import ChunkTerm, SharedVocabularies, TermTeachers
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.vocab import VocabShard
@@ -26,8 +27,11 @@ STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
 TERMS = (ChunkTerm("likelihood"), ChunkTerm("common", divergence="js_divergence", weight=0.7))
 
 
-def two_sided_batch() -> tuple[Batch, StepBatches]:
-    """A micro-batch of two samples in tokens of both models, chunks of one to three tokens."""
+def two_sided_batch(*, weighted: bool = False) -> tuple[Batch, StepBatches]:
+    """A micro-batch of two samples in tokens of both models, chunks of one to three tokens.
+
+    weighted: the labels of every third chunk count a quarter.
+    """
     rng = np.random.default_rng(5)
     packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(LENGTH + 1, 0))
     samples = []
@@ -37,6 +41,11 @@ def two_sided_batch() -> tuple[Batch, StepBatches]:
         number += 1
         while packer.is_ready and len(samples) < 2:
             samples.append(packer.take(len(samples)))
+    if weighted:
+        for sample in samples:
+            assert sample.teacher is not None
+            lighter = sample.teacher.student_chunks_S1 % 3 == 1
+            sample.flags_S1[lighter] |= weight_flag(0.25)
     packed = pack_samples(samples)
     (counts,) = count_labels(packed, isolate_documents=True)
     assert counts.chunks > counts.pairs > 0
@@ -124,8 +133,9 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
     assert torch.equal(changed, expected)
 
 
-def test_loss_and_gradients_are_those_of_whole_logits() -> None:
-    batch, step = two_sided_batch()
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
+    batch, step = two_sided_batch(weighted=weighted)
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -144,12 +154,22 @@ def test_loss_and_gradients_are_those_of_whole_logits() -> None:
     )
     ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
     of_labels = -student.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    of_chunks = likelihood(student, teacher, at, "forward_kl")
+    of_pairs = common(student, teacher, at, (torch.arange(4, 15), ids), "js_divergence")
+    counted = torch.ones(2 * LENGTH)
+    if batch.label_weights_bs is not None:
+        counted = batch.label_weights_bs.reshape(-1)
+    assert bool((counted < 1).any()) is weighted
+    per_chunk = torch.tensor([counted[at.student_chunks == one][0] for one in range(at.count)])
+    is_pair = of_pairs != 0
+    assert float(per_chunk.sum()) == step.chunks
+    assert float(per_chunk[is_pair].sum()) == step.pairs
+    inside = batch.ce_mask_bs.reshape(-1)
+    assert float(counted[inside].sum()) == step.ce_tokens
     expected = (
-        0.5 * of_labels[batch.ce_mask_bs.reshape(-1)].sum() / step.ce_tokens
-        + likelihood(student, teacher, at, "forward_kl").sum() / step.chunks
-        + 0.7
-        * common(student, teacher, at, (torch.arange(4, 15), ids), "js_divergence").sum()
-        / step.pairs
+        0.5 * (counted * of_labels)[inside].sum() / step.ce_tokens
+        + (per_chunk * of_chunks).sum() / step.chunks
+        + 0.7 * (per_chunk * of_pairs).sum() / step.pairs
     )
     # The weights of chunks and labels are of fp32.
     torch.testing.assert_close(total, expected, rtol=2e-7, atol=0)

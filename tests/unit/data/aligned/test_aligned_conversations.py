@@ -229,6 +229,83 @@ def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path: Path, truncatio
     assert source.too_long.lost_labels == total - labels > 0
 
 
+@pytest.mark.parametrize("truncation", ["left", "split"])
+def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncation: str) -> None:
+    """The last chunks that fit, or all of them: each once, behind the token before it."""
+    student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
+    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(12)))
+    options = options_of(tmp_path, teacher, distill_on_prompt=True)
+    whole = source_of(spec, student, options, epochs=1)
+    mothers = [one for sample in iter(whole.next_or_none, None) for one in documents_of(sample)]
+    assert len(mothers) == 12
+    # A conversation of one turn fits, and no longer one.
+    own_length, other_length = (sorted(len(one[side]) for one in mothers)[3] + 2 for side in (0, 1))
+    lengths = (own_length, other_length)
+    given = options_of(tmp_path, teacher, lengths, truncation=truncation, distill_on_prompt=True)
+    source = source_of(spec, student, given, epochs=1)
+    samples = list(iter(source.next_or_none, None))
+    pieces = [one for sample in samples for one in documents_of(sample)]
+    counts = [0] * len(mothers)
+    for own, other in pieces:
+        assert len(own) <= own_length + 1
+        assert len(other) <= other_length + 1
+        (number,) = (i for i, mother in enumerate(mothers) if place_of(own, mother[0]) is not None)
+        mother = mothers[number]
+        starts = place_of(own, mother[0]), place_of(other, mother[1])
+        for piece, start, side in zip((own, other), starts, mother, strict=True):
+            assert start is not None
+            # The token before the cut is in no chunk; the further ones are in those of the whole.
+            assert piece[0][1] == NO_CHUNK
+            assert [one >= 0 for _, one in piece[1:]] == [
+                one >= 0 for _, one in side[start + 1 : start + len(piece)]
+            ]
+            ends = (start + len(piece) == len(side), starts == (0, 0))
+            assert truncation == "split" or ends[0] or ends[1]
+        counts[number] += len({chunk for _, chunk in own if chunk >= 0})
+        assert {chunk for _, chunk in own} == {chunk for _, chunk in other}
+    chunks = [len({chunk for _, chunk in own if chunk >= 0}) for own, _ in mothers]
+    is_long = [len(own) > own_length + 1 or len(other) > other_length + 1 for own, other in mothers]
+    assert 6 < sum(is_long) < 12
+    for count, all_of_it, long in zip(counts, chunks, is_long, strict=True):
+        assert count == all_of_it if truncation == "split" or not long else 0 < count < all_of_it
+    assert len(pieces) == 12 if truncation == "left" else len(pieces) > 12 + sum(is_long) // 2
+    lost = source.too_long.lost_labels
+    assert lost == 0 if truncation == "split" else lost > 0
+    assert all(
+        own == other or (own, other) == ("<|im_end|>", "<|eot_id|>")
+        for sample in samples
+        for own, other in chunk_texts(sample, student, teacher)
+    )
+
+
+Tokens = list[tuple[int, int]]  # ids with their chunks
+
+
+def documents_of(sample: Sample) -> list[tuple[Tokens, Tokens]]:
+    """The tokens of each document on both sides, with their chunks in the sample."""
+    teacher = sample.teacher
+    assert teacher is not None
+    sides = (
+        (sample.tokens_S1, teacher.student_chunks_S1, sample.document_ids_S1),
+        (teacher.tokens_U1, teacher.chunks_U1, teacher.document_ids_U1),
+    )
+    found = []
+    for number in range(int(sample.document_ids_S1.max()) + 1):
+        own, other = (
+            list(zip(tokens[ids == number].tolist(), chunks[ids == number].tolist(), strict=True))
+            for tokens, chunks, ids in sides
+        )
+        found.append((own, other))
+    return found
+
+
+def place_of(piece: Tokens, whole: Tokens) -> int | None:
+    """Where the ids of a piece are in those of a document; None if they are not."""
+    ids, all_ids = [one for one, _ in piece], [one for one, _ in whole]
+    places = range(len(all_ids) - len(ids) + 1)
+    return next((start for start in places if all_ids[start : start + len(ids)] == ids), None)
+
+
 def both_sides(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The tokens of each document on both sides."""
     teacher = sample.teacher
@@ -312,13 +389,6 @@ def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     system = write_rows(tmp_path / "b.jsonl", [{"messages": turns("a", "b", system="c")}])
     with pytest.raises(DataError, match=r"b\.jsonl:1: the teacher's template: "):
         source_of(spec_of(system), student, gemma)
-    weighted = rows(2)
-    weighted[1]["messages"][1]["weight"] = 0.25
-    other = spec_of(write_rows(tmp_path / "c.jsonl", weighted))
-    with pytest.raises(
-        DataError, match="weights other than 0 and 1, which terms with an alignment"
-    ):
-        source_of(other, student, gemma)
     # A template that changes every response: nothing is in a chunk.
     shouting = other_tokenizer("llama3")
     source = shouting.hugging_face.chat_template.replace("| trim", "| upper")
