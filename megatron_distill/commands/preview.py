@@ -118,23 +118,20 @@ def _show(
 ) -> None:
     """Print the first samples, and figures of all of them."""
     from megatron_distill.align import Coverage
-    from megatron_distill.data.aligned.preview import (
-        Pieces,
-        chunk_table,
-        coverage_lines,
-        sample_coverage,
-    )
+    from megatron_distill.data.aligned.coverage import TokenBytes, sample_coverage
+    from megatron_distill.data.aligned.preview import Pieces, chunk_table, coverage_lines
     from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
 
     has_colour = console.color_system is not None
     totals, coverage = Totals(), Coverage()
     sides = None if teacher is None else (Pieces(tokenizer), Pieces(teacher))
+    sizes = None if teacher is None else (TokenBytes(tokenizer), TokenBytes(teacher))
     console.print(legend(has_colour=has_colour))
     for number, sample in enumerate(found):
         kinds = token_kinds(sample, isolate_documents=isolate_documents)
         totals.add(sample, kinds)
-        if sides is not None:
-            coverage = coverage.merge(sample_coverage(sample, *sides, kinds))
+        if sizes is not None:
+            coverage = coverage.merge(sample_coverage(sample, *sizes))
         if number >= shown:
             continue
         console.rule(f"sample {number}")

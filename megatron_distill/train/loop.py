@@ -375,6 +375,8 @@ def _record(
         record["chunks"] = batches.chunks
         record["aligned_labels"] = part_of(batches.chunk_labels, batches.ce_tokens)
         record["data_wait"] = part_of(phases[DATA], seconds)
+    if batches.coverage:
+        record["coverage"] = dict(batches.coverage)
     if report.sources:
         record["sources"] = report.sources
     if report.teachers:

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_distill.align import Coverage, SideCoverage
-from megatron_distill.data.aligned.documents import is_unknown
-from megatron_distill.data.preview import BOTH, CE_ONLY, KD_ONLY, MARKS, PROMPT, STYLES
+from megatron_distill.align import Coverage
+from megatron_distill.data.preview import MARKS, PROMPT, STYLES
 from megatron_distill.data.samples import NO_CHUNK, PADDING_DOCUMENT, Sample, TeacherTokens
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 
-__all__ = ["Pieces", "chunk_table", "coverage_lines", "sample_coverage"]
+__all__ = ["Pieces", "chunk_table", "coverage_lines"]
 
 _SPACE: Final = "\u2423"
 _TEACHER_ONLY: Final = "teacher"
@@ -36,11 +35,6 @@ class Pieces:
     @cached_property
     def _bytes(self) -> list[bytes | None]:
         return self.tokenizer.token_bytes()
-
-    @cached_property
-    def byte_lengths(self) -> NDArray[np.int64]:
-        """Bytes of each id in running text, int64; 0 for special tokens."""
-        return np.array([len(token or b"") for token in self._bytes], np.int64)
 
     def shown(self, ids: Sequence[int]) -> str:
         """Each token by itself, separated by spaces; a space in a token is written as U+2423."""
@@ -165,54 +159,6 @@ def _groups(
             inside = list(places)
             found.append((document, chunk, kinds_n[inside[0]], (inside[0], inside[-1] + 1)))
     return found
-
-
-def sample_coverage(
-    sample: Sample, student: Pieces, teacher: Pieces, kinds_S1: Sequence[str]
-) -> Coverage:
-    """Coverage of a sample; labels are those that a loss trains, of the teacher those in chunks."""
-    of_teacher = _teacher_of(sample)
-    is_label = np.isin(np.array(kinds_S1), (BOTH, KD_ONLY, CE_ONLY))
-    numbers = (of_teacher.student_chunks_S1, of_teacher.chunks_U1)
-    sides = (
-        _side(sample.tokens_S1, sample.document_ids_S1, numbers[0], student, is_label),
-        _side(of_teacher.tokens_U1, of_teacher.document_ids_U1, numbers[1], teacher, None),
-    )
-    own, others = (np.bincount(one[one != NO_CHUNK]) for one in numbers)
-    return Coverage(
-        student=sides[0],
-        teacher=sides[1],
-        texts=int(sample.document_ids_S1.max()) + 1,
-        chunks=len(own),
-        trained_chunks=len(own),
-        one_to_one=int(np.count_nonzero((own == 1) & (others == 1))),
-        one_to_many=int(np.count_nonzero((own == 1) & (others > 1))),
-        many_to_one=int(np.count_nonzero((own > 1) & (others == 1))),
-        many_to_many=int(np.count_nonzero((own > 1) & (others > 1))),
-        largest_student=int(own.max(initial=0)),
-        largest_teacher=int(others.max(initial=0)),
-    )
-
-
-def _side(
-    tokens_n: NDArray[np.int32],
-    documents_n: NDArray[np.int32],
-    chunks_n: NDArray[np.int32],
-    pieces: Pieces,
-    is_label_n: NDArray[np.bool_] | None,
-) -> SideCoverage:
-    is_real_n, inside_n = documents_n != PADDING_DOCUMENT, chunks_n != NO_CHUNK
-    bytes_n = pieces.byte_lengths[tokens_n] * is_real_n
-    is_label_n = inside_n if is_label_n is None else is_label_n
-    return SideCoverage(
-        tokens=int(np.count_nonzero(is_real_n)),
-        aligned_tokens=int(np.count_nonzero(inside_n)),
-        bytes=int(bytes_n.sum()),
-        aligned_bytes=int(bytes_n[inside_n].sum()),
-        labels=int(np.count_nonzero(is_label_n)),
-        aligned_labels=int(np.count_nonzero(is_label_n & inside_n)),
-        unknown=int(np.count_nonzero(is_unknown(pieces.tokenizer, tokens_n) & is_real_n)),
-    )
 
 
 def coverage_lines(found: Coverage) -> Iterable[str]:

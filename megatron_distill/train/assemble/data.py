@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.config import DataConfig, TrainConfig
+from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.loader import StepLoader, open_loader
@@ -84,6 +85,7 @@ class RunSamples:
             sources=len(self.names(held_out=held_out)),
             teacher_length=self.teacher_length,
             planner=self.planner,
+            coverage=None if held_out else self._coverage(),
             exchange=exchange,
             units=self.units,
         )
@@ -119,6 +121,13 @@ class RunSamples:
         return samples_per_epoch(
             spec, tokenizer=self._tokenizer(), options=self.options, seed=self.seed
         )
+
+    def _coverage(self) -> StepCoverage | None:
+        """Return what counts the chunks of a step's samples, on the first rank."""
+        teacher = self.options.teacher
+        if teacher is None or self.tokenizer is None:
+            return None
+        return StepCoverage(TokenBytes(self.tokenizer), TokenBytes(teacher.tokenizer))
 
     def _tokenizer(self) -> Tokenizer:
         assert self.tokenizer is not None, "the first rank has the tokenizer of the sources"

@@ -14,14 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_distill.align import Coverage
-from megatron_distill.data.aligned.preview import (
-    Pieces,
-    chunk_table,
-    coverage_lines,
-    sample_coverage,
-)
+from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes, sample_coverage
+from megatron_distill.data.aligned.preview import Pieces, chunk_table, coverage_lines
 from megatron_distill.data.formats import SourceSpec
-from megatron_distill.data.preview import token_kinds
+from megatron_distill.data.preview import BOTH, CE_ONLY, token_kinds
 from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer
@@ -81,13 +77,15 @@ def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Pat
 
 def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:
     found, student, teacher = samples(tmp_path, 4)
-    sides = (Pieces(student), Pieces(teacher))
+    sides = (TokenBytes(student), TokenBytes(teacher))
     total = Coverage()
     expected = dict.fromkeys(("1:1", "1:n", "n:1", "n:m"), 0)
     for sample in found:
         assert sample.teacher is not None
+        of_sample = sample_coverage(sample, *sides)
         kinds = token_kinds(sample, isolate_documents=True)
-        total = total.merge(sample_coverage(sample, *sides, kinds))
+        assert of_sample.student.labels == sum(kind in (BOTH, CE_ONLY) for kind in kinds)
+        total = total.merge(of_sample)
         for chunk in range(sample.teacher.chunks):
             own = int((sample.teacher.student_chunks_S1 == chunk).sum())
             others = int((sample.teacher.chunks_U1 == chunk).sum())
@@ -101,6 +99,13 @@ def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:
     # All bytes but those of the first chunk of each document, and those before a cut.
     assert 0.85 < total.student.aligned_bytes / total.student.bytes < 1
     assert total.student.aligned_bytes == total.teacher.aligned_bytes
+    # The log of a step has the shares of its samples together.
+    figures = StepCoverage(*sides)(found)
+    assert figures["student_bytes"] == total.student.aligned_bytes / total.student.bytes
+    assert figures["teacher_tokens"] == total.teacher.aligned_tokens / total.teacher.tokens
+    assert figures["one_to_many"] == total.one_to_many / total.chunks
+    assert figures["largest_teacher"] == total.largest_teacher > 1
+    assert figures["student_unknown"] == 0
     text = "\n".join(coverage_lines(total))
     assert f"chunks {total.chunks:,}: 1:1 {100 * sizes[0] / total.chunks:.1f}%" in text
 
