@@ -143,6 +143,20 @@ ALIGNED_TERMS = """\
     - {alignment: likelihood, divergence: js_divergence, temperature: 6.0}
     - {alignment: common, weight: 0.5, temperature: 2.0, scale_by_temperature_squared: true}
     - {alignment: common, divergence: reverse_kl, weight: 0.25, top_k: 8}"""
+# Losses on chunk means, between the same two models.
+MEANS_TERMS = """objective.terms=[
+    {alignment: projection, divergence: js_divergence, top_k: 8},
+    {alignment: projection, published: true, weight: 0.1, temperature: 2.0},
+    {alignment: gold, weight: 0.5, temperature: 2.0, uncommon_top_k: 32},
+    {alignment: gold, divergence: reverse_kl, partition: relaxed, weight: 0.2},
+    {alignment: uld, weight: 0.25, uncommon_top_k: 32}]"""
+MEANS_NAMES = (
+    "projection_js_divergence_top8",
+    "projection_forward_kl_published_t2",
+    "gold_forward_kl_uncommon32_t2",
+    "gold_reverse_kl_relaxed",
+    "uld_uncommon32",
+)
 SECOND_TEACHER = (
     TEACHER
     + """\

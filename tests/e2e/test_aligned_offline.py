@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_distill.data.samples import Sample
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, records, run
@@ -250,7 +251,30 @@ def test_samples_of_the_store_are_those_of_the_stream(
             for name, values in vars(other).items():
                 if isinstance(values, np.ndarray):
                     np.testing.assert_array_equal(getattr(ours, name), values, err_msg=name)
+        _assert_same_bytes(sample, tokenizer.token_bytes(), reading.tokenizer.token_bytes())
     stores.close()
+
+
+def _assert_same_bytes(
+    sample: Sample, student: list[bytes | None], teacher: list[bytes | None]
+) -> None:
+    """Every chunk of a record has the bytes of the student's tokens, in the same document."""
+    other = sample.teacher
+    assert other is not None
+    own_sides = sample.tokens_S1, sample.document_ids_S1, other.student_chunks_S1
+    assert other.chunks > 10
+    for chunk in range(other.chunks):
+        texts, documents = [], []
+        for tokens, of_tokens, chunks, pieces in (
+            (*own_sides, student),
+            (other.tokens_U1, other.document_ids_U1, other.chunks_U1, teacher),
+        ):
+            inside = chunks == chunk
+            texts.append(b"".join(pieces[token] or b"\0" for token in tokens[inside].tolist()))
+            documents.append(set(of_tokens[inside].tolist()))
+        assert texts[0] == texts[1]
+        assert documents[0] == documents[1]
+        assert len(documents[0]) == 1
 
 
 LIKELIHOOD = "objective.terms=[{alignment: likelihood}]"

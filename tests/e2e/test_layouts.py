@@ -13,6 +13,8 @@ from tests.e2e.runs import (
     CONTEXT,
     EXPERT,
     FOUR,
+    MEANS_NAMES,
+    MEANS_TERMS,
     PIPELINE,
     SECOND_SIZES,
     SEQUENCE,
@@ -245,8 +247,33 @@ def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(
     assert min(expected[0][name] for name in ALIGNED_QUANTITIES) > 0.005
     found = train("aligned", world, *common, *overrides)
     assert_same_course(found, expected, ALIGNED_QUANTITIES)
-    for name in ("chunks", "aligned_labels"):
+    for name in ("chunks", "aligned_labels", "coverage"):
         assert [record[name] for record in found] == [record[name] for record in expected]
+    assert expected[0]["coverage"]["student_bytes"] > 0.8
+
+
+MEANS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "TP2+sequence": (2, (), (TENSOR, SEQUENCE)),
+    "TP4, smaller": (4, (SMALLER,), (FOUR,)),
+    "CP2": (2, (), (CONTEXT,)),
+    "PP2+virtual": (2, (), (PIPELINE, VIRTUAL)),
+    "DP2": (2, (), ()),
+    "TP2xCP2": (4, (), (TENSOR, SEQUENCE, CONTEXT)),
+    "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
+}
+
+
+@pytest.mark.parametrize("layout", quick_and_slow(MEANS, ()))
+def test_losses_on_chunk_means_are_those_of_one_rank(
+    train: Runner, inputs: Inputs, layout: str
+) -> None:
+    world, common, overrides = MEANS[layout]
+    smaller = inputs.second_tokenizer(min(SECOND_SIZES))
+    common = [SHORT, MEANS_TERMS, *(override.format(smaller=smaller) for override in common)]
+    expected = train("aligned", 1, *common)
+    assert min(expected[0][name] for name in MEANS_NAMES) > 0.01
+    found = train("aligned", world, *common, *overrides)
+    assert_same_course(found, expected, (*QUANTITIES, *MEANS_NAMES))
 
 
 @pytest.mark.slow

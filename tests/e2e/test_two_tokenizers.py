@@ -17,7 +17,7 @@ from tests.distributed.hugging_face_models import reference, save_model
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call, call_alone, message
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import Inputs, assembled, records, run
+from tests.e2e.runs import MEANS_NAMES, MEANS_TERMS, Inputs, assembled, records, run
 from tests.e2e.test_hugging_face import give_tokenizer
 from tests.reference.cross_tokenizer import Alignment, common, likelihood
 
@@ -91,16 +91,68 @@ def packed_and_alone(
         return 8, len(documents), losses(step), losses(alone)
 
 
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        pytest.param((), NAMES, id="tokens"),
+        pytest.param((MEANS_TERMS,), MEANS_NAMES, id="means", marks=pytest.mark.slow),
+    ],
+)
 def test_documents_in_one_sample_give_the_losses_of_documents_alone(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, inputs: Inputs, tmp_path: Path, terms: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     config = inputs.folder / "aligned.yaml"
     ((samples, documents, packed, alone),) = pool.run(
-        1, packed_and_alone, config, [f"output={tmp_path}"]
+        1, packed_and_alone, config, [f"output={tmp_path}", *terms]
     )
     assert documents > samples
-    for name in ("ce", "kd", *NAMES):
+    for name in ("ce", "kd", *names):
         assert alone[name] == pytest.approx(packed[name], rel=1e-6), name
+
+
+def peak_of_step(rank: int, world: int, config: Path, overrides: list[str]) -> int:
+    """Peak bytes of tensors in a step, above those alive before it."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        from benchmarks.harness.peak import LiveStorages
+        from megatron_distill.train.step import run_student
+
+        step, teacher, state = parts.loader.take(1), parts.teacher, parts.state
+        assert teacher is not None
+        objectives = [parts.objective] * len(step.micro_batches)
+
+        def take() -> None:
+            signals = teacher.signals(step.micro_batches)
+            run_student(state.student, signals, objectives, step)
+
+        take()
+        with LiveStorages() as live:
+            take()
+        return live.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "terms"),
+    [(1, ()), (1, (MEANS_TERMS,)), (2, (MEANS_TERMS,))],
+    ids=["tokens", "means", "means TP2"],
+)
+def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
+    pool: Pool, inputs: Inputs, tmp_path: Path, tensor: int, terms: tuple[str, ...]
+) -> None:
+    config = inputs.folder / "aligned.yaml"
+    few, many = (
+        pool.run(
+            *(tensor, peak_of_step, config),
+            [
+                *(f"output={tmp_path / str(samples)}", f"train.global_batch_size={samples}"),
+                *(f"parallel.tensor={tensor}", "data.sequence_length=128"),
+                *("teacher.sequence_length=128", *terms),
+            ],
+        )
+        for samples in (4, 24)
+    )
+    for own_few, own_many in zip(few, many, strict=True):
+        assert own_many <= 1.05 * own_few, (few, many)
 
 
 def oracle_step(
@@ -259,6 +311,17 @@ def permuted(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+# Terms that compare all tokens of a text with itself, and their names in the log.
+EQUAL = {
+    "likelihood": "likelihood_forward_kl",
+    "common": "common_forward_kl",
+    "common, top_k: 8": "common_forward_kl_top8",
+    "projection": "projection_forward_kl",
+    "gold": "gold_forward_kl",
+    "uld": "uld",
+}
+
+
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_equal_models_of_permuted_ids_have_nothing_to_learn(
     pool: Pool, inputs: Inputs, permuted: Path, tmp_path: Path, tensor: int
@@ -267,8 +330,7 @@ def test_equal_models_of_permuted_ids_have_nothing_to_learn(
         "permuted",
         f"student:\n  hf: {permuted / 'plain'}\n",
         f"teacher:\n  hf: {permuted / 'other'}\n",
-        terms="    - {alignment: likelihood}\n    - {alignment: common}\n"
-        "    - {alignment: common, top_k: 8}",
+        terms="".join(f"    - {{alignment: {term}}}\n" for term in EQUAL),
     )
     first = run(
         pool, tensor, path, tmp_path, "train.steps=1", "schedule.warmup_steps=0",
@@ -276,7 +338,7 @@ def test_equal_models_of_permuted_ids_have_nothing_to_learn(
     )[0]  # fmt: skip
     assert first["aligned_labels"] > 0.9
     assert 0 <= first["data_wait"] < 1
-    for name in ("kd_loss", "likelihood_forward_kl", "common_forward_kl", "common_forward_kl_top8"):
+    for name in ("kd_loss", *EQUAL.values()):
         assert 0 <= first[name] <= 1e-9, name
     assert first["ce_loss"] > 3
 
