@@ -51,7 +51,7 @@ def main() -> None:
         backend="gloo",
         threads=1,
         timeout_seconds=_TIMEOUT_SECONDS,
-        launch=Launch(launch.rank, launch.size, launch.store, teachers=1),
+        launch=Launch(launch.rank, launch.size, launch.store, (("teacher", 1),)),
     ) as device:
         assert device.bridge is not None, "one rank trains, one runs the teacher"
         found = _measure(case, device.bridge, warmup=arguments.warmup, steps=arguments.steps)

@@ -21,6 +21,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
+    from megatron_distill.config import TeacherRanks
     from megatron_distill.config.schema import JobConfig, ParallelConfig
     from megatron_distill.runtime.launch import Device, Launch
 
@@ -37,13 +38,13 @@ _SHIPPED: Final = "configs"
 class Job(Generic[J]):
     """One kind of job: `load` reads its file, `run` runs it in an initialised world.
 
-    `layout` describes its ranks, from their number and that of a teacher's own; None: there is no
+    `layout` describes its ranks, from their number and those of teachers alone; None: there is no
     `--print-layout`.
     """
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
-    layout: Callable[[J, int, int], str] | None = None
+    layout: Callable[[J, int, TeacherRanks], str] | None = None
 
     def command(self, *, description: str, example: str) -> Command:
         """Return the job as a command; `example` shows changes to its configuration."""
@@ -122,7 +123,7 @@ class Job(Generic[J]):
                     _LOGGER.warning("%s", warning)
         parallel = config.parallel
         if teachers:
-            launch, parallel = _divided(launch, config, teachers)
+            launch, parallel = _divided(replace(launch, teacher_ranks=teachers), config)
         with joined_world(
             **config.runtime.model_dump(), splits_layers=parallel.splits_layers, launch=launch
         ) as device:
@@ -130,18 +131,17 @@ class Job(Generic[J]):
                 tell_unfinished()
 
 
-def _divided(launch: Launch, config: JobConfig, teachers: int) -> tuple[Launch, ParallelConfig]:
-    """Return the launch with ranks of the teacher alone, and the layout of this rank's role."""
+def _divided(launch: Launch, config: JobConfig) -> tuple[Launch, ParallelConfig]:
+    """Compare the ranks of a launch with several roles; return it and the layout of this role."""
     from megatron_distill.commands.same_start import require_same_start
     from megatron_distill.config import teacher_parallel
-    from megatron_distill.runtime.roles import TEACHER
 
-    launch = replace(launch, teachers=teachers)
     role = launch.role
     log.configure(launch.rank - role.first, name=launch.roles.name(launch.rank))
     with launch.together("identity"):
         require_same_start(launch, config)
-    return launch, teacher_parallel(config) if role.name == TEACHER else config.parallel
+    is_student = role == launch.roles.student
+    return launch, config.parallel if is_student else teacher_parallel(config, role.name)
 
 
 def _file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:

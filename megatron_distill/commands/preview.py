@@ -65,7 +65,7 @@ def _preview(
     from megatron_distill.data.tokenizers.open import Vocabulary
     from megatron_distill.train.assemble.alignment import read_teacher
     from megatron_distill.train.assemble.models import build_terms
-    from megatron_distill.train.assemble.several import sample_routing
+    from megatron_distill.train.assemble.routing import sample_routing
     from megatron_distill.train.assemble.sources import (
         data_options,
         read_tokenizer,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_distill.commands.job import Job
 
 if TYPE_CHECKING:
-    from megatron_distill.config import RunConfig
+    from megatron_distill.config import RunConfig, TeacherRanks
     from megatron_distill.runtime.launch import Device
     from megatron_distill.runtime.termination import TerminationRequest
 
@@ -27,7 +27,7 @@ def _train(config: RunConfig, device: Device, termination: TerminationRequest) -
     return run_training(config, device, termination)
 
 
-def _layout(config: RunConfig, ranks: int, teachers: int) -> str:
+def _layout(config: RunConfig, ranks: int, teachers: TeacherRanks) -> str:
     from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=False)

@@ -15,8 +15,12 @@ from megatron_distill.config.rules.run import (
     check_layout,
     with_steps,
 )
-from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
-from megatron_distill.config.rules.teacher_ranks import has_own_ranks, teacher_ranks
+from megatron_distill.config.rules.teacher_parallel import (
+    own_layouts,
+    parallel_key,
+    teacher_parallel,
+)
+from megatron_distill.config.rules.teacher_ranks import TeacherRanks, has_own_ranks, teacher_ranks
 from megatron_distill.config.rules.teacher_tokenizers import (
     aligned_role,
     own_tokenizers,
@@ -96,6 +100,7 @@ __all__ = [
     "SourceConfig",
     "StoreConfig",
     "StoreSourceConfig",
+    "TeacherRanks",
     "TermConfig",
     "TokenizerConfig",
     "TrainConfig",
@@ -116,6 +121,7 @@ __all__ = [
     "load_config",
     "load_warnings",
     "matched_layers",
+    "own_layouts",
     "own_tokenizers",
     "parallel_key",
     "routed_terms",

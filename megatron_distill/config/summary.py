@@ -45,20 +45,23 @@ def run_rows(
     world_size: int,
     feature_pairs: int,
     moved: str | None = None,
-    own_ranks: int | None = None,
+    own_ranks: Mapping[str, int] | None = None,
 ) -> Iterator[Row]:
     """Yield layout, objective and data of a run.
 
     moved: bytes of a step's outputs of a teacher with its own layout; None without such a teacher.
-    own_ranks: of the teacher alone; None: it is on all ranks.
+    own_ranks: by role, of each teacher that has some; the rest are on all ranks of the student.
     """
     precision = f"{config.train.precision}{_recomputed(config.train)}"
     yield layout_row(config.parallel, world_size, precision)
     if moved is not None:
-        found = dict(own_layouts(config)) or {"teacher": teacher_parallel(config)}
-        own = "" if own_ranks is None else "its own "
-        layouts = (_layout(parallel, own_ranks or world_size) for parallel in found.values())
-        words = "; ".join(f"{role}: {own}{one}" for role, one in zip(found, layouts, strict=True))
+        own = own_ranks or {}
+        found = dict(own_layouts(config)) | {role: teacher_parallel(config, role) for role in own}
+        words = "; ".join(
+            f"{role}: {'its own ' if role in own else ''}"
+            f"{_layout(parallel, own.get(role, world_size))}"
+            for role, parallel in found.items()
+        )
         yield (
             "",
             f"{words}; {moved} of {'its' if len(found) == 1 else 'their'} outputs move in a step",

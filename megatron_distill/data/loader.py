@@ -152,11 +152,12 @@ class StepLoader:
         )
         return replace(shard, units=units)
 
-    def take_units(self, step: int, units: Sequence[int]) -> list[Batch]:
+    def take_units(self, step: int, units: Sequence[int], *, replicas: int) -> list[Batch]:
         """Micro-batches of the next step by number, of any replica; whole, in host memory.
 
-        Unit g has the rows [g m, (g + 1) m) of the global batch, m being the micro-batch size.
-        Raises and communicates as `take_on_host`.
+        Unit g has the rows [g m, (g + 1) m) of the global batch, m being the micro-batch size. The
+        i-th of `units` runs beside the i-th ones of as many `replicas`: units i * replicas and
+        those after it. Raises and communicates as `take_on_host`.
         """
         batch, size = self._advance(step).batch, self._layout.micro_batch_size
         return [
@@ -164,8 +165,9 @@ class StepLoader:
                 batch,
                 slice(unit * size, (unit + 1) * size),
                 isolate_documents=self._isolate_documents,
+                unit_rows=slice(place * replicas * size, (place + 1) * replicas * size),
             )
-            for unit in units
+            for place, unit in enumerate(units)
         ]
 
     def taken_samples(self) -> list[list[Sample]]:

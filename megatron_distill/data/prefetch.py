@@ -206,7 +206,8 @@ def _leave_together(error: BaseException | None) -> bool:
 class PrefetchedUnits:
     """Takes units of successive steps from a loader one step ahead, in a thread of each rank.
 
-    They are `units`, in host memory. Group, errors and end are those of `PrefetchedSteps`.
+    They are `units`, in host memory, as `StepLoader.take_units` has them. Group, errors and end are
+    those of `PrefetchedSteps`.
     """
 
     def __init__(
@@ -214,12 +215,14 @@ class PrefetchedUnits:
         loader: StepLoader,
         *,
         units: Sequence[int],
+        replicas: int,
         last_step: int,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._loader = loader
         self._group = group
-        self._ahead = _Ahead(partial(loader.take_units, units=units), last_step=last_step)
+        taken = partial(loader.take_units, units=units, replicas=replicas)
+        self._ahead = _Ahead(taken, last_step=last_step)
 
     def take(self, step: int) -> list[Batch]:
         """The units of the next step; the step after it is begun.

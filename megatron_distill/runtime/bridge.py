@@ -1,4 +1,4 @@
-"""The connection between the student's world and a teacher's, within one launch.
+"""The connection between the student's world and those of its teachers, within one launch.
 
 Each role has its own default process group, so that Megatron-Core needs no change. The bridge is a
 gloo group of all ranks over the same rendezvous, for messages between two ranks.
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.runtime.lone_failure import host_key
-from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.roles import Role, Roles
 
 __all__ = ["Bridge", "Sending", "open_bridge"]
 
 # A rank that waits longer than a collective's timeout is no failure here: a teacher waits while
 # the student validates or saves. Its failure closes the connection.
 _PATIENCE: Final = timedelta(days=30)
-_STOP: Final = "teacher/asks-to-stop"
-_FAILURE: Final = "teacher/failure"
+_STOP: Final = "teachers/ask-to-stop"
+_FAILURE: Final = "failure"  # of a role
 
 
 class Sending(Protocol):
@@ -53,9 +53,14 @@ class Bridge:
     timeout_seconds: float
 
     @property
+    def role(self) -> Role:
+        """This rank's role."""
+        return self.roles.of(self.rank)
+
+    @property
     def is_teacher(self) -> bool:
-        """Whether this rank only runs the teacher."""
-        return self.rank >= self.roles.teacher.first
+        """Whether this rank only runs a teacher."""
+        return self.role != self.roles.student
 
     def send(self, tensor_host: Tensor, to: int, *, tag: int) -> Sending:
         """Begin to send a contiguous tensor in host memory; messages of a tag stay in order.
@@ -73,34 +78,34 @@ class Bridge:
         assert tensor_host.is_contiguous()
         return self.group.recv([tensor_host], source, tag)
 
-    def nccl(self) -> dist.ProcessGroup:
-        """Create an NCCL group of all ranks, for messages between two GPUs.
+    def nccl(self, name: str) -> dist.ProcessGroup:
+        """Create an NCCL group of all ranks, for messages between two GPUs; once per name.
 
-        Collective: all ranks of the launch, rendezvous.
+        Collective: the ranks that exchange messages, rendezvous of each pair.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout_seconds)  # noqa: SLF001 - has no other name
-        place = dist.PrefixStore("bridge/nccl", self.store)
+        place = dist.PrefixStore(f"bridge/nccl/{name}", self.store)
         group = dist.ProcessGroupNCCL(place, self.rank, self.roles.size, options)
         return cast(dist.ProcessGroup, group)  # the stubs know only its common base
 
     def ask_to_stop(self) -> None:
-        """Let the student stop after its step; any rank of the teacher may ask."""
+        """Let the student stop after its step; any rank of a teacher may ask."""
         self.store.set(_STOP, "asked")
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether a rank of the teacher has asked the student to stop."""
+        """Whether a rank of a teacher has asked the student to stop."""
         found: bool = self.store.check([_STOP])
         return found
 
     def note_failure(self, text: str) -> None:
-        """Note why the teacher cannot answer any more."""
-        self.store.set(_FAILURE, text)
+        """Note why this rank's teacher cannot answer any more."""
+        self.store.set(f"{_FAILURE}/{self.role.name}", text)
 
-    def failure(self) -> str:
-        """Return the note of a rank of the teacher; call it after it has said that it failed."""
-        return self.store.get(_FAILURE).decode()
+    def failure(self, rank: int) -> str:
+        """Return the note of the teacher on a rank, which has sent a header with `has_failed`."""
+        return self.store.get(f"{_FAILURE}/{self.roles.of(rank).name}").decode()
 
     def host(self, rank: int) -> str:
         """Return the host of a rank of the launch."""

@@ -86,14 +86,14 @@ _LOOK_SECONDS = (0.01, 1.0)  # between looks at the store, first and most
 class Launch:
     """This process's rank and the size of the launch; `store` is None in a world of one process.
 
-    `teachers`: the last ranks of the launch, which have a world of their own; 0: there is one world
-    of all ranks. See `Roles`.
+    `teacher_ranks`: the last ranks of the launch, which run one teacher each and have a world for
+    each of them; empty: there is one world of all ranks. See `Roles`.
     """
 
     rank: int
     size: int
     store: dist.Store | None
-    teachers: int = 0
+    teacher_ranks: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def from_environment(cls) -> Launch:
@@ -112,7 +112,7 @@ class Launch:
     @property
     def roles(self) -> Roles:
         """The roles of all ranks."""
-        return Roles(self.size, self.teachers)
+        return Roles(self.size, self.teacher_ranks)
 
     @property
     def role(self) -> Role:
@@ -235,7 +235,7 @@ class Device:
     """The device of this process, the backend of its collectives, and how it fails.
 
     `alone` is entered inside everything that cleans up: a rank that fails alone must not wait.
-    `bridge` connects the student's ranks with a teacher's own; None: all ranks are of one world.
+    `bridge` connects the student's ranks with those of teachers; None: all ranks are of one world.
     """
 
     kind: str  # "cpu" or "cuda"
@@ -298,7 +298,7 @@ def claim_device(device: Device, launch: Launch) -> None:
 def start_distributed(device: Device, launch: Launch, *, timeout_seconds: float) -> None:
     """Initialise the default process group: the torchrun world, or one process without torchrun.
 
-    With two roles each has a default group of its own.
+    With several roles each has a default group of its own.
 
     Collective: the whole world, rendezvous.
     """
@@ -372,7 +372,7 @@ def joined_world(
 def _bridge(launch: Launch, timeout_seconds: float) -> Bridge | None:
     if not launch.roles.are_split:
         return None
-    assert launch.store is not None, "two roles take a launch of several processes"
+    assert launch.store is not None, "several roles take a launch of several processes"
     return open_bridge(
         launch.rank,
         launch.roles,

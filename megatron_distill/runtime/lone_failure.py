@@ -111,7 +111,7 @@ class LoneFailure:
     if there is no store: in a world of one, or in a process group of the caller. After an
     interruption a collective may fail because a peer has left already: that is no failure either.
 
-    With two roles a message names role, host and step.
+    With several roles a message names role, host and step.
     """
 
     rank: int = 0
@@ -227,8 +227,8 @@ class LoneFailure:
 class PeerWatch:
     """A block during which a thread ends this process soon after another rank has failed.
 
-    It looks every few seconds; without a store it does nothing. With two roles it notes its host,
-    and gives signs of life for `Launch.together`.
+    It looks every few seconds; without a store it does nothing. With several roles it notes its
+    host, and gives signs of life for `Launch.together`.
     """
 
     def __init__(self, *, rank: int, roles: Roles, store: dist.Store | None) -> None:

@@ -1,4 +1,4 @@
-"""Roles of a launch: ranks that train the student, and ranks that only run its teacher."""
+"""Roles of a launch: ranks that train the student, and ranks that only run a teacher."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["STUDENT", "TEACHER", "Role", "Roles"]
+__all__ = ["STUDENT", "Role", "Roles"]
 
 STUDENT: Final = "student"
-TEACHER: Final = "teacher"
 _SHOWN: Final = 8
 
 
@@ -29,38 +28,51 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The division of a launch of `size` ranks: first the student's, then `teachers` ranks.
+    """The division of a launch of `size` ranks: first the student's, then those of each teacher.
 
-    Without teachers every rank is of one world, and ranks are named by their number alone.
+    `teacher_ranks`: name and number of ranks of each teacher with ranks of its own, in the order of
+    the ranks; the names are keys of the configuration. Without them every rank is of one world, and
+    ranks are named by their number alone.
     """
 
     size: int
-    teachers: int = 0
+    teacher_ranks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        assert 0 <= self.teachers < self.size, (self.teachers, self.size)
+        assert all(ranks > 0 for _, ranks in self.teacher_ranks), self.teacher_ranks
+        assert self.student.size > 0, self
 
     @property
     def are_split(self) -> bool:
-        """Whether the teacher has ranks of its own."""
-        return self.teachers > 0
+        """Whether a teacher has ranks of its own."""
+        return bool(self.teacher_ranks)
 
     @property
     def student(self) -> Role:
         """The ranks that train the student."""
-        return Role(STUDENT, 0, self.size - self.teachers)
+        return Role(STUDENT, 0, self.size - sum(ranks for _, ranks in self.teacher_ranks))
 
     @property
-    def teacher(self) -> Role:
-        """The ranks that run the teacher only."""
-        return Role(TEACHER, self.size - self.teachers, self.teachers)
+    def teachers(self) -> tuple[Role, ...]:
+        """The ranks that run one teacher only, for each teacher with ranks of its own."""
+        found, first = [], self.student.size
+        for name, ranks in self.teacher_ranks:
+            found.append(Role(name, first, ranks))
+            first += ranks
+        return tuple(found)
+
+    def teacher(self, name: str) -> Role:
+        """Return the ranks that run a teacher only, by its key in the configuration."""
+        (found,) = [role for role in self.teachers if role.name == name]
+        return found
 
     def of(self, rank: int) -> Role:
         """Return the role of a rank of the launch."""
-        return self.student if rank < self.student.size else self.teacher
+        (found,) = [role for role in (self.student, *self.teachers) if rank in role.ranks]
+        return found
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank in messages: `rank 3`, or `teacher.1` with two roles."""
+        """Return the name of a rank in messages: `rank 3`, or `teacher.1` with several roles."""
         if not self.are_split:
             return f"rank {rank}"
         role = self.of(rank)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_distill import log
-from megatron_distill.config import RunConfig, check_layout, load_config
+from megatron_distill.config import RunConfig, check_layout, load_config, teacher_ranks
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
@@ -238,13 +238,11 @@ def configure(
     overrides: Sequence[str],
     world: int,
     load: Callable[..., Any] = load_config,
-    *,
-    teachers: int = 0,
 ) -> Any:
     """Prepare a pool worker as the entry script prepares a rank; returns the configuration."""
     log.configure(rank, other_ranks_level=40)
     config = load(config_path, overrides)
-    check_layout(config, world, teachers=teachers)
+    check_layout(config, world, teachers=teacher_ranks(config, ranks_per_node=world))
     prepare_megatron_core(on_cuda=False)
     torch.set_num_threads(1)
     return config

@@ -44,9 +44,8 @@ def teachers_section() -> str:
     return f"teachers:\n{section.replace('hidden_size: 40', 'hidden_size: 48', 1)}"
 
 
-@pytest.fixture(scope="module")
-def config(inputs: Inputs) -> Path:
-    """Three teachers; rows of one file name two of them, those of another are drawn."""
+def write_several(inputs: Inputs) -> Path:
+    """Write three teachers; rows of one file name two of them, those of another are drawn."""
     rows = [json.loads(line) for line in inputs.corpus.read_text().splitlines()]
     for number, row in enumerate(rows):
         row["domain"] = "math" if number % 3 else "code"
@@ -63,6 +62,12 @@ def config(inputs: Inputs) -> Path:
     written = inputs.folder / "several.yaml"
     written.write_text(text)
     return written
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    """See `write_several`."""
+    return write_several(inputs)
 
 
 def assert_same_course(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:

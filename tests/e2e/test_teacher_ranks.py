@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from megatron_distill.config import TeacherRanks, teacher_ranks
 from megatron_distill.runtime.launch import Device, Launch, joined_world
 from megatron_distill.runtime.termination import TerminationRequest
 from tests.distributed.pool import Pool
@@ -30,7 +31,7 @@ QUANTITIES = ("ce_loss", "kd_loss", "total_loss", "grad_norm")
 
 
 @contextmanager
-def roles(rank: int, world: int, teachers: int) -> Iterator[Device]:
+def roles(rank: int, world: int, teachers: TeacherRanks) -> Iterator[Device]:
     """Join the world of this rank's role in a pool worker, whose own group returns afterwards."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
@@ -54,15 +55,14 @@ def train_in_roles(
     world: int,
     config_path: Path,
     overrides: Sequence[str],
-    teachers: int,
     stop_after: int | None,
 ) -> bool:
-    """Run one training with a teacher on the last ranks; returns whether the student finished."""
-    config = configure(rank, config_path, overrides, world, teachers=teachers)
+    """Run one training with teachers on the last ranks; returns whether the student finished."""
+    config = configure(rank, config_path, overrides, world)
     from megatron_distill.train.assemble.run import run_training
 
     stop: TerminationRequest = StopAfter(stop_after)
-    with roles(rank, world, teachers) as device:
+    with roles(rank, world, teacher_ranks(config, ranks_per_node=world)) as device:
         return run_training(config, device, stop)
 
 
@@ -78,7 +78,7 @@ def run_apart(
     """Train with a teacher on ranks of its own and return every record."""
     world = students + teachers
     changes = [f"output={output}", f"teacher.ranks={teachers}", *overrides]
-    pool.run(world, train_in_roles, config, changes, teachers, stop_after, timeout=SECONDS)
+    pool.run(world, train_in_roles, config, changes, stop_after, timeout=SECONDS)
     return records(output)
 
 
@@ -349,14 +349,12 @@ def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
 
 
-def taken_in_roles(
-    rank: int, world: int, config: Path, overrides: Sequence[str], teachers: int
-) -> int:
+def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> int:
     """Run one training; returns how many answers this rank has made signals of."""
     from megatron_distill.train.teachers.own_ranks import AnswerRing
 
     with patch.object(AnswerRing, "take", autospec=True, side_effect=AnswerRing.take) as take:
-        train_in_roles(rank, world, config, overrides, teachers, None)
+        train_in_roles(rank, world, config, overrides, None)
     return take.call_count
 
 
@@ -366,7 +364,7 @@ def test_a_stage_of_several_chunks_decodes_an_answer_once(
 ) -> None:
     given = [f"output={tmp_path}", "teacher.ranks=1", *LAYOUTS["PP2+virtual and 1"][2]]
     given += [SENT, TOP_K, "train.steps=3"]
-    taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, 1, timeout=SECONDS)
+    taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
     assert taken == [0, 3 * 4, 0]
 
 

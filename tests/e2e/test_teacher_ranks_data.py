@@ -28,12 +28,10 @@ from tests.e2e.test_teacher_ranks import train_in_roles
 SAVED = ("train.steps=200", "checkpoint.save=true", "checkpoint.interval=2")
 
 
-def failure_in_roles(
-    rank: int, world: int, config: Path, overrides: Sequence[str], teachers: int
-) -> str:
+def failure_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
     """Run one training that must fail; returns the error's kind and message."""
     try:
-        train_in_roles(rank, world, config, overrides, teachers, None)
+        train_in_roles(rank, world, config, overrides, None)
     except MegatronDistillError as error:
         return f"{type(error).__name__}: {error}"
     return "no failure"
@@ -57,7 +55,7 @@ def test_a_bad_record_ends_the_run_at_the_step_that_reads_it(
     own = [f"output={tmp_path / 'apart'}", *given]
     own += [f"teacher.ranks={teachers}", f"teacher.steps_ahead={ahead}"]
     world = students + teachers
-    found = pool.run(world, failure_in_roles, config, own, teachers, timeout=SECONDS)
+    found = pool.run(world, failure_in_roles, config, own, timeout=SECONDS)
     assert set(found) == {message}
     steps = course(step_records(tmp_path / "apart"))
     assert len(steps) > ahead

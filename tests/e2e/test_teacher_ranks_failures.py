@@ -228,16 +228,14 @@ def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
     assert checkpoints(output) == ["step_0000001"]
 
 
-def refusal(
-    rank: int, world: int, config: Path, changes: Sequence[str], teachers: int, full: int | None
-) -> str:
+def refusal(rank: int, world: int, config: Path, changes: Sequence[str], full: int | None) -> str:
     """The ConfigError that a start ends with; shared memory is full on the rank `full`."""
     from megatron_distill.errors import ConfigError
 
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     memory = patch("os.posix_fallocate", side_effect=no_space) if rank == full else nullcontext()
     with memory, pytest.raises(ConfigError) as found:
-        train_in_roles(rank, world, config, changes, teachers, None)
+        train_in_roles(rank, world, config, changes, None)
     return str(found.value)
 
 
@@ -255,7 +253,7 @@ def test_a_way_of_answers_that_is_not_there_ends_all_ranks(
     name, layout, backend, full, expected = REFUSED[case]
     changes = [f"output={tmp_path}/run", APART, f"teacher.transfer.backend={backend}", *layout]
     config, world = inputs.folder / f"{name}.yaml", 3 if layout else 2
-    found = pool.run(world, refusal, config, changes, 1, full, timeout=SECONDS_TO_THE_END)
+    found = pool.run(world, refusal, config, changes, full, timeout=SECONDS_TO_THE_END)
     assert len(set(found)) == 1
     assert expected in found[0]
     assert "teacher.transfer.backend" in found[0]

@@ -16,6 +16,7 @@ from megatron_distill.config.rules.teacher_parallel import (
     teacher_parallel_problems,
     under_key,
 )
+from megatron_distill.config.rules.teacher_ranks import TeacherRanks
 from megatron_distill.config.rules.teacher_tokenizers import aligned_role
 from megatron_distill.config.schema import (
     CaptureConfig,
@@ -286,18 +287,19 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
 )
 
 
-def layout_problems(job: JobConfig, world_size: int, *, teachers: int = 0) -> Iterator[Problem]:
+def layout_problems(
+    job: JobConfig, world_size: int, *, teachers: TeacherRanks = ()
+) -> Iterator[Problem]:
     """Find reasons why the layouts do not fit this number of processes.
 
-    `teachers`: how many of these run the teacher alone.
+    `teachers`: how many of these run one teacher alone, by role.
     """
-    students = world_size - teachers
+    own = dict(teachers)
+    students = world_size - sum(own.values())
     yield from _processes(job.parallel, students)
-    layouts = dict(own_layouts(job))
-    if teachers:
-        layouts.setdefault("teacher", teacher_parallel(job))
+    layouts = dict(own_layouts(job)) | {role: teacher_parallel(job, role) for role in own}
     for role, layout in layouts.items():
-        found = _processes(layout, teachers or students)
+        found = _processes(layout, own.get(role, students))
         yield from under_key(found, f"{role}.parallel")
 
 

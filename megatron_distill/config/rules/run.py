@@ -22,7 +22,11 @@ from megatron_distill.config.rules.objective import (
     objective_problems,
 )
 from megatron_distill.config.rules.teacher_parallel import under_key
-from megatron_distill.config.rules.teacher_ranks import role_problems, teacher_ranks_problems
+from megatron_distill.config.rules.teacher_ranks import (
+    TeacherRanks,
+    role_problems,
+    teacher_ranks_problems,
+)
 from megatron_distill.config.rules.teachers import teacher_problems
 from megatron_distill.config.schema import (
     ArchitectureConfig,
@@ -43,10 +47,10 @@ __all__ = [
 ]
 
 
-def check_layout(config: JobConfig, world_size: int, *, teachers: int = 0) -> None:
+def check_layout(config: JobConfig, world_size: int, *, teachers: TeacherRanks = ()) -> None:
     """Check every rule over several keys, including those on the number of processes.
 
-    `teachers`: how many of these run the teacher alone.
+    `teachers`: how many of these run one teacher alone, by role.
 
     Raises ConfigError: one message with all problems, each naming key, value and remedy. Settings
     without effect raise nothing; `load_config` replaces them.
@@ -54,7 +58,8 @@ def check_layout(config: JobConfig, world_size: int, *, teachers: int = 0) -> No
     problems = rule_problems(config)
     layout = list(role_problems(config, world_size, teachers))
     if not layout:
-        students, parallel = world_size - teachers, config.parallel
+        students = world_size - sum(ranks for _, ranks in teachers)
+        parallel = config.parallel
         layout += layout_problems(config, world_size, teachers=teachers)
         fits = students % (parallel.tensor * parallel.pipeline * parallel.context) == 0
         if isinstance(config, RunConfig) and fits:

@@ -1,4 +1,4 @@
-"""Rules on a teacher with ranks of its own, and the numbers of ranks of both roles."""
+"""Rules on teachers with ranks of their own, and the numbers of ranks of all roles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_tokenizers import own_tokenizers
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
@@ -17,70 +18,72 @@ from megatron_distill.config.schema import (
 from megatron_distill.errors import counted
 
 __all__ = [
+    "TeacherRanks",
     "has_own_ranks",
+    "own_rank_roles",
     "role_problems",
     "teacher_ranks",
     "teacher_ranks_problems",
 ]
 
-_KEYS: Final = ("teacher.ranks", "teacher.nodes")
+# Role and number of ranks of each teacher with ranks of its own, in the order of the ranks.
+TeacherRanks = tuple[tuple[str, int], ...]
+
+_KEYS: Final = ("ranks", "nodes")
 
 
-def has_own_ranks(config: JobConfig) -> bool:
-    """Return whether the last ranks of the launch run the teacher alone."""
-    teacher = config.teacher
-    return teacher is not None and (teacher.ranks is not None or teacher.nodes is not None)
+def has_own_ranks(config: JobConfig, role: str = "teacher") -> bool:
+    """Return whether ranks of the launch run this teacher alone."""
+    teacher = config.models.get(role)
+    if teacher is None or role == "student":
+        return False
+    return teacher.ranks is not None or teacher.nodes is not None
 
 
-def teacher_ranks(config: JobConfig, *, ranks_per_node: int) -> int:
-    """Return the number of ranks that run the teacher alone; 0: all ranks run both models."""
-    teacher = config.teacher
-    if teacher is None or isinstance(config, CaptureConfig):
-        return 0
-    if teacher.nodes is not None:
-        return teacher.nodes * ranks_per_node
-    return teacher.ranks or 0
+def own_rank_roles(config: JobConfig) -> list[str]:
+    """Return the roles of the teachers with ranks of their own, in the order of these ranks."""
+    if isinstance(config, CaptureConfig):
+        return []
+    return [role for role in sorted(config.models) if has_own_ranks(config, role)]
 
 
-def role_problems(config: JobConfig, world_size: int, teachers: int) -> Iterator[Problem]:
-    """Find reasons why a launch cannot be divided into the student's and the teacher's ranks."""
-    if teachers >= world_size:
-        key = "teacher.nodes" if config.models["teacher"].nodes is not None else "teacher.ranks"
+def teacher_ranks(config: JobConfig, *, ranks_per_node: int) -> TeacherRanks:
+    """Return the ranks that run one teacher alone; empty: all ranks run all models."""
+    found = []
+    for role in own_rank_roles(config):
+        model = config.models[role]
+        ranks = model.ranks or 0
+        found.append((role, ranks if model.nodes is None else model.nodes * ranks_per_node))
+    return tuple(found)
+
+
+def role_problems(config: JobConfig, world_size: int, teachers: TeacherRanks) -> Iterator[Problem]:
+    """Find reasons why a launch cannot be divided among the student and the teachers."""
+    total = sum(ranks for _, ranks in teachers)
+    if total >= world_size:
+        keys = tuple(
+            f"{role}.{'ranks' if config.models[role].nodes is None else 'nodes'}"
+            for role, _ in teachers
+        )
+        gives = "gives the teacher" if len(keys) == 1 else "give the teachers"
         yield Problem(
-            (key,),
-            f"{key} gives the teacher {counted(teachers, 'rank')}, but the launch has "
+            keys,
+            f"{' and '.join(keys)} {gives} {counted(total, 'rank')}, but the launch has "
             f"{counted(world_size, 'process', 'processes')} in all, and the student needs at least "
-            "one; start more processes or lower it",
+            f"one; start more processes or lower {'it' if len(keys) == 1 else 'one of them'}",
         )
 
 
 def teacher_ranks_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find settings of a teacher on ranks of its own that contradict the run."""
+    """Find settings of teachers on ranks of their own that contradict the run."""
     yield from _of_student(config.student)
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if not has_own_ranks(config):
-        yield from _without_ranks(teacher)
-        return
-    if teacher.ranks is not None and teacher.nodes is not None:
-        yield Problem(
-            _KEYS,
-            f"teacher.ranks = {teacher.ranks} and teacher.nodes = {teacher.nodes}: give only one "
-            "of the two",
-        )
-    if teacher.store is not None:
-        for key in _KEYS:
-            value = getattr(teacher, key.removeprefix("teacher."))
-            if value is not None:
-                yield without_effect(key, value, "with teacher.store", instead=None)
-        return
-    yield from _refused(config)
-    yield from _transfer(config, teacher.transfer)
+    for role, model in config.models.items():
+        if role != "student":
+            yield from _of_teacher(config, role, model)
 
 
 def _of_student(student: ModelConfig) -> Iterator[Problem]:
-    for name in ("ranks", "nodes"):
+    for name in _KEYS:
         if getattr(student, name) is not None:
             yield Problem(
                 (f"student.{name}", f"teacher.{name}"),
@@ -88,47 +91,104 @@ def _of_student(student: ModelConfig) -> Iterator[Problem]:
             )
 
 
-def _without_ranks(teacher: ModelConfig) -> Iterator[Problem]:
-    reason = "without teacher.ranks or teacher.nodes"
+def _of_teacher(config: RunConfig, role: str, teacher: ModelConfig) -> Iterator[Problem]:
+    if not has_own_ranks(config, role):
+        yield from _without_ranks(role, teacher)
+        return
+    if teacher.ranks is not None and teacher.nodes is not None:
+        yield Problem(
+            _keys(role),
+            f"{role}.ranks = {teacher.ranks} and {role}.nodes = {teacher.nodes}: give only one of "
+            "the two",
+        )
+    if teacher.store is not None:
+        for name in _KEYS:
+            value = getattr(teacher, name)
+            if value is not None:
+                yield without_effect(f"{role}.{name}", value, f"with {role}.store", instead=None)
+        return
+    yield from _resting(role, teacher)
+    if role == "teacher":
+        yield from _alone(config)
+        yield from _transfer(config, teacher.transfer)
+    else:
+        yield from _among_several(config, role, teacher.transfer)
+    yield from _backend(config, role, teacher.transfer)
+
+
+def _keys(role: str) -> tuple[str, str]:
+    return f"{role}.ranks", f"{role}.nodes"
+
+
+def _without_ranks(role: str, teacher: ModelConfig) -> Iterator[Problem]:
+    reason = f"without {role}.ranks or {role}.nodes"
     if teacher.steps_ahead != 1:
-        yield without_effect("teacher.steps_ahead", teacher.steps_ahead, reason, instead=1)
+        yield without_effect(f"{role}.steps_ahead", teacher.steps_ahead, reason, instead=1)
     for name, value in teacher.transfer.model_dump(exclude_defaults=True).items():
         default = TransferConfig.model_fields[name].default
-        yield without_effect(f"teacher.transfer.{name}", value, reason, instead=default)
+        yield without_effect(f"{role}.transfer.{name}", value, reason, instead=default)
 
 
-def _refused(config: RunConfig) -> Iterator[Problem]:
-    """Name what only a teacher on the student's ranks can do."""
+def _resting(role: str, teacher: ModelConfig) -> Iterator[Problem]:
+    """Find keys of memory that the teacher shares with a student."""
+    own = f"with {role}.ranks or {role}.nodes"
+    if teacher.offload_hidden:
+        reason = f"{own}, which sends its hidden states away"
+        yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
+    if teacher.offload:
+        reason = f"{own}, whose GPUs have no student"
+        yield without_effect(f"{role}.offload", value=True, reason=reason, instead=False)
+
+
+def _alone(config: RunConfig) -> Iterator[Problem]:
+    """Name what a single teacher can do on the student's ranks only."""
     for index, entry in enumerate(config.objective.features):
         if entry.loss == "attention":
             name = f"objective.features.{index}.loss"
             yield Problem(
-                (name, *_KEYS),
+                (name, *_keys("teacher")),
                 f"{name} = 'attention': needs queries and keys of the same heads on each rank of "
                 "both models, and this teacher has ranks of its own; use a loss of hidden states, "
                 "or remove teacher.ranks and teacher.nodes",
             )
-    teacher = config.models["teacher"]
-    if teacher.offload_hidden:
-        reason = "with teacher.ranks or teacher.nodes, which sends its hidden states away"
-        yield without_effect("teacher.offload_hidden", value=True, reason=reason, instead=False)
-    if teacher.offload:
-        reason = "with teacher.ranks or teacher.nodes, whose GPUs have no student"
-        yield without_effect("teacher.offload", value=True, reason=reason, instead=False)
     if not config.objective.terms and not config.objective.features:
         yield Problem(
-            ("objective.terms", *_KEYS),
+            ("objective.terms", *_keys("teacher")),
             "objective.terms = []: no loss asks the teacher, and it would have ranks of its own; "
             "add a term, or remove teacher.ranks and teacher.nodes",
         )
+
+
+def _among_several(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
+    """Name what one of several teachers cannot do on ranks of its own."""
+    if transfer.what != "hidden":
+        yield Problem(
+            (f"{role}.transfer.what", "teachers"),
+            f"{role}.transfer.what = {transfer.what!r}: one of several teachers sends its hidden "
+            "states, which serve every mixture; set it to hidden, or set teacher in place of "
+            "teachers",
+        )
+    elif transfer.k is not None:
+        yield _unused_k(role, transfer)
+    for name in own_tokenizers(config):
+        if role != f"teachers.{name}":  # which has a rule of its own
+            yield Problem(
+                (*_keys(role), f"teachers.{name}"),
+                f"{role}.ranks: is not possible beside teachers.{name}, which has another "
+                f"tokenizer; remove {role}.ranks, or give teachers.{name} a run of its own",
+            )
+
+
+def _unused_k(role: str, transfer: TransferConfig) -> Problem:
+    reason = f"with {role}.transfer.what = 'hidden'"
+    return without_effect(f"{role}.transfer.k", transfer.k, reason, instead=None)
 
 
 def _transfer(config: RunConfig, transfer: TransferConfig) -> Iterator[Problem]:
     key = "teacher.transfer.k"
     if transfer.what == "hidden":
         if transfer.k is not None:
-            reason = "with teacher.transfer.what = 'hidden'"
-            yield without_effect(key, transfer.k, reason, instead=None)
+            yield _unused_k("teacher", transfer)
     elif transfer.k is None:
         yield Problem(
             (key, "teacher.transfer.what"),
@@ -144,17 +204,20 @@ def _transfer(config: RunConfig, transfer: TransferConfig) -> Iterator[Problem]:
     else:
         for index, term in enumerate(config.objective.terms):
             yield from _term(f"objective.terms.{index}", term, transfer.k)
+
+
+def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
+    key = f"{role}.transfer.backend"
     if transfer.backend == "nccl" and config.runtime.device == "cpu":
         yield Problem(
-            ("teacher.transfer.backend", "runtime.device"),
-            "teacher.transfer.backend = 'nccl' needs GPUs, and runtime.device = 'cpu'; set it to "
-            "auto, gloo or ipc",
+            (key, "runtime.device"),
+            f"{key} = 'nccl' needs GPUs, and runtime.device = 'cpu'; set it to auto, gloo or ipc",
         )
     if transfer.backend == "ipc" and config.runtime.device == "cuda":
         yield Problem(
-            ("teacher.transfer.backend", "runtime.device"),
-            "teacher.transfer.backend = 'ipc' is shared memory between processes on a CPU, and "
-            "runtime.device = 'cuda'; set it to nccl or gloo",
+            (key, "runtime.device"),
+            f"{key} = 'ipc' is shared memory between processes on a CPU, and runtime.device = "
+            "'cuda'; set it to nccl or gloo",
         )
 
 

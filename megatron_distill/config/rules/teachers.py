@@ -18,7 +18,6 @@ from megatron_distill.config.schema import (
     RunConfig,
     SourceConfig,
     TermConfig,
-    TransferConfig,
 )
 from megatron_distill.config.schema.data import ConversationFormat
 
@@ -74,7 +73,7 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _term(f"objective.terms.{index}", term, teachers)
     yield from _other_losses(config)
     for name, model in teachers.items():
-        yield from _model(f"teachers.{name}", model)
+        yield from _model(config, f"teachers.{name}", model)
     routed = routed_terms(config)
     yield from _routing_weights(config, teachers)
     for key, source in _sources(config):
@@ -185,26 +184,14 @@ def _other_losses(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _model(key: str, model: ModelConfig) -> Iterator[Problem]:
-    for name in ("ranks", "nodes"):
-        if getattr(model, name) is not None:
-            yield Problem(
-                (f"{key}.{name}", "teachers"),
-                f"{key}.{name}: several teachers run on the student's ranks; remove it, or set "
-                "teacher in place of teachers",
-            )
-    if model.offload and model.parallel and model.store is None:
+def _model(config: RunConfig, key: str, model: ModelConfig) -> Iterator[Problem]:
+    is_shared = model.store is None and not has_own_ranks(config, key)
+    if model.offload and model.parallel and is_shared:
         yield Problem(
             (f"{key}.offload", f"{key}.parallel"),
             f"{key}.offload = true: a teacher with a layout of its own keeps its weights on the "
             f"GPU; set {key}.offload=false, or divide them further by {key}.parallel",
         )
-    reason = f"without {key}.ranks"
-    if model.steps_ahead != 1:
-        yield without_effect(f"{key}.steps_ahead", model.steps_ahead, reason, instead=1)
-    for name, value in model.transfer.model_dump(exclude_defaults=True).items():
-        default = TransferConfig.model_fields[name].default
-        yield without_effect(f"{key}.transfer.{name}", value, reason, instead=default)
 
 
 def _layouts(config: RunConfig) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture, Recompute
 from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
-from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms, layout_of
 from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
@@ -34,6 +34,7 @@ _ANY_VOCABULARY: Final = 1 << 30
 
 def answer_plan(
     config: RunConfig,
+    role: Role,
     roles: Roles,
     teacher: Architecture,
     student: Architecture,
@@ -42,13 +43,14 @@ def answer_plan(
 ) -> AnswerPlan:
     """Return who sends which rows to whom; pure, and the same on all ranks.
 
-    `settings`: of sent top-k ids, which every tensor rank needs for all positions; None: hidden
-    states are sent, split along the sequence as the models leave them. Raises ConfigError: a
-    feature loss names a layer that its model does not have.
+    `role`: the ranks of the teacher, one of `roles`. `settings`: of sent top-k ids, which every
+    tensor rank needs for all positions; None: hidden states are sent, split along the sequence as
+    the models leave them. Raises ConfigError: a feature loss names a layer that its model does not
+    have.
     """
     student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
-    teacher_grid = Grid.of(layout_of(teacher_parallel(config)), roles.teacher.ranks)
-    train, section = config.train, config.models["teacher"]
+    teacher_grid = Grid.of(layout_of(teacher_parallel(config, role.name)), role.ranks)
+    train, section = config.train, config.models[role.name]
     units = Units(
         micro_batches=train.global_batch_size // (train.micro_batch_size * student_grid.replicas),
         student_replicas=student_grid.replicas,
@@ -70,6 +72,7 @@ def answer_plan(
         sequences=train.micro_batch_size,
         outputs=(last, *_layer_outputs(config, teacher, student, hidden)),
         steps_ahead=section.steps_ahead,
+        role=role.name,
     )
 
 
@@ -129,10 +132,10 @@ def plain_terms(terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
     return tuple(term for term in terms if isinstance(term, Term))
 
 
-def sent_records(config: RunConfig) -> CaptureSettings | None:
+def sent_records(config: RunConfig, role: str) -> CaptureSettings | None:
     """Return the settings of sent top-k ids before the tokenizer is known."""
     terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
-    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    transfer, length = config.models[role].transfer, config.data.sequence_length
     return answer_settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
 
 

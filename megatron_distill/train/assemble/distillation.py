@@ -44,7 +44,7 @@ from megatron_distill.train.assemble.models import (
     build_terms,
     resolve_model,
 )
-from megatron_distill.train.assemble.several import sample_routing
+from megatron_distill.train.assemble.routing import sample_routing
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
@@ -65,7 +65,8 @@ from megatron_distill.train.teachers.live import (
     routes,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
-from megatron_distill.train.teachers.own_ranks import HeldOutAnswers
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
+from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.throughput import Throughput, stage_layers
 from megatron_distill.train.validation import HeldOut, read_held_out
 
@@ -83,7 +84,7 @@ class OpenRun:
 
     def throughput(self, train: TrainConfig) -> Throughput:
         """Return what turns the seconds of a training step into figures."""
-        remote = self.teacher.remote
+        elsewhere = sum(remote.ranks for remote in self.teacher.remotes.values())
         return Throughput.of_run(
             self.student.architecture,
             # Of several teachers the samples decide which run: their work is not counted.
@@ -92,7 +93,7 @@ class OpenRun:
             teacher_length=self.samples.teacher_length,
             global_batch_size=train.global_batch_size,
             precision=train.precision,
-            num_devices=self.site.groups.world.size() + (remote.ranks if remote else 0),
+            num_devices=self.site.groups.world.size() + elsewhere,
             device=self.site.execution.device,
         )
 
@@ -180,8 +181,8 @@ def open_held_out(train: TrainConfig, section: ObjectiveConfig, opened: OpenRun)
     teacher = opened.teacher.signals
     if samples.stored is not None and samples.data.sources:
         teacher = None  # a store has no records of a corpus's held-out samples
-    if opened.teacher.remote is not None:
-        teacher = HeldOutAnswers(opened.teacher.remote, len(steps))
+    if isinstance(teacher, OwnRanksTeacher | SeveralTeachers):
+        teacher = teacher.held_out(len(steps))
     return HeldOut.of(steps, teacher, final)
 
 

@@ -166,11 +166,11 @@ def _teachers(
 ) -> Iterator[EvaluatedModel]:
     """Yield the teachers whose models are on these ranks."""
     section, teacher = config.evaluation, opened.teacher
-    if not teacher.models and (teacher.stored is not None or teacher.remote is not None):
-        _LOGGER.info(
-            "no baseline of the teacher: its model is not on the student's ranks; "
-            "`megatron-distill evaluate` measures it"
-        )
+    for role in (*teacher.stored_samples, *teacher.remotes):
+        name, measured = role, ""
+        if role == "teacher":
+            name, measured = "the teacher", "; `megatron-distill evaluate` measures it"
+        _LOGGER.info("no baseline of %s: its model is not on the student's ranks%s", name, measured)
     reading = opened.samples.options.teacher
     device = opened.site.execution.device
     for role, model in teacher.models.items():

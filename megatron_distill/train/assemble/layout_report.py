@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from megatron_distill.config import ParallelConfig, RunConfig, teacher_parallel
+from megatron_distill.config import (
+    ParallelConfig,
+    RunConfig,
+    TeacherRanks,
+    teacher_parallel,
+)
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.sharded_weights import weights_of_rank
@@ -14,6 +19,7 @@ from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
 from megatron_distill.train.assemble.models import has_model, layout_of, read_model
+from megatron_distill.train.assemble.routing import members, share_of_units
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.throughput import StepFlops, step_flops_per_token
 
@@ -22,32 +28,39 @@ __all__ = ["layout_report"]
 _BALANCED: Final = 1.25  # a side that is busy for less than this part of the other's time waits
 
 
-def layout_report(config: RunConfig, *, ranks: int, teachers: int) -> str:
-    """Return which rank does which part, and with a teacher's own ranks what they exchange.
+def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> str:
+    """Return which rank does which part, and with teachers' own ranks what they exchange.
 
-    `teachers`: how many of the ranks run the teacher alone. Raises ConfigError or CheckpointError:
-    a model does not exist or does not fit.
+    `teachers`: how many of the ranks run one teacher alone, by role. Raises ConfigError or
+    CheckpointError: a model does not exist or does not fit.
     """
     roles = Roles(ranks, teachers)
     student = read_model(config, "student", None).architecture
-    teacher = None
-    if config.teacher is not None and has_model(config.teacher):
-        teacher = read_model(config, "teacher", None).architecture
+    shapes = {
+        role: read_model(config, role, None).architecture
+        for role, model in sorted(config.models.items())
+        if role != "student" and model.store is None and has_model(model)
+    }
+    apart = {role.name: role for role in roles.teachers}
     lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]
-    if teachers and teacher is not None:
-        lines += _ranks(roles.teacher, teacher_parallel(config))
-        precision = PRECISIONS[config.train.precision]
-        plan = answer_plan(config, roles, teacher, student, precision, sent_records(config))
-        lines += _exchange(plan, roles)
-    if teacher is not None:
-        lines.append(_teacher_weights(config, teacher, roles.teacher.size if teachers else ranks))
+    for role in roles.teachers:
+        lines += _ranks(role, teacher_parallel(config, role.name))
+    for role in roles.teachers:
+        shape, precision = shapes[role.name], PRECISIONS[config.train.precision]
+        records = sent_records(config, role.name)
+        plan = answer_plan(config, role, roles, shape, student, precision, records)
+        own = members(config.teachers, config.objective.terms).get(role.name)
+        is_routed = share_of_units(own).number is not None
+        lines += _exchange(plan, roles, is_routed=is_routed)
+    for name, shape in shapes.items():
+        lines.append(_teacher_weights(config, name, shape, apart.get(name, roles.student).size))
         flops = step_flops_per_token(
             student,
-            teacher,
+            shape,
             sequence_length=config.data.sequence_length,
-            teacher_length=config.models["teacher"].sequence_length,
+            teacher_length=config.models[name].sequence_length,
         )
-        lines += _balance(flops, roles, teacher, config)
+        lines += _balance(flops, roles, shape, config) if name == "teacher" else _share(flops)
     return "\n".join(lines) + "\n"
 
 
@@ -72,13 +85,15 @@ def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
             yield f"  {names:<28} (rank {launched}): replica {replica}, stage {stage}"
 
 
-def _exchange(plan: AnswerPlan, roles: Roles) -> Iterator[str]:
+def _exchange(plan: AnswerPlan, roles: Roles, *, is_routed: bool) -> Iterator[str]:
     routes = plan.step_bytes()
     last = plan.outputs[0]
+    several = "" if plan.role == "teacher" else f" of {plan.role}"
+    most = "at most " if is_routed else ""
     yield (
-        f"answers: {size(sum(routes.values()))} per step, {last.bytes_per_token:,} bytes per token "
-        f"and receiving rank; {counted(plan.units.micro_batches, 'unit')} per step and replica of "
-        "the student"
+        f"answers{several}: {most}{size(sum(routes.values()))} per step, "
+        f"{last.bytes_per_token:,} bytes per token and receiving rank; "
+        f"{counted(plan.units.micro_batches, 'unit')} per step and replica of the student"
     )
     for output in plan.outputs[1:]:
         yield (
@@ -86,29 +101,39 @@ def _exchange(plan: AnswerPlan, roles: Roles) -> Iterator[str]:
             f"student's stage {output.destination}, {output.bytes_per_token:,} bytes per token"
         )
     for (source, destination), count in sorted(routes.items()):
-        yield f"  {roles.name(source)} to {roles.name(destination)}: {size(count)} per step"
+        yield f"  {roles.name(source)} to {roles.name(destination)}: {most}{size(count)} per step"
     for stage in sorted({output.destination for output in plan.outputs}):
         where = "last stage" if stage == last.destination else f"stage {stage}"
+        held = plan.slot_bytes(plan.student.rank(stage=stage))
         yield (
-            f"slots: {size(plan.slot_bytes(plan.student.rank(stage=stage)))} on each rank of the "
-            f"student's {where}, for {counted(plan.blocks, 'step')} "
-            f"(teacher.steps_ahead = {plan.steps_ahead})"
+            f"slots{several}: {size(held)} on each rank of the student's {where}, for "
+            f"{counted(plan.blocks, 'step')} ({plan.role}.steps_ahead = {plan.steps_ahead})"
         )
 
 
-def _teacher_weights(config: RunConfig, shape: Architecture, ranks: int) -> str:
-    """Return the bytes of the teacher's weights on the rank that has most of them."""
-    layout = layout_of(teacher_parallel(config))
-    is_sharded = config.models["teacher"].shard_weights
+def _teacher_weights(config: RunConfig, role: str, shape: Architecture, ranks: int) -> str:
+    """Return the bytes of a teacher's weights on the rank that has most of them."""
+    layout = layout_of(teacher_parallel(config, role))
+    is_sharded = config.models[role].shard_weights
     counts = weights_of_rank(shape, layout, ranks=ranks, is_sharded=is_sharded)
     width = PRECISIONS[config.train.precision].itemsize
-    text = f"teacher's weights: {size(width * counts.resident)} of a rank"
+    name = "teacher's weights" if role == "teacher" else f"weights of {role}"
+    text = f"{name}: {size(width * counts.resident)} of a rank"
     if not counts.buffers:
         return text
     return (
         f"{text} = shards {size(width * counts.layers)}, two layers "
         f"{size(width * counts.buffers)}, embedding and head {size(width * counts.whole)}; "
         f"{size(width * counts.gathered)} received in each forward pass"
+    )
+
+
+def _share(flops: StepFlops) -> Iterator[str]:
+    """Yield the work of one of several teachers; the samples decide how often it runs."""
+    wanted = flops.teacher_forward / (flops.student_forward + flops.student_backward)
+    yield (
+        f"  on a sample its forward pass takes {wanted:.2f} times the operations of the student's "
+        "forward and backward pass"
     )
 
 
@@ -142,8 +167,8 @@ def _balance(
         f"  of {counted(total, 'rank')} the teacher's share is {share * total:.1f}; recommended: "
         f"teacher.ranks={best}, {alone:.2f} times the time of shared ranks at equal efficiency"
     )
-    if roles.are_split:
-        of_teacher, own = wanted / roles.teacher.size, 1 / roles.student.size
+    for role in roles.teachers:
+        of_teacher, own = wanted / role.size, 1 / roles.student.size
         slower = "teacher" if of_teacher > own else "student"
         ratio = max(of_teacher, own) / min(of_teacher, own)
         waits = "student" if slower == "teacher" else "teacher"
@@ -151,7 +176,7 @@ def _balance(
             f"the {waits} waits for the {slower}" if ratio > _BALANCED else "the sides are balanced"
         )
         yield (
-            f"  here: {roles.teacher.size} of the teacher and {roles.student.size} of the "
+            f"  here: {role.size} of the teacher and {roles.student.size} of the "
             f"student; the {slower}'s step takes {ratio:.2f} times the other's: {verdict}"
         )
 

@@ -1,4 +1,4 @@
-"""From a configuration to a teacher on ranks of its own: both sides of the bridge."""
+"""From a configuration to teachers on ranks of their own: both sides of the bridge."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.config import (
+    DataConfig,
     RunConfig,
     TrainConfig,
     TransferConfig,
@@ -49,6 +50,7 @@ from megatron_distill.train.assemble.models import (
     teacher_execution,
     teacher_seed,
 )
+from megatron_distill.train.assemble.routing import members, sample_routing, share_of_units
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
@@ -81,6 +83,7 @@ from megatron_distill.train.teachers.sent_topk import (
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
     LastColumns,
+    Share,
     TeacherServer,
     send_head,
     units_of_round,
@@ -91,6 +94,7 @@ from megatron_distill.train.teachers.units import Message
 __all__ = [
     "answer_metrics",
     "open_own_ranks",
+    "publish_data",
     "publish_start",
     "run_teacher",
 ]
@@ -98,8 +102,8 @@ __all__ = [
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
-def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
-    """Open the student's side; nothing is sent before `OwnRanksTeacher.start`.
+def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
+    """Open the student's side of a teacher; nothing is sent before `OwnRanksTeacher.start`.
 
     Raises ConfigError on all ranks of the student.
     """
@@ -107,15 +111,14 @@ def open_own_ranks(config: RunConfig, fit: TeacherFit, site: Site) -> OwnRanksTe
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
-    with together():
-        if bridge.rank == 0:
-            publish_files(config.data, bridge)
     tokens = vocabulary if fit.own is None else fit.own.vocabulary
-    teacher = resolve_model(config, "teacher", tokens).architecture
+    teacher = resolve_model(config, role, tokens).architecture
     of_head = student if fit.own is None else teacher
-    transfer, length = config.models["teacher"].transfer, config.data.sequence_length
+    transfer, length = config.models[role].transfer, config.data.sequence_length
     settings = answer_settings(transfer, terms, tokens=vocabulary.size, length=length)
-    plan = answer_plan(config, bridge.roles, teacher, student, execution.dtype, settings)
+    roles = bridge.roles
+    ranks = roles.teacher(role)
+    plan = answer_plan(config, ranks, roles, teacher, student, execution.dtype, settings)
     ring, weight, file = None, None, None
     if groups.is_last_stage and settings is None:
         shard = vocab_shard(of_head, groups, tokens=tokens.size)
@@ -187,20 +190,20 @@ def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) 
     return stored_metrics(settings, terms)
 
 
-def _backend(transfer: TransferConfig, device: Device) -> str:
+def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
     """Return the way of the answers by name, the same on all ranks.
 
     Raises ConfigError: it is not for this device, which `runtime.device = 'auto'` has chosen.
     """
+    key = f"{role}.transfer.backend"
     if transfer.backend == "ipc" and device.kind == "cuda":
         raise ConfigError(
-            "teacher.transfer.backend = 'ipc' is shared memory between processes on a CPU; set it "
-            "to nccl or gloo on GPUs"
+            f"{key} = 'ipc' is shared memory between processes on a CPU; set it to nccl or gloo on "
+            "GPUs"
         )
     if transfer.backend == "nccl" and device.kind != "cuda":
         raise ConfigError(
-            "teacher.transfer.backend = 'nccl' needs GPUs, and this machine has none; set it to "
-            "auto, gloo or ipc"
+            f"{key} = 'nccl' needs GPUs, and this machine has none; set it to auto, gloo or ipc"
         )
     if transfer.backend != "auto":
         return transfer.backend
@@ -214,13 +217,13 @@ def _student_way(
 
     Raises ConfigError: the way is not for this device, or shared memory is full.
     """
-    bridge, backend = device.bridge, _backend(transfer, device)
+    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
     assert bridge is not None
     if backend == "ipc":
         path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
         slots = create_shared(path, plan, bridge.rank)
         resources.callback(path.unlink, missing_ok=True)
-        bridge.publish(f"slots/{bridge.rank}", str(path))
+        bridge.publish(f"slots/{plan.role}/{bridge.rank}", str(path))
         return SharedMemoryWay({bridge.rank: slots}), slots, path
     # Records of a top-k are read by the host, as those of a store.
     is_record = transfer.what == "top_k"
@@ -230,7 +233,7 @@ def _student_way(
     }
     slots = private_slots(plan, bridge.rank, places)
     if backend == "nccl" and not is_record:
-        return NcclWay(bridge.nccl()), slots, None
+        return NcclWay(bridge.nccl(plan.role)), slots, None
     return HostWay(bridge), slots, None
 
 
@@ -240,12 +243,12 @@ def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> 
     Raises ConfigError: the way is not for this device, or it should share memory with another
     machine.
     """
-    bridge, backend = device.bridge, _backend(transfer, device)
+    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
     assert bridge is not None
     if backend == "ipc":
         return SharedMemoryWay(_mapped_slots(plan, bridge))
     if backend == "nccl" and transfer.what == "hidden":
-        return NcclWay(bridge.nccl())
+        return NcclWay(bridge.nccl(plan.role))
     return HostWay(bridge)
 
 
@@ -258,34 +261,45 @@ def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
             here, there = bridge.host(bridge.rank), bridge.host(rank)
             if here != there:
                 raise ConfigError(
-                    f"teacher.transfer.backend = 'ipc': {bridge.roles.name(bridge.rank)} is on "
+                    f"{plan.role}.transfer.backend = 'ipc': {bridge.roles.name(bridge.rank)} is on "
                     f"{here} and {bridge.roles.name(rank)} on {there}, which share no memory; set "
                     "it to gloo or nccl"
                 )
-            path = Path(bridge.published(f"slots/{rank}"))
+            path = Path(bridge.published(f"slots/{plan.role}/{rank}"))
             found[rank] = map_shared(path, plan, rank)
     return found
 
 
+def publish_data(data: DataConfig, device: Device) -> None:
+    """Let the student's first rank tell the teachers' ranks its files, if there are such ranks.
+
+    Raises DataError on all ranks of the student.
+    """
+    bridge = device.bridge
+    if bridge is not None:
+        with together():
+            if bridge.rank == 0:
+                publish_files(data, bridge)
+
+
 def publish_start(bridge: Bridge, steps_done: int, last_step: int, data: State) -> None:
-    """Let the student's first rank tell the teacher's ranks where it begins."""
+    """Let the student's first rank tell the teachers' ranks where it begins."""
     if dist.get_rank() == 0:
         bridge.publish("start", {"steps_done": steps_done, "last_step": last_step, "data": data})
 
 
 def run_teacher(config: RunConfig, device: Device) -> None:
-    """Run the teacher on this rank until the student ends.
+    """Run this rank's teacher until the student ends.
 
     Raises a MegatronDistillError on all ranks of the launch together.
     """
     bridge = device.bridge
     assert bridge is not None, "the rank's role says so"
+    parallel = teacher_parallel(config, bridge.role.name)
     with (
         bridge.meet("run"),
         permanent_imports(),
-        job_groups(
-            teacher_parallel(config), config.runtime, seed=config.seed, trains=False
-        ) as groups,
+        job_groups(parallel, config.runtime, seed=config.seed, trains=False) as groups,
         ExitStack() as resources,
         device.alone,
     ):
@@ -305,19 +319,23 @@ def run_teacher(config: RunConfig, device: Device) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The teacher's model, its samples, and the plan of its answers."""
+    """A teacher's model, its samples, the plan of its answers, and its share of the units."""
 
     teacher: OnlineTeacher
     samples: RunSamples
     plan: AnswerPlan
     head_parts: tuple[Message, ...]
     settings: CaptureSettings | None
+    share: Share
 
 
 def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     """Open the tokenizer and build the model. Raises on all ranks of the teacher."""
-    bridge, section = device.bridge, config.models["teacher"]
+    bridge = device.bridge
     assert bridge is not None
+    role, roles = bridge.role, bridge.roles
+    section = config.models[role.name]
+    among = members(config.teachers, config.objective.terms).get(role.name)
     options = data_options(config.data, Path(config.output), shows_progress=False)
     tokenizer, vocabulary = open_tokenizer(config, options)
     student = resolve_model(config, "student", vocabulary).architecture
@@ -326,16 +344,18 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     if own is not None:
         tokens, length = own.vocabulary, own.sequence_length
         options = replace(options, teacher=own.reading)
-    source = resolve_model(config, "teacher", tokens)
+    options = replace(options, routing=sample_routing(config))
+    source = resolve_model(config, role.name, tokens)
     execution = teacher_execution(
         Execution(PRECISIONS[config.train.precision], device.torch_device),
         section,
-        config.parallel.layers_per_stage.teacher,
+        teacher_parallel(config, role.name).layers_per_stage.teacher,
+        role.name,
     )
     teacher = OnlineTeacher.of_source(
         source,
         execution,
-        seed=teacher_seed(config.seed),
+        seed=teacher_seed(config.seed) + (0 if among is None else among.number),
         sequence_length=length,
         shard=vocab_shard(source.architecture, groups, tokens=tokens.size),
         groups=groups,
@@ -350,12 +370,12 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
     settings = answer_settings(section.transfer, terms, tokens=vocabulary.size, length=length)
-    plan = answer_plan(
-        config, bridge.roles, source.architecture, student, execution.dtype, settings
-    )
+    shape, dtype = source.architecture, execution.dtype
+    plan = answer_plan(config, role, roles, shape, student, dtype, settings)
     of_head = student if own is None else source.architecture
     parts = head_parts(plan, source.architecture, of_head, tokens.size)
-    return _Opened(teacher, samples, plan, () if settings else parts, settings)
+    share = share_of_units(among)
+    return _Opened(teacher, samples, plan, () if settings else parts, settings, share)
 
 
 def _open_server(
@@ -374,10 +394,10 @@ def _open_server(
     assert bridge is not None
     way = sender = None
     with together():
-        if bridge.rank == bridge.roles.teacher.first:
+        if bridge.rank == bridge.role.first:
             require_same_files(config.data, bridge)
         if plan.sends(bridge.rank):
-            way = _teacher_way(config.models["teacher"].transfer, plan, device)
+            way = _teacher_way(config.models[plan.role].transfer, plan, device)
     if way is not None:
         sender = AnswerSender(
             plan,
@@ -391,7 +411,13 @@ def _open_server(
     exchange = exchange_group(timeout_seconds=bridge.timeout_seconds)
     loader = _open_loader(config.train, device, opened, held_out=False, exchange=exchange)
     steps = resources.enter_context(
-        PrefetchedUnits(loader, units=units, last_step=start["last_step"], group=exchange)
+        PrefetchedUnits(
+            loader,
+            units=units,
+            replicas=plan.units.teacher_replicas,
+            last_step=start["last_step"],
+            group=exchange,
+        )
     )
     loader.load_state_dict(start["data"])
     server = TeacherServer(
@@ -406,6 +432,7 @@ def _open_server(
         sender=sender,
         device=device.torch_device,
         alone=device.alone,
+        share=opened.share,
     )
     if plan.has_features:
         server.tap()
@@ -426,7 +453,9 @@ def _held_out(
     if not count:
         return []
     with _open_loader(train, device, opened, held_out=True) as loader:
-        return [loader.take_units(step, units) for step in range(1, count + 1)]
+        replicas = opened.plan.units.teacher_replicas
+        steps = range(1, count + 1)
+        return [loader.take_units(step, units, replicas=replicas) for step in steps]
 
 
 def _open_loader(

@@ -37,7 +37,7 @@ from megatron_distill.train.assemble.distillation import (
 )
 from megatron_distill.train.assemble.evaluation import best_rule, open_evaluation
 from megatron_distill.train.assemble.models import export_source, job_groups
-from megatron_distill.train.assemble.own_ranks import publish_start, run_teacher
+from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
@@ -58,7 +58,7 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
-from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
+from megatron_distill.train.teachers.several import on_own_ranks
 
 _LOGGER = get_logger(__name__)
 
@@ -80,8 +80,9 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         device.alone,
     ):
         parts, plan = _assemble(config, device, groups, resources)
-        if isinstance(parts.teacher, OwnRanksTeacher) and parts.state.step < plan.steps:
-            parts.teacher.start(steps_done=parts.state.step, last_step=plan.steps)
+        if parts.state.step < plan.steps:
+            for remote in on_own_ranks(parts.teacher).values():
+                remote.start(steps_done=parts.state.step, last_step=plan.steps)
         return train(parts, plan, termination)
 
 
@@ -90,10 +91,11 @@ def _assemble(
 ) -> tuple[Parts, LoopPlan]:
     """Check, build the models, then read the data; a failure restores the run folder.
 
-    The ranks of a teacher elsewhere meet these three times; see `run_teacher`.
+    The ranks of teachers elsewhere meet these three times; see `run_teacher`.
     """
     with device.meet("tokenizer"):
         found = _checked_folder(config, resources)
+        publish_data(config.data, device)
         site = Site(groups, _execution(config.train, device), device, resources)
         opened = open_run(config, site)
     with device.meet("student"):
@@ -277,7 +279,7 @@ def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
         world_size=site.groups.world.size(),
         feature_pairs=len(state.features.pairs) if state.features else 0,
         moved=None if teacher.moved_bytes is None else size(teacher.moved_bytes),
-        own_ranks=None if teacher.remote is None else teacher.remote.ranks,
+        own_ranks={role: remote.ranks for role, remote in teacher.remotes.items()},
     )
     return run_banner(
         run_heading(config),

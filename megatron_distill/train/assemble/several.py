@@ -9,11 +9,11 @@ from functools import partial
 from megatron_distill.config import (
     ModelConfig,
     RunConfig,
+    has_own_ranks,
     own_tokenizers,
     routed_terms,
     teacher_parallel,
 )
-from megatron_distill.data.routing import Routing
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.sharded_weights import needs_every_replica
@@ -27,6 +27,8 @@ from megatron_distill.train.assemble.models import (
     teacher_execution,
     teacher_seed,
 )
+from megatron_distill.train.assemble.own_ranks import open_own_ranks
+from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
 from megatron_distill.train.assemble.stored_source import OneOfSeveral
@@ -34,11 +36,12 @@ from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.teachers.stored import stored_metrics
 
-__all__ = ["OpenTeachers", "open_several", "sample_routing"]
+__all__ = ["OpenTeachers", "open_several"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class OpenTeachers:
         stored: the stores; None where all are models.
         aligned: the loss of the teacher with a tokenizer of its own; None without one.
         own_layouts: the live ones in another layout than the student's, by their numbers.
+        remotes: the live ones on ranks of their own, by role.
     """
 
     models: Mapping[str, OnlineTeacher | OwnLayout]
@@ -62,6 +66,7 @@ class OpenTeachers:
     stored: SeveralStores | None
     aligned: AlignedLoss | None = None
     own_layouts: tuple[OwnLayout, ...] = ()
+    remotes: Mapping[str, OwnRanksTeacher] = field(default_factory=dict)
 
 
 def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers:
@@ -69,22 +74,23 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
 
     Raises ConfigError, CheckpointError or StoreError on all ranks.
 
-    Collective: those of `OnlineTeacher.of_source`, `OwnLayout.of_source` or `open_stored`, per
-    teacher; for each different layout, creation of its groups.
+    Collective: those of `OnlineTeacher.of_source`, `OwnLayout.of_source`, `open_own_ranks` or
+    `open_stored`, per teacher; for each different layout, creation of its groups.
     """
     assert config.teachers is not None, "the caller has looked"
     groups = site.groups
     plain = tuple(term for term in fit.terms if isinstance(term, Term))
     aligned: AlignedLoss | None = None
     foreign = frozenset(own_tokenizers(config))
-    named = frozenset(name for term in fit.terms if term.teachers for name in term.teachers.names)
     models: dict[str, OnlineTeacher | OwnLayout] = {}
     layouts = _Layouts(site.groups, config.runtime.timeout_seconds)
     stores: dict[str, Stored] = {}
     teachers: dict[str, Teacher] = {}
+    remotes: dict[str, OwnRanksTeacher] = {}
     metrics = [_metrics(fit.terms)]
-    for number, (name, section) in enumerate(sorted(config.teachers.items())):
-        own = OneOfSeveral(name, number, is_named=name in named)
+    known = members(config.teachers, config.objective.terms)
+    for own in known.values():
+        name, section = own.name, config.teachers[own.name]
         if section.store is not None:
             stores[name] = open_stored(
                 config, plain, fit.student, fit.vocabulary, groups, site.execution.device, among=own
@@ -93,18 +99,21 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             metrics.append(stored_metrics(stores[name].settings, plain))
             teachers[name] = stores[name].teacher
             continue
+        if site.device.bridge is not None and has_own_ranks(config, own.key):
+            teachers[name] = remotes[own.key] = open_own_ranks(config, own.key, fit, site)
+            continue
         tokens = fit.own if name in foreign else None
         live = _live(config, own, section, fit, site, layouts, tokens)
         if tokens is not None:
             live, found = _connected(tokens, live, config.objective.chunk_tokens, fit, site)
-            aligned = replace(found, teacher=(name, number))
+            aligned = replace(found, teacher=(name, own.number))
         models[name] = teachers[name] = live
         if section.offload and isinstance(live, OnlineTeacher):
             teachers[name] = RestingTeacher.of(live, key=f"{own.key}.offload")
     drawn = {name for name, store in stores.items() if not store.settings.kind.is_ranked}
     several = SeveralTeachers(
         teachers,
-        named=named,
+        named=frozenset(own.name for own in known.values() if own.is_named),
         has_routed_terms=bool(routed_terms(config)),
         joint=frozenset(
             name
@@ -122,6 +131,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
         stored=SeveralStores(tuple(stores.values())) if stores else None,
         aligned=aligned,
         own_layouts=tuple(model for model in models.values() if isinstance(model, OwnLayout)),
+        remotes=remotes,
     )
 
 
@@ -204,13 +214,3 @@ def _metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
     plain = [term for term in terms if isinstance(term, Term)]
     is_routed = any(term.teachers is None for term in terms if isinstance(term, ChunkTerm))
     return () if not plain or (is_routed and plain[0].teachers is None) else live_metrics(plain)
-
-
-def sample_routing(config: RunConfig) -> Routing | None:
-    """Return the routing of samples to teachers; None where every term names its teachers."""
-    if not routed_terms(config):
-        return None
-    names = tuple(sorted(config.teachers or ()))  # their order in the file changes nothing
-    shares = config.objective.routing_weights
-    weights = None if shares is None else tuple(shares.get(name, 0.0) for name in names)
-    return Routing(names, weights, config.seed)

@@ -46,7 +46,7 @@ class OpenTeacher:
         shapes: of all live models by role in the log.
         stored: the stores, if the teacher is stored.
         stored_samples: in the stores, by role.
-        remote: a live model on ranks of its own.
+        remotes: live models on ranks of their own, by role.
         aligned: loss between two tokenizers.
         several: loss of several teachers.
         units: of a step that each teacher with its own layout runs on this rank.
@@ -60,7 +60,7 @@ class OpenTeacher:
     shapes: Mapping[str, Architecture] = field(default_factory=dict)
     stored: Stored | SeveralStores | None = None
     stored_samples: Mapping[str, int] = field(default_factory=dict)
-    remote: OwnRanksTeacher | None = None
+    remotes: Mapping[str, OwnRanksTeacher] = field(default_factory=dict)
     aligned: AlignedLoss | None = None
     several: SeveralLoss | None = None
     units: tuple[UnitRows, ...] = ()
@@ -177,17 +177,29 @@ def _stored(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
 def _on_own_ranks(
     config: RunConfig, section: ModelConfig, fit: TeacherFit, site: Site
 ) -> OpenTeacher:
-    remote, aligned = open_own_ranks(config, fit, site), None
+    remote, aligned = open_own_ranks(config, "teacher", fit, site), None
     if fit.own is not None:
         _, aligned = _connected(fit.own, remote.head, config.objective.chunk_tokens, fit, site)
-    return OpenTeacher(
+    opened = OpenTeacher(
         signals=remote,
         metrics=answer_metrics(section.transfer, fit.terms),
-        shapes={"teacher": remote.head.architecture},
-        remote=remote,
         aligned=aligned,
-        moved_bytes=remote.step_bytes,
-        held_values=remote.held_bytes // site.execution.dtype.itemsize,
+    )
+    return _with_remotes(opened, {"teacher": remote}, site.execution.dtype.itemsize)
+
+
+def _with_remotes(
+    opened: OpenTeacher, found: Mapping[str, OwnRanksTeacher], width: int
+) -> OpenTeacher:
+    """Add teachers elsewhere, and the sizes of their answers; `width`: bytes of a number."""
+    moved = sum(remote.step_bytes for remote in found.values())
+    held = sum(remote.held_bytes for remote in found.values())
+    return replace(
+        opened,
+        remotes=found,
+        shapes={**opened.shapes, **{role: one.head.architecture for role, one in found.items()}},
+        moved_bytes=moved + (opened.moved_bytes or 0),
+        held_values=held // width + opened.held_values,
     )
 
 
@@ -203,5 +215,8 @@ def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         several=found.loss,
         aligned=found.aligned,
     )
-    own = found.own_layouts
-    return _with_movement(opened, own, config.train) if own else opened
+    if found.own_layouts:
+        opened = _with_movement(opened, found.own_layouts, config.train)
+    if found.remotes:
+        opened = _with_remotes(opened, found.remotes, site.execution.dtype.itemsize)
+    return opened

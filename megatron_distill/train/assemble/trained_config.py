@@ -12,6 +12,7 @@ from megatron_distill.config import (
     check_layout,
     config_of,
     load_config,
+    own_layouts,
 )
 from megatron_distill.errors import ConfigError
 
@@ -78,8 +79,7 @@ def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) 
     if not file.is_file():
         raise ConfigError(f"{folder}: not a run folder (no config.yaml); {NO_RUN}")
     found = load_config(file, _ONE_PROCESS)
-    if found.teacher is not None and found.teacher.parallel is not None:
-        own.append("teacher.parallel=null")
+    own += [f"{role}.parallel=null" for role, _ in own_layouts(found)]
     tokenizer = found.data.tokenizer
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
         own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
@@ -129,11 +129,14 @@ def _own_tokenizer(kind: str, path: str) -> str:
 
 
 def _with_shared_ranks(config: RunConfig) -> RunConfig:
-    """Let the teacher run on the ranks of the student."""
-    if config.teacher is None:
-        return config
-    shared = {
-        name: ModelConfig.model_fields[name].default
-        for name in ("ranks", "nodes", "steps_ahead", "transfer")
-    }
-    return config.model_copy(update={"teacher": config.teacher.model_copy(update=shared)})
+    """Let every teacher run on the ranks of the student."""
+    names = ("ranks", "nodes", "steps_ahead", "transfer")
+    shared = {name: ModelConfig.model_fields[name].default for name in names}
+    update: dict[str, object] = {}
+    if config.teacher is not None:
+        update["teacher"] = config.teacher.model_copy(update=shared)
+    if config.teachers is not None:
+        update["teachers"] = {
+            name: model.model_copy(update=shared) for name, model in config.teachers.items()
+        }
+    return config.model_copy(update=update)

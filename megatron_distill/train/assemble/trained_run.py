@@ -18,7 +18,7 @@ from megatron_distill.train.assemble.models import job_groups, resolve_model
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer, read_tokenizer
 from megatron_distill.train.comparison import compare_held_out
-from megatron_distill.train.metrics import public_names
+from megatron_distill.train.metrics import LabelTotals, public_names
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
 from megatron_distill.train.validation import validate
@@ -27,8 +27,8 @@ from megatron_distill.train.validation import validate
 def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
     """Return the held-out figures of the student, and of its teacher if the configuration has one.
 
-    Names, including `sources`, are those of the `validation` objects of a run's metrics;
-    `comparison` has the figures of `compare_held_out`.
+    Names, including `sources` and `teachers`, are those of the `validation` objects of a run's
+    metrics; `comparison` has the figures of `compare_held_out`.
 
     Raises a MegatronDistillError on all ranks together.
     """
@@ -49,9 +49,13 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
         held_out = open_held_out(config.train, config.objective, opened)
         means, sources = validate(student, held_out)
+        counts = LabelTotals.of(held_out.steps, ()).whole
+        teachers = held_out.objective.take_teacher_figures(means, counts)
         found: dict[str, object] = {**public_names(means)}
         if sources:
             found["sources"] = sources
+        if teachers:
+            found["teachers"] = teachers
         return found | {"comparison": compare_held_out(student, held_out)}
 
 

@@ -198,9 +198,9 @@ def create_shared(path: Path, plan: AnswerPlan, rank: int) -> Slots:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise ConfigError(
-            f"teacher.transfer.backend = 'ipc': {path} needs {size:,} bytes of shared memory "
-            f"({error.strerror}); give {path.parent} more, lower teacher.steps_ahead, or set "
-            "teacher.transfer.backend to gloo"
+            f"{plan.role}.transfer.backend = 'ipc': {path} needs {size:,} bytes of shared memory "
+            f"({error.strerror}); give {path.parent} more, lower {plan.role}.steps_ahead, or set "
+            f"{plan.role}.transfer.backend to gloo"
         ) from error
     return map_shared(path, plan, rank)
 

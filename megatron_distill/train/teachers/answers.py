@@ -104,6 +104,8 @@ class AnswerHeader:
         non_finite: number of values that are not finite on the sending rank.
         asks_to_stop: whether the sender was asked to stop, by SIGTERM or SIGINT.
         has_failed: whether the teacher could not read the unit; no rows follow.
+        is_left_out: whether no sample of the unit is this teacher's, one of several; no rows
+            follow.
     """
 
     turn: int
@@ -112,22 +114,28 @@ class AnswerHeader:
     non_finite: int
     asks_to_stop: bool = False
     has_failed: bool = False
+    is_left_out: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the rows of the unit are sent."""
+        return not self.has_failed and not self.is_left_out
 
     @classmethod
     def empty(cls) -> Tensor:
-        """A tensor to receive a header, int64 [6]."""
-        return torch.empty(6, dtype=torch.int64)
+        """A tensor to receive a header, int64 [7]."""
+        return torch.empty(7, dtype=torch.int64)
 
     def tensor(self) -> Tensor:
-        """The header as it is sent, int64 [6]."""
-        flags = int(self.asks_to_stop), int(self.has_failed)
+        """The header as it is sent, int64 [7]."""
+        flags = int(self.asks_to_stop), int(self.has_failed), int(self.is_left_out)
         return torch.tensor([self.turn, self.unit, self.tokens, self.non_finite, *flags])
 
     @classmethod
     def of(cls, sent: Tensor) -> AnswerHeader:
         """Read a received header."""
-        turn, unit, tokens, non_finite, asks_to_stop, has_failed = sent.tolist()
-        return cls(turn, unit, tokens, non_finite, bool(asks_to_stop), bool(has_failed))
+        turn, unit, tokens, non_finite, *flags = sent.tolist()
+        return cls(turn, unit, tokens, non_finite, *map(bool, flags))
 
 
 def token_hash(batch: Batch, *, context_rank: int = 0, context_size: int = 1) -> int:
@@ -210,7 +218,8 @@ class AnswerPlan:
 
     Ranks are those of the bridge. `length`: positions in the teacher's tokens. `outputs`: the
     tensors of an answer, one after the other, by which a tensor has its number. `steps_ahead`
-    rounds may be under way while one is in use.
+    rounds may be under way while one is in use. `role`: of the teacher, its key in the
+    configuration.
     """
 
     units: Units
@@ -220,6 +229,7 @@ class AnswerPlan:
     sequences: int
     outputs: tuple[Output, ...]
     steps_ahead: int
+    role: str = "teacher"
 
     @property
     def blocks(self) -> int:

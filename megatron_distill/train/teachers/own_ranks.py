@@ -134,7 +134,13 @@ class AnswerRing:
                     "sides count differently"
                 )
             if header.has_failed:
-                raise AnswerError(f"{where} is missing: {self._bridge.failure()}")
+                raise AnswerError(f"{where} is missing: {self._bridge.failure(source)}")
+            if header.is_left_out:
+                raise AnswerError(
+                    f"{where} is missing: no sample of it is that teacher's there, and here one of "
+                    f"{batch.on_host.sample_ids_b.tolist()} is; teacher and student read different "
+                    "data, so give all machines the same files"
+                )
             if header.tokens != expected:
                 raise AnswerError(
                     f"{where} is for other tokens than this rank's: their hash is "
@@ -195,7 +201,7 @@ class AnswerRing:
         slot = self.slots[place.command.block][place.micro_batch]
         headers = {source: AnswerHeader.of(header) for source, header in sent.items()}
         for source, parts in sources.items():
-            if not headers[source].has_failed:
+            if headers[source].has_rows:
                 self._way.receive(slot, parts, source)
         if any(header.asks_to_stop for header in headers.values()):
             request_termination()
@@ -254,7 +260,7 @@ class Asking:
         # A message of the last but one round has arrived: its answers have.
         del self._under_way[: -2 * self.plan.blocks]
         tensor = command.tensor()
-        ranks = self.bridge.roles.teacher.ranks
+        ranks = self.plan.teacher.ranks
         sending = [self.bridge.send(tensor, rank, tag=COMMAND_TAG) for rank in ranks]
         self._under_way.append((tensor, sending))
 
@@ -344,11 +350,11 @@ class OwnRanksTeacher:
     @property
     def ranks(self) -> int:
         """Number of ranks that run the teacher."""
-        return self._asking.bridge.roles.teacher.size
+        return len(self._asking.plan.teacher.ranks)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that the teacher sends in a step, headers aside."""
+        """Bytes that the teacher sends in a step with samples of it in each unit, headers aside."""
         return sum(self._asking.plan.step_bytes().values())
 
     @property
@@ -404,6 +410,10 @@ class OwnRanksTeacher:
         if self._used is not None:
             self._asking.close(self._used)
             self._used = None
+
+    def held_out(self, batches: int) -> HeldOutAnswers:
+        """Return the teacher of so many held-out batches."""
+        return HeldOutAnswers(self, batches)
 
     def ask_held_out(self, number: int, batches: Sequence[Batch]) -> Signals:
         """Return the signals of a held-out batch, counted from 1."""

@@ -36,7 +36,7 @@ from megatron_distill.train.teachers.answers import (
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.units import Message
 
-__all__ = ["AnswerSender", "TeacherServer", "send_head", "units_of_round"]
+__all__ = ["AnswerSender", "Share", "TeacherServer", "send_head", "units_of_round"]
 
 # Of the last hidden state: the tensors for the losses between logits.
 LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
@@ -46,10 +46,11 @@ LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
 class _Answer:
     command: Command
     unit: int
-    columns: Columns  # empty where the unit could not be read
+    columns: Columns  # empty where the unit could not be read, or is left out
     non_finite: Tensor
     hashes: Mapping[int, int]  # by context rank of the student
     computed: torch.cuda.Event | None
+    is_left_out: bool = False
 
 
 class AnswerSender:
@@ -94,8 +95,15 @@ class AnswerSender:
 
     def refuse(self, command: Command, unit: int) -> None:
         """Let the student know that a unit has no answer; `Bridge.failure` says why."""
+        self._without_rows(command, unit, is_left_out=False)
+
+    def leave_out(self, command: Command, unit: int) -> None:
+        """Let the student know that a unit has no sample of this teacher."""
+        self._without_rows(command, unit, is_left_out=True)
+
+    def _without_rows(self, command: Command, unit: int, *, is_left_out: bool) -> None:
         hashes = dict.fromkeys(range(self._plan.student.context), 0)
-        self._work.put(_Answer(command, unit, {}, torch.zeros(()), hashes, None))
+        self._work.put(_Answer(command, unit, {}, torch.zeros(()), hashes, None, is_left_out))
 
     def stop(self) -> None:
         """End the thread once every answer has been sent."""
@@ -130,7 +138,8 @@ class AnswerSender:
                 answer.hashes[self._plan.student.context_rank(rank)],
                 int(answer.non_finite),
                 asks_to_stop=is_requested(),
-                has_failed=not answer.columns,
+                has_failed=not answer.columns and not answer.is_left_out,
+                is_left_out=answer.is_left_out,
             ).tensor()
             place = SlotPlace(rank, answer.command.block, micro_batch)
             send_rows = partial(self._way.send, answer.columns, parts, place)
@@ -167,6 +176,35 @@ def units_of_round(plan: AnswerPlan, teacher: OnlineTeacher) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The units that a teacher runs.
+
+    number: in a batch, of one of several teachers that runs on its own samples; None: it is the
+    only one, or a term names it, and it runs on every sample.
+    """
+
+    number: int | None = None
+
+    def has(self, batch: Batch) -> bool:
+        """Whether a sample of a unit is the teacher's."""
+        return self.number is None or self.number in batch.teacher_numbers
+
+    def has_beside(self, batch: Batch) -> bool:
+        """Whether one of the units that all replicas run beside this one is the teacher's."""
+        return self.number is None or self.number in batch.teachers_of_all
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A unit that runs; `left_out`: those before it that do not, since the answer sent last."""
+
+    unit: int
+    batch: Batch
+    is_sent: bool
+    left_out: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TeacherServer:
     """Runs the units of each round that the student asks for, until it ends.
 
@@ -176,6 +214,7 @@ class TeacherServer:
         held_out: this replica's units of each held-out batch.
         sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
         layers: outputs of layers on this rank, of the unit that runs.
+        share: the units of a round that have an answer; a round without any runs nothing.
     """
 
     plan: AnswerPlan
@@ -190,6 +229,7 @@ class TeacherServer:
     device: torch.device
     alone: LoneFailure
     layers: dict[int, Tensor] = field(default_factory=dict)
+    share: Share = Share()
 
     def tap(self) -> None:
         """Store the layer outputs that are sent; before the first round."""
@@ -246,35 +286,59 @@ class TeacherServer:
         return Command.of(sent)
 
     def _run(self, command: Command, batches: Sequence[Batch]) -> None:
-        if not self.units:
-            return
+        turns, left_out = self._turns(batches)
+        if turns:
+            run_schedule(
+                partial(self._forward, command=command),
+                [self.teacher.model],
+                turns,
+                groups=self.groups,
+                micro_batch_size=self.plan.sequences,
+                sequence_length=self.plan.length,
+                forward_only=True,
+                collect_outputs=True,
+            )
+        self._leave_out(command, left_out)
+
+    def _turns(self, batches: Sequence[Batch]) -> tuple[list[_Turn], list[int]]:
+        """Return the units of a round that run, and those after the last answer that do not.
+
+        A unit without a sample of the teacher runs where all replicas must run as many, and another
+        one has such a sample.
+        """
+        is_joint = needs_every_replica(self.teacher.model, self.groups)
+        turns: list[_Turn] = []
+        left_out: list[int] = []
         answered: set[int] = set()
-        items = []
         for unit, batch in zip(self.units, batches, strict=True):
-            items.append((unit, batch, unit not in answered and self._is_own(unit)))
+            is_due = unit not in answered and self._is_own(unit)
             answered.add(unit)
-        run_schedule(
-            partial(self._forward, command=command),
-            [self.teacher.model],
-            items,
-            groups=self.groups,
-            micro_batch_size=self.plan.sequences,
-            sequence_length=self.plan.length,
-            forward_only=True,
-            collect_outputs=True,
-        )
+            is_sent = is_due and self.share.has(batch)
+            if is_sent or (is_joint and self.share.has_beside(batch)):
+                turns.append(_Turn(unit, batch, is_sent, tuple(left_out) if is_sent else ()))
+            if is_sent:
+                left_out.clear()
+            elif is_due:
+                left_out.append(unit)
+        return turns, left_out
+
+    def _leave_out(self, command: Command, units: Sequence[int]) -> None:
+        if self.sender is not None:
+            for unit in units:
+                self.sender.leave_out(command, unit)
 
     def _is_own(self, unit: int) -> bool:
         return self.plan.units.teacher_replica(unit) == self.groups.data.rank()
 
     def _forward(
         self,
-        iterator: Iterator[tuple[int, Batch, bool]],
+        iterator: Iterator[_Turn],
         model: torch.nn.Module,
         *,
         command: Command,
     ) -> tuple[Tensor, Callable[..., None]]:
-        unit, whole, is_sent = next(iterator)
+        turn = next(iterator)
+        unit, whole = turn.unit, turn.batch
         self.alone.progress.unit = unit
         context = self.groups.context
         shard = whole.context_shard(context.rank(), context.size()).with_trained_rows()
@@ -286,7 +350,8 @@ class TeacherServer:
         layers = self._taken_layers()
 
         def send(last: Sequence[Tensor]) -> None:
-            if is_sent and self.sender is not None:
+            if turn.is_sent and self.sender is not None:
+                self._leave_out(command, turn.left_out)
                 own = dict(enumerate(last))  # the first output is of the last stage
                 self.sender.put(command, unit, {**own, **layers}, whole)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import (
@@ -15,10 +16,15 @@ from megatron_distill.signals import (
     WithFeatures,
 )
 from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.teachers.own_ranks import HeldOutAnswers, OwnRanksTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.stored import StoredTeacher
 
-__all__ = ["SeveralTeachers"]
+__all__ = ["SeveralTeachers", "on_own_ranks"]
+
+
+_ELSEWHERE: Final = (OwnRanksTeacher, HeldOutAnswers)
+_ASKED_ALWAYS: Final = (StoredTeacher, *_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,9 @@ class SeveralTeachers:
     """Teachers by name, in the order of their numbers in a batch.
 
     A micro-batch has the signals of the teachers that a term names, and of those of its samples. A
-    teacher that no sample of a step needs does not run in that step. A stored one is asked in every
-    step, by all ranks together; it reads the records of its samples alone.
+    teacher that no sample of a step needs does not run in that step. A stored one, and one on ranks
+    of its own, is asked in every step, by all ranks together; it reads the records of its samples
+    alone, or runs on them alone.
 
     Attributes:
         teachers: by name.
@@ -47,12 +54,13 @@ class SeveralTeachers:
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
 
-        Collective: those of the teachers that run, one after the other in the order of names. Which
-        of them run follows from the samples, the same on all ranks that run a teacher together.
+        Collective: those of the teachers that run, one after the other in the order of names, after
+        those on ranks of their own. Which of them run follows from the samples, the same on all
+        ranks that run a teacher together.
         """
         taken: dict[str, tuple[Mapping[int, int], Signals]] = {}
         wanted = [self.needed(batch) for batch in batches]
-        running = sorted(frozenset(self._stored).union(*wanted))
+        running = sorted(self._always_asked.union(*wanted), key=self._turn)
         for place, name in enumerate(running):
             # The weights of the next teacher arrive while this one runs; two at most are there.
             for coming in (self.teachers[name] for name in running[place : place + 2]):
@@ -80,7 +88,7 @@ class SeveralTeachers:
     ) -> tuple[Mapping[int, int], Signals]:
         """Return the signals of the wanted micro-batches, and the place of each among them."""
         teacher = self.teachers[name]
-        if isinstance(teacher, StoredTeacher):  # it was told of these very batches
+        if isinstance(teacher, _ASKED_ALWAYS):  # it was told of these very batches
             return {number: number for number in wanted}, teacher.signals(batches)
         if isinstance(teacher, OwnLayout):  # its units are those of all micro-batches
             return {number: number for number in wanted}, teacher.signals_of(batches, wanted)
@@ -91,9 +99,18 @@ class SeveralTeachers:
         return {number: place for place, number in enumerate(wanted)}, teacher.signals(given)
 
     @property
-    def _stored(self) -> frozenset[str]:
-        is_stored = {name: isinstance(one, StoredTeacher) for name, one in self.teachers.items()}
-        return frozenset(name for name, found in is_stored.items() if found)
+    def _always_asked(self) -> frozenset[str]:
+        named = self.teachers.items()
+        return frozenset(name for name, one in named if isinstance(one, _ASKED_ALWAYS))
+
+    def _turn(self, name: str) -> tuple[bool, str]:
+        """Order a teacher elsewhere before those whose work it may do its own beside."""
+        return not isinstance(self.teachers[name], _ELSEWHERE), name
+
+    def held_out(self, batches: int) -> SeveralTeachers:
+        """Return the teachers of so many held-out batches."""
+        own = {name: one.held_out(batches) for name, one in on_own_ranks(self).items()}
+        return replace(self, teachers={**self.teachers, **own})
 
     def needed(self, batch: Batch) -> frozenset[str]:
         """The teachers that run on a micro-batch."""
@@ -105,3 +122,9 @@ class SeveralTeachers:
             for numbers in (batch.teacher_numbers, batch.teachers_of_all)
         )
         return self.named | own | (of_all & self.joint)
+
+
+def on_own_ranks(teacher: Teacher | None) -> dict[str, OwnRanksTeacher]:
+    """Return the teachers on ranks of their own by name; a single one has the name `teacher`."""
+    named = teacher.teachers if isinstance(teacher, SeveralTeachers) else {"teacher": teacher}
+    return {name: one for name, one in named.items() if isinstance(one, OwnRanksTeacher)}

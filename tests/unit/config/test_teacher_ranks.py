@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.config import check_layout, teacher_ranks
-from tests.support.sample_configs import TAUGHT, complaints, load_tree, read_table
+from tests.support.sample_configs import (
+    ARCHITECTURE,
+    MINIMAL,
+    TAUGHT,
+    complaints,
+    load_tree,
+    read_table,
+)
 
 APART = {"teacher": {**TAUGHT["teacher"], "ranks": 2}}
 TREE = TAUGHT | APART
@@ -74,12 +81,68 @@ def test_both_layouts_must_fit_their_ranks(
     tmp_path: Path, ranks: int, teachers: int, expected: str
 ) -> None:
     config = load_tree(tmp_path, TREE, "teacher.parallel={tensor: 2}", "parallel.pipeline=2")
-    assert teacher_ranks(config, ranks_per_node=8) == 2
-    check_layout(config, 4, teachers=2)
-    (text,) = complaints(lambda: check_layout(config, ranks, teachers=teachers))
+    assert teacher_ranks(config, ranks_per_node=8) == (("teacher", 2),)
+    check_layout(config, 4, teachers=(("teacher", 2),))
+    given = (("teacher", teachers),)
+    (text,) = complaints(lambda: check_layout(config, ranks, teachers=given))
     assert text.startswith(expected)
 
 
 def test_whole_nodes_are_ranks_of_this_launch(tmp_path: Path) -> None:
     config = load_tree(tmp_path, TAUGHT, "teacher.nodes=3")
-    assert teacher_ranks(config, ranks_per_node=8) == 24
+    assert teacher_ranks(config, ranks_per_node=8) == (("teacher", 24),)
+
+
+# `law` is on the student's ranks.
+SEVERAL = MINIMAL | {
+    "teachers": {
+        "math": {"architecture": ARCHITECTURE, "ranks": 2},
+        "code": {"architecture": ARCHITECTURE, "nodes": 1},
+        "law": {"architecture": ARCHITECTURE},
+    },
+    "objective": {"routing_weights": {"math": 1, "code": 1, "law": 1}},
+}
+OF_SEVERAL = """
+teachers.math.transfer={what: top_k, k: 8}
+    -> teachers.math.transfer.what = 'top_k': one of several teachers sends its hidden states
+teachers.math.nodes=1
+    -> teachers.math.ranks = 2 and teachers.math.nodes = 1: give only one of the two
+teachers.math.sequence_length=32
+teachers.math.ranks=null
+objective.terms=[{teacher: code}, {teacher: law}, {alignment: uld, teacher: math}]
+objective.routing_weights=null
+    -> teachers.code.ranks: is not possible beside teachers.math, which has another tokenizer
+teachers.code.transfer.backend=nccl
+runtime.device=cpu
+    -> teachers.code.transfer.backend = 'nccl' needs GPUs, and runtime.device = 'cpu'
+"""
+
+
+@pytest.mark.parametrize(("overrides", "expected"), read_table(OF_SEVERAL))
+def test_each_rule_of_several_teachers_broken_alone(
+    tmp_path: Path, overrides: list[str], expected: list[str]
+) -> None:
+    found = complaints(load_tree, tmp_path, SEVERAL, *overrides)
+    assert len(found) == len(expected), found
+    for text, start in zip(found, expected, strict=True):
+        assert text.startswith(start), text
+
+
+def test_each_of_several_teachers_must_fit_its_ranks(tmp_path: Path) -> None:
+    config = load_tree(tmp_path, SEVERAL, "teachers.math.parallel={tensor: 2}")
+    given = teacher_ranks(config, ranks_per_node=2)
+    assert given == (("teachers.code", 2), ("teachers.math", 2))
+    check_layout(config, 8, teachers=given)
+    other = (("teachers.code", 2), ("teachers.math", 3))
+    (text,) = complaints(lambda: check_layout(config, 9, teachers=other))
+    assert text.startswith("teachers.math.parallel.tensor * teachers.math.parallel.pipeline"), text
+    (text,) = complaints(lambda: check_layout(config, 4, teachers=given))
+    assert text.startswith(
+        "teachers.code.nodes and teachers.math.ranks give the teachers 4 ranks, but the launch has "
+        "4 processes in all, and the student needs at least one"
+    ), text
+
+
+def test_memory_shared_with_a_student_has_no_effect_on_ranks_of_its_own(tmp_path: Path) -> None:
+    changes = ("teachers.math.offload=true", "teachers.law.steps_ahead=3")
+    assert load_tree(tmp_path, SEVERAL, *changes) == load_tree(tmp_path, SEVERAL)

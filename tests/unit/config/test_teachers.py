@@ -50,7 +50,6 @@ REFUSED = {
     "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
     "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
     "features": (DRAWN, "objective.features=[{match: last}]", "those of one teacher"),
-    "ranks": (DRAWN, "teachers.math.ranks=1", "several teachers run on the student's ranks"),
     "own heads": (
         DRAWN,
         "teachers.math.parallel={tensor: 3}",

@@ -13,12 +13,21 @@ from tests.support.sample_configs import TAUGHT, load_tree
 
 
 def test_the_last_ranks_are_the_teacher() -> None:
-    roles = Roles(6, teachers=2)
+    roles = Roles(6, (("teacher", 2),))
     assert [roles.name(rank) for rank in (0, 3, 4, 5)] == [
         "student.0", "student.3", "teacher.0", "teacher.1",
     ]  # fmt: skip
-    assert list(roles.student.ranks) + list(roles.teacher.ranks) == list(range(6))
+    assert [*roles.student.ranks, *roles.teacher("teacher").ranks] == list(range(6))
     assert roles.names([1, 5]) == "student.1, teacher.1"
+
+
+def test_each_of_several_teachers_has_ranks_of_its_own() -> None:
+    roles = Roles(6, (("teachers.code", 1), ("teachers.math", 2)))
+    assert (
+        roles.names(range(2, 6)) == "student.2, teachers.code.0, teachers.math.0, teachers.math.1"
+    )
+    assert [role.ranks for role in roles.teachers] == [range(3, 4), range(4, 6)]
+    assert roles.of(4) == roles.teacher("teachers.math")
 
 
 def test_without_a_teacher_ranks_have_numbers() -> None:
@@ -30,7 +39,7 @@ def test_without_a_teacher_ranks_have_numbers() -> None:
 
 def test_a_rank_with_another_configuration_is_named(tmp_path) -> None:
     store = dist.HashStore()
-    first, second = (Launch(rank, 2, store, teachers=1) for rank in (0, 1))
+    first, second = (Launch(rank, 2, store, (("teacher", 1),)) for rank in (0, 1))
     require_same_start(first, load_tree(tmp_path, TAUGHT))
     require_same_start(second, load_tree(tmp_path, TAUGHT))
     with pytest.raises(ConfigError, match=r"teacher\.0 on .* than student\.0: .*steps: 4"):

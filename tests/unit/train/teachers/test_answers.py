@@ -143,5 +143,7 @@ def test_commands_and_headers_arrive_as_they_are_sent() -> None:
     assert Command.of(command.tensor()) == command
     header = AnswerHeader(9, 4, token_hash(batch_of(1, 8)), 2, asks_to_stop=True)
     assert header.tensor().shape == AnswerHeader.empty().shape
-    for one in (header, AnswerHeader(9, 4, 0, 0, has_failed=True)):
+    without = AnswerHeader(9, 4, 0, 0, has_failed=True), AnswerHeader(9, 4, 0, 0, is_left_out=True)
+    for one in (header, *without):
         assert AnswerHeader.of(one.tensor()) == one
+    assert [one.has_rows for one in (header, *without)] == [True, False, False]

@@ -1,0 +1,43 @@
+"""The teacher of each sample, and the share of each teacher, in a run with several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_distill.config import RunConfig, TermConfig, routed_terms
+from megatron_distill.data.routing import Routing
+from megatron_distill.train.assemble.stored_source import OneOfSeveral
+from megatron_distill.train.teachers.serving import Share
+
+__all__ = ["members", "sample_routing", "share_of_units"]
+
+
+def members(teachers: Iterable[str] | None, terms: Sequence[TermConfig]) -> dict[str, OneOfSeveral]:
+    """Return the teachers of `teachers` by role, in the order of their numbers in a batch."""
+    named = {
+        name
+        for term in terms
+        for name, weight in ({term.teacher: 1.0} if term.teacher else term.teachers or {}).items()
+        if weight
+    }
+    # Their order in the file changes nothing.
+    found = [
+        OneOfSeveral(name, number, is_named=name in named)
+        for number, name in enumerate(sorted(teachers or ()))
+    ]
+    return {one.key: one for one in found}
+
+
+def sample_routing(config: RunConfig) -> Routing | None:
+    """Return the routing of samples to teachers; None where every term names its teachers."""
+    if not routed_terms(config):
+        return None
+    names = tuple(sorted(config.teachers or ()))  # as their numbers
+    shares = config.objective.routing_weights
+    weights = None if shares is None else tuple(shares.get(name, 0.0) for name in names)
+    return Routing(names, weights, config.seed)
+
+
+def share_of_units(teacher: OneOfSeveral | None) -> Share:
+    """Return the units that a teacher on ranks of its own runs; None: it is the only one."""
+    return Share() if teacher is None or teacher.is_named else Share(teacher.number)
