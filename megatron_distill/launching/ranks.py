@@ -23,10 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from megatron_distill.launching.records import NodeOutcome, Status, write_record
+from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status, write_record
 from megatron_distill.runtime.local_ranks import FirstFailure, first_failure
-from megatron_distill.runtime.lone_failure import unfinished_file
+from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS, unfinished_file
 
 __all__ = ["main", "rank_file"]
 
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     # `launching.node` tells the ranks of a stop. A scheduler may signal every process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _leave_to_ranks)
+    # Without its parent nobody would record the outcome; the ranks then save and leave.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     found = _run(folder, arguments[3:])
     outcome = NodeOutcome(node, index, *found)
     write_record(folder / "nodes" / f"{index}.json", outcome)
@@ -95,7 +98,7 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None,
             _status_of(failure),
             float(failure.seconds),
             failure.rank,
-            failure.order,
+            failure.order + (LOST_PEER if failure.exit_code == LOST_PEER_STATUS else 0),
             failure.message,
         )
     except (RendezvousError, dist.DistError) as error:

@@ -29,6 +29,7 @@ from megatron_distill.runtime.atomic_files import replace_file
 __all__ = [
     "EXIT_STATUS",
     "LAUNCHES",
+    "LOST_PEER",
     "BadNode",
     "Launch",
     "Launches",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 LAUNCHES: Final = "launches"
+LOST_PEER: Final = 10
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
 T = TypeVar("T")
 
@@ -74,7 +76,8 @@ class NodeOutcome:
         node: its name. index: its place among the nodes of the launch.
         rank: the first rank that failed, None if none did.
         seconds: since the epoch, of that failure or of the end.
-        order: as of `runtime.local_ranks.FirstFailure`.
+        order: as of `runtime.local_ranks.FirstFailure`; from `LOST_PEER` on the rank failed only
+            because a rank of another node was lost.
         message: a line for the user.
     """
 

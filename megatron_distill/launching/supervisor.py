@@ -25,6 +25,7 @@ from megatron_distill.launching.node_health import Health
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import (
     EXIT_STATUS,
+    LOST_PEER,
     BadNode,
     Launch,
     Launches,
@@ -358,7 +359,8 @@ def _classified(
     first = _first(nodes)
     if Status.MISCONFIGURED in kinds:
         return Status.MISCONFIGURED, _reason(first)
-    if Status.FAILED in kinds:
+    is_cause = first is not None and first.order < LOST_PEER
+    if Status.FAILED in kinds and (is_cause or not silent):
         return Status.FAILED, _reason(first)
     if silent and not was_told:
         return Status.FAILED, f"no report from {', '.join(silent)} (status {status})"
@@ -385,7 +387,7 @@ def _report(nodes: Sequence[NodeOutcome], folder: Path, *, shows_traceback: bool
     first = _first(nodes)
     if first is None:
         return
-    if first.rank is None or not shows_traceback:
+    if first.rank is None or first.order >= LOST_PEER or not shows_traceback:
         _LOGGER.error("%s", _reason(first))
         return
     file = folder / f"rank_{first.rank:05d}.err"

@@ -178,8 +178,10 @@ class _Family:
             except subprocess.TimeoutExpired:
                 self._look()
             if self._signals > answered:
+                # Without `second_kills` two signals at once are one request.
+                is_first = answered == 0 and (self._signals == 1 or not self._second_kills)
                 answered = self._signals
-                if answered == 1:
+                if is_first:
                     self._ask_to_stop()
                     self._kill_at = time.monotonic() + grace_seconds
                 elif self._second_kills:

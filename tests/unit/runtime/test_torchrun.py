@@ -63,10 +63,16 @@ PARENT = textwrap.dedent(
 )
 
 
-def start(folder: Path, manner: str, *, grace_seconds: float = 60) -> subprocess.Popen[str]:
+# Under a scheduler, which may send one request as several signals.
+SCHEDULED = PARENT.replace("grace_seconds=", "signals=(15, 10), second_kills=False, grace_seconds=")
+
+
+def start(
+    folder: Path, manner: str, *, grace_seconds: float = 60, parent: str = PARENT
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-c", PARENT, str(grace_seconds)),
+            *(sys.executable, "-c", parent, str(grace_seconds)),
             *(LAUNCHER, str(folder), manner, RANK),
         ],
         stdout=subprocess.PIPE,
@@ -115,6 +121,18 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     assert parent.poll() is None, "the first signal waits"
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=PATIENCE)
+    assert_gone(ranks)
+
+
+def test_several_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
+    parent = start(tmp_path, "listen", parent=SCHEDULED)
+    ranks = rank_processes(tmp_path)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        parent.send_signal(number)
+    printed, _ = parent.communicate(timeout=PATIENCE)
+    assert printed.split()[0] == "0"
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
     assert_gone(ranks)
 
 
