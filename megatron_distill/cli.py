@@ -55,6 +55,7 @@ SUBMIT: Final = Group(
     "start a job on a cluster",
     {
         "slurm": Entry("write a batch script, submit it, print the job's number", "submit_slurm"),
+        "kubernetes": Entry("write the manifest of a JobSet", "submit_kubernetes"),
     },
 )
 COMMANDS: Final[Mapping[str, Entry | Group]] = {

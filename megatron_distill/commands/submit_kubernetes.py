@@ -1,0 +1,87 @@
+"""Write the manifest of a job on Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from megatron_distill.commands.command import Command
+from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
+from megatron_distill.launching.kubernetes import PodDemand, job_set
+from megatron_distill.launching.program import Program
+
+_DESCRIPTION = """Write the manifest of a JobSet of Kubernetes, for `kubectl apply`.
+
+    megatron-distill submit kubernetes llama31_8b_to_1b.yaml output=/data/runs/a --nodes 4 \\
+        --gpus-per-node 8 --image registry/distill:1 --claim data:/data --dry-run
+
+The cluster needs the controller of JobSet. The settings are read here; in the pods paths must be
+the same, so that the run's folder is on a claim. All pods restart together while launches bring new
+checkpoints."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="write the manifest; required")
+    parser.add_argument("--name", default="megatron-distill", help="of the JobSet")
+    parser.add_argument("--namespace", metavar="NAME")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="pods")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N")
+    parser.add_argument("--cpus-per-node", metavar="QUANTITY", help="e.g. 64")
+    parser.add_argument("--memory-per-node", metavar="QUANTITY", help="e.g. 512Gi")
+    parser.add_argument("--image", required=True)
+    parser.add_argument("--image-python", default="python3", help="(default: %(default)s)")
+    parser.add_argument(
+        "--claim", action="append", default=[], metavar="NAME:FOLDER",
+        help="a persistent volume claim that all pods mount; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--work-folder", metavar="FOLDER", help="in the pods (default: this one)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one per GPU")
+    parser.add_argument("--max-starts", type=int, default=3, metavar="N")
+    parser.add_argument("--grace-seconds", type=float, metavar="S")
+    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
+
+
+def _objection(given: argparse.Namespace) -> str | None:
+    wrong = [claim for claim in given.claim if not all(claim.partition(":"))]
+    if wrong:
+        return f"--claim {wrong[0]}: write NAME:FOLDER"
+    if given.nodes < 1:
+        return f"--nodes {given.nodes}: must be 1 or more"
+    if not given.dry_run:
+        return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
+    return None
+
+
+def _run(given: argparse.Namespace) -> int:
+    program = Program(given.command, tuple(given.words))
+    launches = program.launches([sys.executable])
+    rules = ["--max-starts", str(given.max_starts)]
+    if given.ranks_per_node is not None:
+        rules += ["--ranks-per-node", str(given.ranks_per_node)]
+    elif given.gpus_per_node is not None:
+        rules += ["--ranks-per-node", str(given.gpus_per_node)]
+    demand = PodDemand(
+        name=given.name,
+        namespace=given.namespace,
+        nodes=given.nodes,
+        image=given.image,
+        claims=[tuple(claim.split(":", 1)) for claim in given.claim],
+        folder=given.work_folder or str(Path.cwd()),
+        gpus_per_node=given.gpus_per_node,
+        cpus_per_node=given.cpus_per_node,
+        memory_per_node=given.memory_per_node,
+        python=given.image_python,
+        stop_seconds=given.grace_seconds or grace_seconds(launches.results) or USUAL_SECONDS,
+        rules=rules,
+    )
+    sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))
+    return 0
+
+
+COMMAND = Command(
+    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+)

@@ -1,0 +1,158 @@
+"""The manifest of a JobSet (jobset.x-k8s.io): one pod per node, all restarted together.
+
+A pod's exit status decides: 78 ends the JobSet, 75 and any other restart all pods, 0 of all pods is
+the end of the job.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import EXIT_STATUS, Status
+
+__all__ = ["PodDemand", "job_set"]
+
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_LABEL: Final = 63
+_GROUP: Final = "nodes"  # of the pods in the JobSet
+_CONTAINER: Final = "ranks"
+_ATTEMPT: Final = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+# Restarts by the JobSet; the pods themselves end the job once launches bring no new checkpoint.
+_RESTARTS: Final = 1000
+_END_SECONDS: Final = 30
+
+
+@dataclass(frozen=True)
+class PodDemand:
+    """The demands of a job on Kubernetes.
+
+    Attributes:
+        name: of the JobSet. namespace: None: the present one.
+        claims: names of persistent volume claims, and the folders that they are mounted on.
+        python: the interpreter in the image. folder: that the job works in.
+        stop_seconds: for the ranks to save when the pod is told to end.
+        rules: options of `launching.pod`.
+    """
+
+    name: str
+    nodes: int
+    image: str
+    claims: Sequence[tuple[str, str]]
+    folder: str
+    namespace: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: str | None = None
+    memory_per_node: str | None = None
+    python: str = "python3"
+    stop_seconds: float = 300.0
+    rules: Sequence[str] = ()
+
+    @property
+    def pods(self) -> list[str]:
+        """The names of the pods, by which they reach each other."""
+        return [f"{self.name}-{_GROUP}-0-{index}.{self.name}" for index in range(self.nodes)]
+
+
+def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
+    """Return the manifest; raises ConfigError for a name that Kubernetes refuses."""
+    longest = max(pod.partition(".")[0] for pod in demand.pods)
+    if _LABEL.fullmatch(demand.name) is None or len(longest) > _LONGEST_LABEL:
+        raise ConfigError(
+            f"--name {demand.name}: write small letters, digits and hyphens, so that the pods' "
+            f"names, as {longest}, have at most {_LONGEST_LABEL} characters"
+        )
+    metadata = {"name": demand.name}
+    if demand.namespace is not None:
+        metadata["namespace"] = demand.namespace
+    job = {
+        "parallelism": demand.nodes,
+        "completions": demand.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": _CONTAINER,
+                        "operator": "In",
+                        "values": [EXIT_STATUS[Status.MISCONFIGURED]],
+                    },
+                }
+            ]
+        },
+        "template": {"spec": _pod(demand, program)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": demand.name},
+            "failurePolicy": {
+                "maxRestarts": _RESTARTS,
+                "rules": [
+                    {
+                        "name": "errors_in_settings",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    },
+                ],
+            },
+            "replicatedJobs": [{"name": _GROUP, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
+    resources = {
+        "nvidia.com/gpu": demand.gpus_per_node,
+        "cpu": demand.cpus_per_node,
+        "memory": demand.memory_per_node,
+    }
+    limits = {name: str(amount) for name, amount in resources.items() if amount is not None}
+    volumes = [
+        {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim}}
+        for place, (claim, _) in enumerate(demand.claims)
+    ]
+    # NCCL and data workers share memory there; the default of a container is 64 MB.
+    volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    mounts = [
+        {"name": f"claim-{place}", "mountPath": folder}
+        for place, (_, folder) in enumerate(demand.claims)
+    ]
+    mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(demand.stop_seconds) + _END_SECONDS,
+        "containers": [
+            {
+                "name": _CONTAINER,
+                "image": demand.image,
+                "workingDir": demand.folder,
+                "command": _command(demand, program),
+                "env": [
+                    {"name": "ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": _ATTEMPT}}},
+                ],
+                "resources": {"limits": limits, "requests": dict(limits)},
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def _command(demand: PodDemand, program: Program) -> list[str]:
+    return [
+        *(demand.python, "-m", "megatron_distill.launching.pod"),
+        *("--job", demand.name, "--attempt", "$(ATTEMPT)"),
+        *("--pods", ",".join(demand.pods)),
+        *("--stop-seconds", str(demand.stop_seconds), *demand.rules, "--"),
+        *(word.replace("$(", "$$(") for word in program.spelled),
+    ]

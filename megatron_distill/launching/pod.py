@@ -1,0 +1,107 @@
+"""One pod of a JobSet of Kubernetes: python -m megatron_distill.launching.pod, one per node.
+
+Exit status: 0 done, 75 saved and more to do, 78 an error in the settings or no progress any more,
+1 a failure. The manifest of `launching.kubernetes` restarts all pods after 75 and 1, and ends the
+job after 78.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_distill import log
+from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.node import NodePart, node_index, ranks_here
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import (
+    EXIT_STATUS,
+    Launch,
+    Launches,
+    Outcome,
+    Status,
+    progress_of,
+    write_record,
+)
+from megatron_distill.log import get_logger
+
+__all__ = ["main"]
+
+_LOGGER = get_logger(__name__)
+_PORT = 29400
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this pod's ranks and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--attempt", type=int, required=True, help="launches of the job before")
+    parser.add_argument("--pods", required=True, metavar="A,B", help="their addresses, in order")
+    parser.add_argument("--port", type=int, default=_PORT, help="of the rendezvous")
+    parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
+    parser.add_argument("--max-starts", type=int, default=3)
+    parser.add_argument("--stop-seconds", type=float, default=300.0)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
+    given = parser.parse_args(arguments)
+    log.configure(0, name=f"pod {node_index()}")
+    try:
+        return _run(given)
+    except ConfigError as error:
+        _LOGGER.error("error: %s", error)
+        return EXIT_STATUS[Status.MISCONFIGURED]
+
+
+def _run(given: argparse.Namespace) -> int:
+    program = Program.of(given.program[1:] if given.program[:1] == ["--"] else given.program)
+    launches, index = program.launches([sys.executable]), node_index()
+    if launches.is_done():
+        _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
+        return EXIT_STATUS[Status.DONE]
+    starts = launches.starts_without_progress(given.job)
+    if given.attempt and starts >= given.max_starts and index == 0:
+        raise ConfigError(
+            f"{counted(starts, 'launch', 'launches')} since step {progress_of(launches.results)} "
+            f"brought no new checkpoint; see the logs in {launches.folder}"
+        )
+    pods = given.pods.split(",")
+    launch = Launch(
+        job=given.job,
+        restart=given.attempt,
+        submission=given.job,
+        command=program.spelled,
+        nodes=[pod.partition(".")[0] for pod in pods],
+        addresses=pods,
+        progress=progress_of(launches.results),
+        started=time.time(),
+    )
+    folder = launches.of(launch).resolve()
+    if index == 0:
+        launches.begin(launch)
+    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    endpoint = f"{pods[0]}:{given.port}"
+    ranks = given.ranks_per_node or ranks_here(says=index == 0)
+    part = NodePart(folder, launch, index, endpoint, program.torchrun_words)
+    outcome = part.run(ranks=ranks, stop_seconds=given.stop_seconds)
+    if outcome.message is not None:
+        _LOGGER.error("%s", outcome.message)
+    status = Status.UNFINISHED if outcome.status is Status.ENDED else outcome.status
+    if index == 0:
+        _record(launches, launch, status, outcome.message)
+    return EXIT_STATUS[status]
+
+
+def _record(launches: Launches, launch: Launch, status: Status, message: str | None) -> None:
+    """Record the outcome of the launch as the first pod has it."""
+    progress = progress_of(launches.results)
+    if status is Status.DONE:
+        launches.mark_done()
+    goes_on = status in (Status.UNFINISHED, Status.FAILED)
+    text = f"goes on from step {progress}" if goes_on else "no further launch"
+    outcome = Outcome(status, message or status.value, progress, time.time(), text)
+    write_record(launches.of(launch) / "outcome.json", outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The pods of a JobSet as two processes of this machine: to the end, and a wrong setting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.launching.records import Launches, Status
+from tests.distributed.pool import Pool
+from tests.e2e.processes import PATIENCE, ROOT
+from tests.e2e.runs import Inputs, course, environment, run, step_records
+from tests.support.slurm_cluster import free_ports
+
+pytestmark = pytest.mark.slow
+
+SAVING = ("train.steps=3", "checkpoint.save=true")
+
+
+def run_pods(attempt: int, *words: str) -> tuple[list[int], str]:
+    """Run two pods to their end; returns their exit statuses and what they wrote."""
+    command = [sys.executable, "-m", "megatron_distill.launching.pod", "--job", "distill",
+               "--attempt", str(attempt), "--pods", "localhost,127.0.0.1", "--port",
+               str(free_ports(1)[0]), "--ranks-per-node", "1", "--max-starts", "2"]  # fmt: skip
+    with ExitStack() as stack:
+        pods = []
+        for index in range(2):
+            pod = subprocess.Popen(
+                [*command, "--", "train", *words], env=environment(NODE_INDEX=str(index)), cwd=ROOT,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            stack.callback(pod.wait)
+            stack.callback(pod.terminate)
+            pods.append(pod)
+        texts = [pod.communicate(timeout=PATIENCE)[0] for pod in pods]
+        return [pod.returncode for pod in pods], "".join(texts)
+
+
+def test_pods_train_as_one_job_and_end_when_it_is_done(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    statuses, text = run_pods(0, str(config), f"output={output}", *SAVING)
+    assert statuses == [0, 0], text
+    reference = run(pool, 2, config, tmp_path / "reference", *SAVING)
+    assert course(step_records(output)) == course(reference)
+    launches = Launches(output / "launches", output, "")
+    (launch,) = launches.all()
+    outcome = launches.outcome(launch)
+    assert outcome is not None
+    assert outcome.status is Status.DONE
+    statuses, text = run_pods(1, str(config), f"output={output}", *SAVING)
+    assert statuses == [0, 0], text
+    assert "nothing to do" in text
+
+
+def test_pods_end_their_job_after_an_error_in_the_settings(inputs: Inputs, tmp_path: Path) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    statuses, text = run_pods(0, str(config), f"output={output}", *SAVING, "parallel.tensor=4")
+    assert statuses == [78, 78], text
+    assert "parallel.tensor" in text
+    assert "Traceback" not in text

@@ -1,0 +1,123 @@
+"""The manifest of a JobSet against the parts of its schema that it uses, and its names.
+
+`tests/support/job_set_schema.json` has the types, required keys and choices of JobSet v1alpha2
+(kubernetes-sigs/jobset 08dfbdf) for these keys; any other key is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_distill.cli import main
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.kubernetes import PodDemand, job_set
+from megatron_distill.launching.program import Program
+from tests.guards.source_tree import ROOT
+
+SCHEMA = json.loads((ROOT / "tests" / "support" / "job_set_schema.json").read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
+
+
+def violations(value: Any, schema: dict[str, Any], place: str = "") -> Iterator[str]:
+    """Where a value differs from a schema."""
+    if schema["type"] == "quantity":
+        if not re.fullmatch(r"\d+(\.\d+)?(m|[KMGT]i?)?", str(value)):
+            yield f"{place}: {value!r} is no quantity"
+    elif type(value) is not TYPES[schema["type"]]:
+        yield f"{place}: {value!r} is no {schema['type']}"
+    elif value not in schema.get("enum", [value]):
+        yield f"{place}: {value!r} is none of {schema['enum']}"
+    elif isinstance(value, list):
+        for one in value:
+            yield from violations(one, schema["items"], f"{place}[]")
+    elif isinstance(value, dict) and ("properties" in schema or "additional" in schema):
+        known = schema.get("properties", {})
+        yield from (f"{place}.{key} is missing" for key in schema.get("required", ())
+                    if key not in value)  # fmt: skip
+        for key, inner in value.items():
+            below = known.get(key, schema.get("additional"))
+            if below is None:
+                yield f"{place}.{key} is unknown"
+            else:
+                yield from violations(inner, below, f"{place}.{key}")
+
+
+def demand(**changes: Any) -> PodDemand:
+    whole = {
+        "name": "distill", "namespace": "research", "nodes": 2, "image": "registry/distill:1",
+        "claims": [("data", "/data"), ("code", "/code")], "folder": "/code", "gpus_per_node": 8,
+        "cpus_per_node": "64", "memory_per_node": "512Gi", "rules": ("--max-starts", "3"),
+    }  # fmt: skip
+    return PodDemand(**(whole | changes))
+
+
+PROGRAM = Program("train", ("tiny.yaml", "output=/data/runs/a"))
+
+
+def test_the_manifest_fits_the_schema() -> None:
+    manifest = yaml.safe_load(yaml.safe_dump(job_set(demand(), PROGRAM)))
+    assert list(violations(manifest, SCHEMA)) == []
+    (rule,) = manifest["spec"]["failurePolicy"]["rules"]
+    assert RULE_NAME.fullmatch(rule["name"])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "found"),
+    [
+        ("spec.failurePolicy.maxRestarts", "3", "'3' is no integer"),
+        ("spec.failurePolicy.rules", [{"action": "FailJobSet"}], ".name is missing"),
+        ("spec.failurePolicy.rules", [{"name": "a", "action": "Fail"}], "'Fail' is none of"),
+        ("spec.restarts", 3, "spec.restarts is unknown"),
+    ],
+)
+def test_a_wrong_manifest_is_found(place: str, value: Any, found: str) -> None:
+    manifest = json.loads(json.dumps(job_set(demand(), PROGRAM)))
+    *path, last = place.split(".")
+    section = manifest
+    for key in path:
+        section = section[key]
+    section[last] = value
+    (only,) = violations(manifest, SCHEMA)
+    assert found in only
+
+
+def test_pods_reach_each_other_by_the_names_that_the_job_set_gives_them() -> None:
+    spec = job_set(demand(nodes=3), PROGRAM)["spec"]
+    (group,) = spec["replicatedJobs"]
+    names = [
+        f"distill-{group['name']}-0-{index}.{spec['network']['subdomain']}" for index in range(3)
+    ]
+    job = group["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    command = container["command"]
+    assert command[command.index("--pods") + 1].split(",") == names
+    assert command[-3:] == ["train", "tiny.yaml", "output=/data/runs/a"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
+
+
+def test_a_name_that_kubernetes_refuses_is_named() -> None:
+    for name in ("Distill", "a_b", "-a", "a" * 60):
+        with pytest.raises(ConfigError, match=f"--name {name}: write small letters"):
+            job_set(demand(name=name), PROGRAM)
+
+
+def test_the_command_writes_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "kubernetes", str(ROOT / "configs" / "tiny.yaml"), f"output={tmp_path}/a",
+             "--nodes", "2", "--image", "i", "--claim", f"data:{tmp_path}"]  # fmt: skip
+    assert main([*words, "--dry-run"]) == 0
+    assert list(violations(yaml.safe_load(capsys.readouterr().out), SCHEMA)) == []
+    assert not (tmp_path / "a").exists()
+    for wrong, text in ((words, "give --dry-run"), ([*words, "--claim", "data"], "NAME:FOLDER")):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert text in capsys.readouterr().err
