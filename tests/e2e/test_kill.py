@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
-from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.runs import Inputs, checkpoints, course, records, run, step_records
 from tests.e2e.test_several_tokenizers import write_config
 
 STEPS = 60
@@ -166,6 +167,41 @@ def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number:
         assert started.wait() == 0
         started.wait_for_all()
     assert_ended_well(started, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["write", "score"])
+def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
+    inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
+    """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
+    output = tmp_path / "run"
+    rows = [{"q": f"def f{n}", "options": ["a", "b"], "right": 0} for n in range(6_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "write.yaml").write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: q\ngraders: [exact]\n"
+        f"max_new_tokens: 4000\nlimit: 600\nfolder: {tmp_path}\nfiles: [rows.jsonl]\n"
+    )
+    (tmp_path / "score.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}'\nchoices: options\nanswer: right\n"
+        f"folder: {tmp_path}\nfiles: [rows.jsonl]\n"
+    )
+    overrides = (
+        f"evaluation.tasks=[{tmp_path / f'{kind}.yaml'}]",
+        "evaluation.interval=1",
+        "evaluation.at_start=false",
+        "evaluation.teacher=false",
+        "evaluation.batch_tokens=8",  # many waves of one request
+        "student.architecture.max_position_embeddings=4096",
+    )
+    with torchrun(tmp_path, arguments(inputs, output, *overrides)) as started:
+        started.wait_until(has_steps(output, 1))
+        to_the_last_rank(started, signal.SIGTERM)
+        assert started.wait() == 0, started.log.read_text()
+        started.wait_for_all()
+    assert started.statuses() == ["0", "0"]
+    assert ["evaluation" in record for record in records(output)] == [False]
+    assert checkpoints(output) == ["step_0000001"]
 
 
 @pytest.mark.slow

@@ -71,11 +71,12 @@ class Plan:
     """The batches of this rank, and where expert ranks are in step, those of all data ranks.
 
     A batch is a list of groups of rows, one for each group in flight; groups may be empty. With
-    `in_step`, all ranks have the same number of batches and groups.
+    `in_step`, all ranks have the same number of batches and groups. `most`: batches of a rank.
     """
 
     mine: list[list[list[int]]]
     everyone: list[list[list[list[int]]]]  # [rank][batch][group]
+    most: int
 
     def largest(self, batch: int, group: int, size: Callable[[list[int]], int]) -> int:
         """Return the largest of a number over the data ranks' rows of one group."""
@@ -113,4 +114,5 @@ def plan_batches(
             wide = max(len(batches[batch]) for batches in everyone)
             for batches in everyone:
                 batches[batch] += [[] for _ in range(wide - len(batches[batch]))]
-    return Plan(everyone[rank], everyone if in_step else [everyone[rank]])
+    longest = max(map(len, everyone))
+    return Plan(everyone[rank], everyone if in_step else [everyone[rank]], longest)

@@ -12,7 +12,7 @@ Shapes: b rows, N positions of all rows, H hidden size, V real columns of the he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ from megatron_distill.models.generation.scoring import Scoring, score_batches
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.models.generation.text import Decode
 from megatron_distill.models.gpt import HiddenStateGPT
-from megatron_distill.runtime.collectives import agree, highest
+from megatron_distill.runtime.collectives import agree, any_rank, highest
 from megatron_distill.runtime.groups import Groups
 
 __all__ = ["CachedGPT"]
@@ -50,6 +50,8 @@ _NO_NUMBERS = (
 )
 # Steps between two looks at the drawn ids: a look waits for the device.
 _STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
+# Steps between two questions whether to stop: all stages wait for the answer.
+_STEPS_BETWEEN_QUESTIONS = 16
 _GIB = 2**30
 
 
@@ -90,20 +92,26 @@ class CachedGPT:
         stops: Stops,
         prefix: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
+        stop_requested: Callable[[], bool] | None = None,
     ) -> list[Written]:
         """Continue each row; `on_tokens` is called on the ranks that compute the row.
+
+        `stop_requested`, once true, stays so. It is asked every 16 steps: where it holds, the ranks
+        with the same rows end them as they are. Before each batch it ends the work of all ranks.
 
         Raises ConfigError for a row that is empty or longer than the model's positions, and
         CheckpointError for logits that are not numbers.
 
         Collective: per step those of `Stage.run` and `draw`, and over the pipeline group one
-        broadcast of 16 bytes per row; at the end, data x context group, the written rows.
+        broadcast of 16 bytes per row; with `stop_requested` one all-reduce of 8 bytes, every 16
+        steps in the model group, per batch in the world; at the end, data x context group, the
+        written rows.
         """
         self._check([(row.ids, 0) for row in rows], prefix)
         if stops.strings and self.decode is None:
             raise ConfigError(f"stop strings {stops.strings} need a tokenizer; leave them out")
         limits = [min(row.limit, self.positions - len(prefix) - len(row.ids)) for row in rows]
-        run = _Run(self, sampling, on_tokens)
+        run = _Run(self, sampling, on_tokens, stop_requested)
         written = [index for index, limit in enumerate(limits) if limit > 0]
         texts = {
             index: RowText.of(index, rows[index], limits[index], stops, self.decode, prefix)
@@ -111,8 +119,12 @@ class CachedGPT:
         }
         sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
         run.prepare(sizes, prefix)
-        for number, batch in enumerate(run.plan.mine):
-            run.write(number, [[texts[written[row]] for row in group] for group in batch], rows)
+        for number in range(run.plan.most):
+            if run.is_asked_to_stop(self.groups.world):
+                break
+            if number < len(run.plan.mine):
+                batch = run.plan.mine[number]
+                run.write(number, [[texts[written[row]] for row in group] for group in batch], rows)
         found = self._gathered(run.finished, run.is_broken)
         empty = Written((), (), "length", None if self.decode is None else "")
         return [found.get(index, empty) for index in range(len(rows))]
@@ -176,8 +188,15 @@ class CachedGPT:
 class _Run:
     """One request on this rank."""
 
-    def __init__(self, model: CachedGPT, sampling: Sampling, on_tokens: OnTokens | None) -> None:
+    def __init__(
+        self,
+        model: CachedGPT,
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+        stop_requested: Callable[[], bool] | None = None,
+    ) -> None:
         self.model, self.sampling, self.on_tokens = model, sampling, on_tokens
+        self.stop_requested, self.is_stopped = stop_requested, False
         self.groups, self.device = model.groups, model.device
         self.stage = Stage.of(
             model.chunks,
@@ -293,6 +312,8 @@ class _Run:
         step: dict[int, Step] = {}
         count = 0
         while not all(flight.is_over for flight in flights):
+            if count % _STEPS_BETWEEN_QUESTIONS == 0:
+                self.is_asked_to_stop(self.groups.world if self.in_step else self.groups.model)
             for number in range(len(self.stage.chunks)):
                 for place, flight in enumerate(flights):
                     if number == 0 and not flight.is_over:
@@ -310,6 +331,13 @@ class _Run:
                     step[place].finish()
             count += 1
         self.stage.finish()
+
+    def is_asked_to_stop(self, group: dist.ProcessGroup) -> bool:
+        """Whether a rank of the group was asked to stop; all ranks of the group ask together."""
+        if self.stop_requested is not None:
+            is_asked = self.is_stopped or self.stop_requested()
+            self.is_stopped = any_rank(is_asked, device=self.device, group=group)
+        return self.is_stopped
 
     def _draw(self, flight: Flight, hidden_bH: Tensor, positions_b: Tensor) -> None:
         """Draw the next ids on the last stage, and send them to the others."""
@@ -338,6 +366,8 @@ class _Run:
         if is_look:
             if flight.read_history(self.on_tokens):
                 self.is_broken = True
+                flight.end_all()
+            if self.is_stopped:
                 flight.end_all()
             live = flight.live
             if self.in_step:

@@ -22,8 +22,8 @@ class ModelWriter:
 
     Attributes:
         model: with the text of ids, which stop strings need.
-        rows: prompts that are continued between two looks for a request to stop.
-        stop_requested: whether this rank has been asked to stop.
+        rows: prompts of one call of the model.
+        stop_requested: whether this rank has been asked to stop; once true, it stays so.
     """
 
     model: CachedGPT
@@ -45,10 +45,8 @@ class ModelWriter:
         """
         found: list[WrittenText] = []
         ends = Stops(ids=stop_ids, strings=stops)
+        self._raise_if_stopped()
         for first in range(0, len(prompts), self.rows):
-            device: torch.device = self.model.device
-            if any_rank(self.stop_requested(), device=device, group=self.model.groups.world):
-                raise Interrupted
             part = [tuple(prompt) for prompt in prompts[first : first + self.rows]]
             # Each row has a token of its own.
             shared = commonprefix([prompt[:-1] for prompt in part]) if len(part) > 1 else ()
@@ -56,8 +54,20 @@ class ModelWriter:
                 WriteRow(prompt[len(shared) :], first + place, limit)
                 for place, prompt in enumerate(part)
             ]
-            written = self.model.write(rows, sampling=Sampling(), stops=ends, prefix=shared)
+            written = self.model.write(
+                rows,
+                sampling=Sampling(),
+                stops=ends,
+                prefix=shared,
+                stop_requested=self.stop_requested,
+            )
+            self._raise_if_stopped()  # the texts of some ranks may have ended early
             found += [WrittenText(one.text or "", one.ended == "length") for one in written]
             if advanced is not None:
                 advanced(len(found))
         return found
+
+    def _raise_if_stopped(self) -> None:
+        device: torch.device = self.model.device
+        if any_rank(self.stop_requested(), device=device, group=self.model.groups.world):
+            raise Interrupted
