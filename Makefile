@@ -20,7 +20,7 @@ help:
 	@echo "make quickstart-tokenizers   a teacher and students of another tokenizer, one per loss"
 	@echo "make test         all tests that fit two cores and six minutes"
 	@echo "make slow         the long tests"
-	@echo "make peers        install TRL, Liger and ModelOpt, which some tests compare with"
+	@echo "make peers        install TRL, Liger, ModelOpt and lm-eval, which some tests compare with"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the sources"
 	@echo "make docs         write docs/configuration.md anew from the schema"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -108,7 +109,7 @@ _REMOVED: Final = (
 
 def normalised_math(text: str) -> str:
     """A LaTeX answer in one spelling: no units, blanks or sizes, and braces in full."""
-    found = text.replace("\n", "").replace("\\\\", "\\")
+    found = re.sub(r"\\\\\s*", lambda _: "\\", text.replace("\n", ""))
     parts = found.split("=")
     if len(parts) > 1:
         found = parts[-1]
@@ -142,12 +143,18 @@ def _value(text: str) -> Fraction | None:
 
 
 def math_verify(text: str, answer: str) -> bool:
-    """Whether math-verify finds the answers equivalent; it runs in a process that can be ended."""
+    """Whether math-verify finds the answers equivalent; it runs in a process that can be ended.
+
+    A right answer without a box, dollars or LaTeX brackets is LaTeX as a whole.
+    """
     from math_verify import parse, verify
 
+    # It warns of the time limits that are off: the process has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\fbox", "\\(", "\\["))
     return bool(
         verify(
-            parse(answer, parsing_timeout=None),
+            parse(answer if is_marked else f"${answer}$", parsing_timeout=None),
             parse(text, parsing_timeout=None),
             timeout_seconds=None,
         )

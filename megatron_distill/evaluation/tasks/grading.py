@@ -142,7 +142,7 @@ class _Worker:
             there.close()
             worker = cls(process, here)
             if not isinstance(worker.take(), _Lapse):
-                return worker  # the import does not count as time of a text
+                return worker  # imports do not count as time of a text
             worker.stop()
         name = getattr(grade, "__name__", type(grade).__name__)
         raise DataError(
@@ -187,17 +187,22 @@ def _signals_blocked() -> Iterator[None]:
 def _work(grade: Grade, end: Connection) -> None:
     """Grade pairs until the other side ends."""
     Thread(target=_end_with_parent, daemon=True).start()
+    _grade(grade, "", "")  # which imports the packages that it needs
     end.send(True)
     while True:
         try:
             text, answer = end.recv()
         except (EOFError, OSError):
             return
-        try:
-            found: bool | None = grade(text, answer)
-        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
-            found = None
-        end.send(found)
+        end.send(_grade(grade, text, answer))
+
+
+def _grade(grade: Grade, text: str, answer: str) -> bool | None:
+    """Return the grade of a text, None where the grader raised an error."""
+    try:
+        return grade(text, answer)
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
+        return None
 
 
 def _end_with_parent() -> None:

@@ -26,6 +26,7 @@ from megatron_distill.evaluation.tasks.graders import (
     normalised_math,
 )
 from megatron_distill.evaluation.tasks.grading import grade_texts
+from tests.unit.evaluation.tasks import answers
 
 GOLD = "It is 7 + 1,000.\n#### 1,007"
 
@@ -38,6 +39,18 @@ GOLD = "It is 7 + 1,000.\n#### 1,007"
         ("the answer is $1,007.", False, True),
         ("#### 1007 or 3", True, False),
         ("#### 3 then 1007", False, True),
+        ("so 1,007 apples\n#### 1,007\n", True, True),
+        ("#### 1007\n\nQuestion: 3", True, False),
+        ("####1007", False, True),
+        ("#### $1,007", False, True),
+        ("#### 1007.00", False, False),
+        ("#### -1,007", False, False),
+        ("1007 dollars", False, True),
+        ("x2 = 1007.", False, True),
+        ("1007%", False, True),
+        ("1.007", False, False),
+        ("1 007", False, False),
+        ("1007...", False, False),
         ("no number", False, False),
         ("-1007", False, False),
         ("", False, False),
@@ -50,10 +63,27 @@ def test_gsm8k(text: str, strict: bool, flexible: bool) -> None:
 
 @pytest.mark.parametrize(
     ("text", "right"),
-    [("the answer is (B).", True), ("answer is B", True), ("answer is (C) B", False), ("B", False)],
+    [
+        ("the answer is (B).", True),
+        ("answer is B", True),
+        ("think. The answer is (B)\n\nQuestion:", True),
+        ("answer is (C) B", False),
+        ("the answer is (A). No, the answer is (B).", False),
+        ("answer is: B", False),
+        ("answer is b", False),
+        ("answer is (K)", False),
+        ("B", False),
+        ("", False),
+    ],
 )
 def test_letters(text: str, right: bool) -> None:
     assert letter(text, "B") == right
+
+
+def test_exact_texts() -> None:
+    assert exact(" 7\n", "7")
+    assert not exact("7.0", "7")
+    assert not exact("seven", "Seven")
 
 
 @pytest.mark.parametrize(
@@ -71,29 +101,48 @@ def test_the_last_box(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
 
 
-SAME = [
-    ("\\frac12", "\\frac{1}{2}"), ("\\dfrac{1}{2}", "\\frac{1}{2}"), ("0.5", "\\frac{1}{2}"),
-    ("1/2", "\\frac{1}{2}"), (".5", "1/2"), ("2 cm", "2"), ("\\left(1,2\\right)", "(1,2)"),
-    ("100,000", "100000"), ("50\\%", "50"), ("90^\\circ", "90"), ("x=3", "3"),
-    ("\\text{east}", "east"), ("\\sqrt3", "\\sqrt{3}"), ("\\sqrt[3]8", "\\sqrt[3]{8}"),
-    ("5\\text{ cm}", "5"), ("\\$12", "12"), ("-\\frac{2}{3}", "-2/3"), ("2.50", "2.5"),
-    ("\\left[2,5\\right)", "[2,5)"), ("6 dollars", "6"), ("3.", "3"), ("1,234,567", "1234567"),
-]  # fmt: skip
-DIFFERENT = [
-    ("0,1", "1"), ("1,2", "12"), ("\\frac{1}{3}", "0.3"), ("(1,2)", "[1,2]"), ("", "1"),
-    ("1/0", "0"), ("left", "le"), ("\\frac{a}{b}", "\\frac{b}{a}"), ("2", "-2"), ("x", "y"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted", "same"),
-    [(*pair, True) for pair in SAME] + [(*pair, False) for pair in DIFFERENT],
-)
-def test_answers_of_mathematics(found: str, wanted: str, same: bool) -> None:
+@pytest.mark.parametrize("pair", answers.PAIRS, ids=lambda pair: f"{pair.found} {pair.wanted}")
+def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
+    found, wanted, same, _ = pair
     assert hendrycks_math(f"so ${found}$", f"\\boxed{{{wanted}}}") == same
     said = f"Final Answer: The final answer is ${found}$. I hope it is correct. Problem"
     assert minerva_math(said, f"\\boxed{{{wanted}}}") == same
     assert not minerva_math(f"${found}$", f"\\boxed{{{wanted}}}")
+
+
+@pytest.mark.parametrize("found", answers.TEXTS, ids=lambda found: found.text[:30])
+def test_the_answer_of_a_whole_text_by_its_text(found: answers.Text) -> None:
+    for name in ("hendrycks_math", "minerva_math"):
+        assert GRADERS[name](found.text, answers.SOLUTION) == (name in found.graders), name
+
+
+@pytest.mark.slow
+def test_answers_of_mathematics_by_their_value() -> None:
+    """All pairs, also with the right answer as bare LaTeX, and all texts, by math-verify."""
+    cases = [
+        ((f"so ${pair.found}$", wanted), pair.by_value)
+        for pair in answers.PAIRS
+        for wanted in (f"\\boxed{{{pair.wanted}}}", pair.wanted)
+    ]
+    cases += [
+        ((found.text, answers.SOLUTION), "math_verify" in found.graders) for found in answers.TEXTS
+    ]
+    pairs, expected = zip(*cases, strict=True)
+    found = grade_texts(grader_named("math_verify"), pairs, seconds=60.0)
+    wrong = [
+        pair for pair, right, one in zip(pairs, found.right, expected, strict=True) if right != one
+    ]
+    assert (wrong, found.timeouts, found.failures) == ([], 0, 0)
+
+
+@pytest.mark.slow
+def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
+    """The texts after it are graded."""
+    endless = ("$\\sum_{k=1}^{10^{9}} k^{k}$", "$3$")
+    pairs = [("$7$", "7"), endless, ("$8$", "$8$")]
+    found = grade_texts(grader_named("math_verify"), pairs, seconds=3.0, workers=1)
+    assert found.right == (True, False, True)
+    assert (found.timeouts, found.failures) == (1, 0)
 
 
 def test_the_whole_text_counts_without_two_dollars() -> None:

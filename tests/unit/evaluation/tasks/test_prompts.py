@@ -66,6 +66,28 @@ def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("shots", [0, 5])
+@pytest.mark.parametrize("named", ["mmlu", "mmlu_original"])
+def test_both_wordings_of_mmlu_with_no_and_five_examples(
+    tmp_path: Path, named: str, shots: int
+) -> None:
+    """The authors' subject begins with a space of its own; the harness strips questions."""
+    is_original = named == "mmlu_original"
+    rows = [*ALGEBRA, *ALGEBRA]
+    subject = f"{' ' if is_original else ''}abstract algebra"
+    header = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+
+    def block(row: dict[str, Any]) -> str:
+        question = row["question"] if is_original else row["question"].strip()
+        lines = [f"{letter}. {text}" for letter, text in zip("ABCD", row["choices"], strict=True)]
+        return "\n".join([question, *lines, "Answer:"])
+
+    examples = [f"{block(row)} {'ABCD'[row['answer']]}\n\n" for row in rows[:shots]]
+    for row, item in zip(rows, items(tmp_path, named, rows, shots), strict=True):
+        assert item.prompt.text == f"{header}{''.join(examples)}{block(row)}"
+        assert (item.choices, item.right) == (("A", "B", "C", "D"), row["answer"])
+
+
 def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
     test = lines(tmp_path / "all.jsonl", published.MMLU)
     task = load_task("mmlu", {"files": [test], "shot_files": [], "shots": 3})
