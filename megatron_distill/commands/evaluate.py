@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import Command, note, spelled, with_launch
+from megatron_distill.errors import ConfigError
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -21,6 +22,8 @@ from megatron_distill.train.assemble.trained_config import (
 )
 
 if TYPE_CHECKING:
+    from megatron_distill.evaluation.tasks.paired import TaskItems
+    from megatron_distill.evaluation.tasks.record import Task
     from megatron_distill.runtime.launch import Launch
 
 
@@ -48,7 +51,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", metavar="DIR", help="with --tasks: checkpoint of this library, not a run"
     )
     parser.add_argument(
-        "--teacher", action="store_true", help="with --tasks: evaluate the run's teacher too"
+        "--teacher", action="store_true", help="with --tasks: evaluate the run's teachers too"
+    )
+    parser.add_argument(
+        "--items", type=Path, help="with --tasks: write the measures of each item to this file"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="ITEMS",
+        help="with --tasks: a file of --items of another model; adds the differences to it, with "
+        "intervals of a paired bootstrap; may be repeated",
     )
 
 
@@ -62,6 +77,11 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "give one of a run, --hf and --checkpoint"
     if arguments.teacher and (weights or not arguments.tasks):
         return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
+    if (arguments.items is not None or arguments.against) and not arguments.tasks:
+        return "--items and --against are of tasks; add --tasks"
+    for path in (arguments.json, arguments.items):
+        if path is not None and not path.parent.is_dir():
+            return f"{path}: the folder {path.parent} is not there; make it"
     return NO_RUN if not weights and run_and_overrides(arguments)[0] is None else None
 
 
@@ -89,6 +109,8 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
             plain = [] if arguments.teacher else STUDENT_ALONE
             config = load_trained_run(named, [*plain, *overrides], world_size=launch.size)
         tasks = [load_task(*_named_task(one, arguments.limit)) for one in arguments.tasks]
+        _require_different(tasks)
+        against = {str(path): _read_items(path) for path in arguments.against}
     with (
         joined_world(
             **config.runtime.model_dump(),
@@ -112,11 +134,15 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
                     limit=arguments.limit,
                 )
             else:
-                found = evaluate_weights(config, device, tasks, teacher=arguments.teacher)
+                found = evaluate_weights(
+                    config, device, tasks, teacher=arguments.teacher, against=against
+                )
         except Interrupted:
             raise KeyboardInterrupt from None
     if launch.rank == 0:
-        _write_out({"model": str(named), **(found or {})}, arguments.json)
+        found = dict(found or {})
+        _write_items(str(named), found.pop("items", {}), arguments.items)
+        _write_out({"model": str(named), **found}, arguments.json)
     place = "" if arguments.json is None else f"; the results are in {arguments.json}"
     note(
         launch,
@@ -130,6 +156,42 @@ def _named_task(given: str, limit: int | None) -> tuple[str, dict[str, object]]:
     named, equals, folder = given.partition("=")
     changes: dict[str, object] = {"folder": folder} if equals else {}
     return named, {**changes, **({} if limit is None else {"limit": limit})}
+
+
+def _require_different(tasks: Sequence[Task]) -> None:
+    """Raise ConfigError for two tasks of one name, whose results would be one."""
+    names = [task.name for task in tasks]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"--tasks: two tasks have the name {twice!r}; give one of them another `name`"
+        )
+
+
+def _read_items(path: Path) -> dict[str, TaskItems]:
+    """Return the items of a student by task, as `--items` wrote them; raises ConfigError."""
+    from megatron_distill.evaluation.tasks.paired import TaskItems
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["items"]["student"]
+        return {task: TaskItems.from_dict(one) for task, one in found.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--against {path}: cannot be read ({error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--against {path}: not a file of `evaluate --items` ({error}); write one with --items"
+        ) from error
+
+
+def _write_items(
+    model: str, items: Mapping[str, Mapping[str, TaskItems]], path: Path | None
+) -> None:
+    """Write the measures of each item by role and task."""
+    if path is not None:
+        found = {
+            role: {task: one.as_dict() for task, one in own.items()} for role, own in items.items()
+        }
+        path.write_text(json.dumps({"model": model, "items": found}) + "\n", encoding="utf-8")
 
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:

@@ -137,16 +137,20 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
         launch=launch,
     ) as device:
         from megatron_distill.models.generation import Stops, WriteRow
-        from megatron_distill.train.assemble.trained_run import writer
+        from megatron_distill.train.assemble.trained_run import text_writer
 
         is_split = bool(arguments.stop)
-        with writer(config, device, tokenizer_everywhere=is_split) as (model, tokenizer):
+        with text_writer(config, device, tokenizer_everywhere=is_split) as found:
+            tokenizer = found.tokenizer
             prompt = _shared_prompt(arguments, tokenizer if launch.rank == 0 else None)
-            if len(prompt.ids) > model.positions:
+            if len(prompt.ids) > found.positions:
                 raise ConfigError(
                     f"--prompt has {len(prompt.ids):,} tokens, and the model has "
-                    f"{model.positions:,} positions; shorten --prompt or --system"
+                    f"{found.positions:,} positions; shorten --prompt or --system"
                 )
+            sampling = _sampling(arguments)
+            stops = Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop))
+            model = found.build()
             streams = launch.rank == 0 and arguments.text is None and sys.stdout.isatty()
             terminal = None
             if streams:
@@ -155,8 +159,8 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
                 terminal = _Terminal(tokenizer, prompt.ids, tuple(arguments.stop), before)
             (written,) = model.write(
                 [WriteRow(prompt.ids, 0, arguments.tokens)],
-                sampling=_sampling(arguments),
-                stops=Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop)),
+                sampling=sampling,
+                stops=stops,
                 on_tokens=None if terminal is None else terminal.show,
             )
             count = f"{len(written.ids):,} tokens"

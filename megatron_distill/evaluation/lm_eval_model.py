@@ -7,12 +7,33 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
 
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Request, Scorer, Writer
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 
-__all__ = ["ScorerLM"]
+__all__ = ["ScorerLM", "harness_tasks"]
+
+
+def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
+    """Load tasks and groups of the harness with their data; `include`: folder of more tasks.
+
+    Raises ConfigError for one that does not exist, or whose data cannot be read.
+    """
+    manager = TaskManager(include_path=include)
+    found: list[Any] = []
+    for name in names:
+        try:
+            loaded = manager.load([name])
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--lm-eval {name}: {type(error).__name__}: {error}; give a name of the harness or "
+                "of a task in --include, with its data on this machine"
+            ) from error
+        groups = loaded.get("groups") or {}
+        found += [groups[name]] if name in groups else loaded["tasks"].values()
+    return found
 
 
 class ScorerLM(TemplateLM):

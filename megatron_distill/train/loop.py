@@ -31,7 +31,7 @@ from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
-from megatron_distill.train.throughput import Throughput, peak_memory_bytes
+from megatron_distill.train.throughput import PeakMemory, Throughput
 from megatron_distill.train.validation import HeldOut, validate
 
 
@@ -114,6 +114,7 @@ class Parts:
     reports: PhaseReports
     profiler: StepProfiler
     device: torch.device
+    memory: PeakMemory
     evaluation: RunEvaluation | None = None
 
 
@@ -175,7 +176,7 @@ def _train(
             for warning in watch.observe(balance):
                 _LOGGER.warning("%s", warning)
         with timers.phase(COMMUNICATION):
-            stopping, peak_bytes = _vote(termination, log, parts.device)
+            stopping, peak_bytes = _vote(termination, log, parts.memory)
         phases = timers.end_step()
         seconds = time.perf_counter() - started
         last = step == plan.steps
@@ -201,7 +202,8 @@ def _evaluated_before(parts: Parts, plan: LoopPlan, log: _Log) -> bool:
     if parts.evaluation is not None:
         is_last = state.step == plan.steps
         try:
-            results = parts.evaluation.before_training(state.step, is_last=is_last)
+            with parts.memory.left_out():
+                results = parts.evaluation.before_training(state.step, is_last=is_last)
         except Interrupted:
             return True
     if state.step and state.note_best(plan.best, named_measures(results)) and plan.save:
@@ -237,7 +239,8 @@ def _measures(
         return found, False
     if evaluation.is_due(step, is_last=is_end):
         try:
-            results = evaluation.after_step()
+            with parts.memory.left_out():
+                results = evaluation.after_step()
         except Interrupted:
             return found, True
         log.write({"step": step, "evaluation": results})
@@ -260,11 +263,11 @@ class _Log:
                 self.failure = error
 
 
-def _vote(termination: TerminationRequest, log: _Log, device: torch.device) -> tuple[bool, int]:
+def _vote(termination: TerminationRequest, log: _Log, memory: PeakMemory) -> tuple[bool, int]:
     """Return whether to stop, and the largest peak memory of any rank in bytes."""
     vote = _Vote.STOP if termination.received else _Vote.GO_ON
     vote = _Vote.FAIL if log.failure else vote
-    verdict, peak_bytes = highest(vote, peak_memory_bytes(device), device=device)
+    verdict, peak_bytes = highest(vote, memory.bytes, device=memory.device)
     if verdict == _Vote.FAIL:
         agree(log.failure)
     return verdict == _Vote.STOP, peak_bytes

@@ -232,7 +232,7 @@ def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
 
 
 def _evaluation_lines(record: Record, evaluation: Record) -> Iterator[str]:
-    """One line per model: each task with its usual measure and standard error."""
+    """One line per model: each task's usual measure, its error, and differences to teachers."""
     for role, results in evaluation.items():
         parts = [f"step {record['step']} {role}:"]
         for task, result in cast(Mapping[str, Record], results).items():
@@ -240,8 +240,19 @@ def _evaluation_lines(record: Record, evaluation: Record) -> Iterator[str]:
             value, error = _number(result, name), _number(result, f"{name}_stderr")
             if value is not None:
                 around = "" if error is None else f" +- {error:.4f}"
-                parts.append(f"{task} {name} {value:.4f}{around}")
+                parts.append(f"{task} {name} {value:.4f}{around}{_minus(result, name)}")
         yield "  ".join(parts)
+
+
+def _minus(result: Record, name: str) -> str:
+    """A student's difference to each teacher in parentheses, with its interval."""
+    found = []
+    for role, measures in cast(Mapping[str, Record], result.get("minus", {})).items():
+        one = cast(Mapping[str, float], measures.get(name, {}))
+        if one:
+            interval = f"{one['low']:+.4f} to {one['high']:+.4f}"
+            found.append(f"minus {role} {one['difference']:+.4f}, 95 % {interval}")
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _teacher_losses(record: Record, digits: int = 4) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -27,6 +28,7 @@ from megatron_distill.runtime.groups import Layout
 
 __all__ = [
     "MemoryOfRank",
+    "PeakMemory",
     "RankParameters",
     "StepFlops",
     "Throughput",
@@ -319,6 +321,42 @@ def mfu(
 
 
 _PROCESS_STATUS = Path("/proc/self/status")
+# Writing 5 to it lowers VmHWM to the present resident set (Linux, proc_pid_clear_refs(5)).
+_CLEARED_PEAK = Path("/proc/self/clear_refs")
+
+
+@dataclass
+class PeakMemory:
+    """The peak memory of a run in this process, without that of its evaluations.
+
+    On a CPU whose kernel cannot lower the peak, that of evaluations counts.
+    """
+
+    device: torch.device
+    _before: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The peak so far."""
+        return max(self._before, peak_memory_bytes(self.device))
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """A block whose memory does not count."""
+        self._before = self.bytes
+        try:
+            yield
+        finally:
+            _lower_peak(self.device)
+
+
+def _lower_peak(device: torch.device) -> None:
+    """Let the peak begin anew at the memory in use."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        _CLEARED_PEAK.write_text("5", encoding="ascii")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -84,11 +84,28 @@ def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
         assert first[f"teachers.{name}"] == alone["teacher"], name
     assert first["teachers.far"]["quiz"] != first["teachers.near"]["quiz"]
 
-    script = ROOT / "launch" / "evaluate.py"
-    ending = call_alone(pool, script, output, "--tasks", tmp_path / "quiz.yaml")
+    script, quiz_file = ROOT / "launch" / "evaluate.py", tmp_path / "quiz.yaml"
+    items = tmp_path / "items.json"
+    words = (output, "--tasks", quiz_file, "--teacher", "--items", items)
+    ending = call_alone(pool, script, *words)
     assert ending.status == 0, ending.stderr
-    measured = json.loads(ending.stdout)["results"]["student"]["quiz"]
-    assert measured["acc_norm"] == last["student"]["quiz"]["acc_norm"]
+    found = json.loads(ending.stdout)
+    assert set(found["results"]) == set(first)
+    for role, results in found["results"].items():
+        logged = last["student"] if role == "student" else first[role]
+        for name in ("acc", "acc_norm", "prompt_hash"):
+            assert results["quiz"][name] == logged["quiz"][name], (role, name)
+    minus = found["student_minus"]["teachers.near"]["quiz"]["acc_norm"]
+    near = first["teachers.near"]["quiz"]["acc_norm"]
+    assert minus["difference"] == pytest.approx(last["student"]["quiz"]["acc_norm"] - near)
+    assert minus["low"] <= minus["difference"] <= minus["high"]
+
+    again = call_alone(pool, script, output, "--tasks", quiz_file, "--against", items)
+    (same,) = json.loads(again.stdout)["student_minus"].values()
+    assert same["quiz"]["acc"] == {"difference": 0, "stderr": 0, "low": 0, "high": 0, "n": 14}
+    fewer = call_alone(pool, script, output, "--tasks", quiz_file, "--limit", 5, "--against", items)
+    assert fewer.status == 1
+    assert "its task quiz has other prompts or items; evaluate both models with" in fewer.stderr
 
 
 @pytest.mark.slow

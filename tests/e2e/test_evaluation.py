@@ -11,7 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
+from tests.e2e.failing import Ending, call_alone, call_script
+from tests.e2e.processes import ROOT
 from tests.e2e.runs import (
     CONTEXT,
     CPU,
@@ -25,11 +28,13 @@ from tests.e2e.runs import (
     configure,
     course,
     failure,
+    failure_here,
     quick_and_slow,
     records,
     run,
     train_here,
 )
+from tests.e2e.test_hugging_face import export
 
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=2")
@@ -97,6 +102,16 @@ def test_training_is_bit_identical_with_and_without(
         assert results["write"]["n"] == 5
         assert results["write"]["exact"] == 0.0
         assert results["write"]["cut"] > 0, "a model of random weights goes on"
+    for found in (first, *(found for _, found in later)):
+        student, teacher = found["student"], first["teacher"]
+        for task, name in (("quiz", "acc_norm"), ("write", "exact"), ("prose", "bits_per_byte")):
+            minus = student[task].get("minus", {}).get("teacher")
+            if case == "two tokenizers" and minus is None:
+                continue  # other examples fit into the teacher's positions
+            one = minus[name]
+            assert one["difference"] == pytest.approx(student[task][name] - teacher[task][name])
+            assert one["low"] <= one["difference"] <= one["high"]
+            assert one["n"] == student[task]["n"]
     assert first["student"] != later[-1][1]["student"], "training changes the student"
 
 
@@ -228,14 +243,110 @@ def test_results_of_a_finished_run_are_those_of_any_layout(
                     assert measured[name] == results["quiz"][name], (role, name)
 
 
-def test_a_wrong_task_ends_the_run_and_leaves_no_folder(
+def _refusals(
+    rank: int, world: int, config: Path, output: Path, cases: dict[str, list[str]]
+) -> dict[str, str]:
+    """The error of each start, in a pool worker where no model can be built."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.model_source import ModelSource
+
+    with patch.object(ModelSource, "build", side_effect=AssertionError("a model was built")):
+        return {
+            name: failure_here(rank, world, config, [f"output={output}", *COMMON, *overrides])
+            for name, overrides in cases.items()
+        }
+
+
+def test_a_wrong_task_is_named_before_any_model_is_built(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
-    (tmp_path / "quiz.jsonl").unlink()
-    text = failure(pool, 2, config, tmp_path / "run", *COMMON, *tasks)
-    assert "task quiz: files: there is no file" in text
+    """Each of these ends the start on all ranks, and leaves no folder."""
+    quiz(tmp_path)
+    changed = {
+        "column": ("quiz", "question: '{{ nothing }}'"),
+        "row": ("quiz", "answer: q"),
+        "key": ("quiz", "answer: ''"),
+        "examples": ("quiz", "shots: 9"),
+        "grader": ("write", "graders: [nobody]"),
+        "room": ("write", "max_new_tokens: 100"),
+        "template": ("quiz", "chat: true"),
+    }
+    cases = {
+        "name": ["evaluation.tasks=[mmluu]"],
+        "file": [f"evaluation.tasks=[{{task: {tmp_path / 'quiz.yaml'}, files: [none.jsonl]}}]"],
+    }
+    for name, (base, line) in changed.items():
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}.yaml\n{line}\n")
+        cases[name] = [f"evaluation.tasks=[{tmp_path / f'{name}.yaml'}]"]
+    one, other = pool.run(2, _refusals, inputs.folder / "dense.yaml", tmp_path / "run", cases)
+    assert one == other
+    expected = {
+        "name": "mmluu: there is no such task; give the path of a YAML file, or one of arc_",
+        "file": "task quiz: files: there is no file",
+        "column": "'nothing' is undefined (its columns: q, options, right, part)",
+        "row": "neither one of the choices nor an index from 0 to 3; correct `answer` or",
+        "key": "answer = ''; give the right answer of a row: without it nothing can be scored",
+        "examples": "6 examples of part '0', and shots is 9; lower shots, or add rows",
+        "grader": "graders: 'nobody' is not one of exact, letter",
+        "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
+        "template": "task template: chat is true, but tokenizer has no chat template",
+    }
+    assert set(one) == set(expected)
+    for name, text in expected.items():
+        assert text in one[name], (name, one[name])
     assert not (tmp_path / "run").exists()
+
+
+def _called_without_models(
+    rank: int, world: int, script: str, calls: list[list[str]]
+) -> list[Ending]:
+    """Call a script where no model can be built."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.model_source import ModelSource
+
+    with patch.object(ModelSource, "build", side_effect=AssertionError("a model was built")):
+        return [call_script(rank, world, ROOT / "launch" / script, words) for words in calls]
+
+
+@pytest.mark.slow
+def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
+    run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
+    *_, (_, last) = evaluations(output)
+    pool.run(1, export, output, exported)
+    quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
+    for words in (("--hf", exported), ("--checkpoint", output)):
+        ending = call_alone(pool, script, *words, "--tasks", quiz_file)
+        assert ending.status == 0, ending.stderr
+        measured = json.loads(ending.stdout)["results"]["student"]["quiz"]
+        for name in ("acc", "acc_norm", "prompt_hash"):
+            assert measured[name] == last["student"]["quiz"][name], (words, name)
+
+    named, other = [str(output), "--tasks", str(quiz_file)], str(tmp_path / "other.yaml")
+    Path(other).write_text(f"base: quiz.yaml\nname: quiz\nfolder: {tmp_path}\n")
+    missing = tmp_path / "none.yaml"
+    missing.write_text("base: quiz.yaml\nfiles: [none.jsonl]\n")
+    calls = {
+        "there is no such task; give the path": [str(output), "--tasks", "mmluu"],
+        "task none: files: there is no file": [str(output), "--teacher", "--tasks", str(missing)],
+        "two tasks have the name 'quiz'": [*named, other],
+        "items.json: cannot be read": [*named, "--against", str(tmp_path / "items.json")],
+        "not a file of `evaluate --items`": [*named, "--against", str(tmp_path / "quiz.jsonl")],
+    }
+    (endings,) = pool.run(1, _called_without_models, "evaluate.py", list(calls.values()))
+    for text, ending in zip(calls, endings, strict=True):
+        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
+    texts = {
+        "no chat template": [str(output), "--chat"],
+        "--prompt has": [str(output), "--prompt", "def f " * 60],
+        "a stop string is empty": [str(output), "--stop", ""],
+        "temperature=-1.0": [str(output), "--temperature", "-1"],
+    }
+    (endings,) = pool.run(1, _called_without_models, "generate.py", list(texts.values()))
+    for text, ending in zip(texts, endings, strict=True):
+        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
 
 
 def _without_harness(rank: int, world: int, folder: str) -> str:

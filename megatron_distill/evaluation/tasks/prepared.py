@@ -69,12 +69,15 @@ class PreparedTask:
     stop_ids: tuple[int, ...] = ()
 
 
-def prepare_task(task: Task, tokenizer: Tokenizer, *, positions: int) -> PreparedTask:
-    """Read a task and encode it for a model with that many positions.
+def prepare_task(
+    task: Task, tokenizer: Tokenizer, *, positions: int, items: Sequence[Item] | None = None
+) -> PreparedTask:
+    """Encode a task for a model with that many positions.
 
-    Raises ConfigError or DataError: files, columns, templates, or graders.
+    items: of the task; None: they are read. Raises ConfigError or DataError: files, columns,
+    templates, or graders.
     """
-    items = read_task(task)
+    items = read_task(task) if items is None else items
     encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
     if task.kind == "perplexity":
         return _of_texts(task, items, encoder, positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from megatron_distill.evaluation.requests import Score, WrittenText
 from megatron_distill.evaluation.tasks.graders import grader_versions
 from megatron_distill.evaluation.tasks.grading import Graded
+from megatron_distill.evaluation.tasks.paired import ItemValues, TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 
-__all__ = ["stderr_of", "task_result", "written_result"]
+__all__ = ["scored_items", "stderr_of", "task_result", "written_items", "written_result"]
 
 Floats = NDArray[np.float64]
 
@@ -77,7 +78,37 @@ def stderr_of(values: Floats) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+def scored_items(prepared: PreparedTask, scores: Sequence[Score]) -> TaskItems:
+    """Return the measures of each item, for the comparison with another model."""
+    if prepared.task.kind == "perplexity":
+        sums, counted = _sums_of_texts(prepared, scores)
+        bits = ItemValues(-sums / math.log(2), counted[:, 0])
+        return TaskItems(prepared.prompt_hash, {"bits_per_byte": bits})
+    choices = _chosen(prepared, scores)
+    measures = {"acc": choices.right, "acc_norm": choices.right_by_length}
+    return TaskItems(prepared.prompt_hash, _means(measures))
+
+
+def written_items(prepared: PreparedTask, grades: Mapping[str, Graded]) -> TaskItems:
+    """Return the grades of each text, for the comparison with another model."""
+    hits = {name: np.array(graded.right, float) for name, graded in grades.items()}
+    return TaskItems(prepared.prompt_hash, _means(hits))
+
+
+def _means(measures: Mapping[str, Floats]) -> dict[str, ItemValues]:
+    return {name: ItemValues.of_mean(values) for name, values in measures.items()}
+
+
+class _Choices(NamedTuple):
+    """The choices of a model by item; the items with a score that is no number are wrong."""
+
+    right: Floats
+    right_by_length: Floats
+    mass: Floats
+    not_finite: int
+
+
+def _chosen(prepared: PreparedTask, scores: Sequence[Score]) -> _Choices:
     right: list[bool] = []
     right_by_length: list[bool] = []
     mass: list[float] = []
@@ -96,6 +127,11 @@ def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, An
         right_by_length.append(is_finite and int((log_probs / lengths).argmax()) == item.right)
         mass.append(float(np.exp(log_probs).sum()))
     hits, by_length = np.array(right, float), np.array(right_by_length, float)
+    return _Choices(hits, by_length, np.array(mass), not_finite)
+
+
+def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+    hits, by_length, masses, not_finite = _chosen(prepared, scores)
     found: dict[str, Any] = {
         "acc": float(hits.mean()),
         "acc_stderr": stderr_of(hits),
@@ -103,11 +139,13 @@ def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, An
         "acc_norm_stderr": stderr_of(by_length),
     }
     if prepared.is_single:
-        masses = np.array(mass)
         found["letter_mass"] = float(masses.mean())
+        found["letter_mass_stderr"] = stderr_of(masses)
         follows = masses > _LEAST_MASS
         if follows.any():
             found["acc_where_mass"] = float(hits[follows].mean())
+            found["acc_where_mass_stderr"] = stderr_of(hits[follows])
+            found["acc_where_mass_n"] = int(follows.sum())
     if not_finite:
         found["not_finite"] = not_finite
     return found | _groups(prepared, hits, "acc")
@@ -119,37 +157,48 @@ def _groups(prepared: PreparedTask, values: Floats, name: str) -> dict[str, Any]
         groups.setdefault(item.group, []).append(float(value))
     if set(groups) <= {""}:
         return {}
-    return {
-        "groups": {
-            group: {name: float(np.mean(own)), "n": len(own)} for group, own in groups.items()
-        }
-    }
+    found = {}
+    for group, own in groups.items():
+        error = stderr_of(np.array(own))
+        found[group] = {name: float(np.mean(own)), f"{name}_stderr": error, "n": len(own)}
+    return {"groups": found}
 
 
-def _of_texts(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+def _sums_of_texts(prepared: PreparedTask, scores: Sequence[Score]) -> tuple[Floats, Floats]:
+    """Return the log-probability of each text, and its bytes and words."""
     sums: list[float] = []
     first = 0
     for item in prepared.items:
         sums.append(sum(score.log_prob for score in scores[first : first + item.requests]))
         first += item.requests
     counted = np.array([item.counted for item in prepared.items], float).reshape(-1, 2)
+    return np.array(sums), counted
+
+
+def _of_texts(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
+    log_probs, counted = _sums_of_texts(prepared, scores)
     tokens = np.array([item.tokens for item in prepared.items], float)
-    log_probs = np.array(sums)
-    nats_per_byte = -log_probs.sum() / max(1.0, counted[:, 0].sum())
-    # The ratio's error by the delta method: the residuals of the texts.
-    residuals = -log_probs - nats_per_byte * counted[:, 0]
-    error = 0.0
-    if len(sums) > 1:
-        error = math.sqrt(len(sums)) * float(residuals.std(ddof=1)) / counted[:, 0].sum()
-    return {
-        "bits_per_byte": nats_per_byte / math.log(2),
+    nats, error = _rate(-log_probs, counted[:, 0])
+    found: dict[str, Any] = {
+        "bits_per_byte": nats / math.log(2),
         "bits_per_byte_stderr": error / math.log(2),
-        "byte_perplexity": _exp(nats_per_byte),
-        "word_perplexity": _exp(-log_probs.sum() / max(1.0, counted[:, 1].sum())),
-        "token_perplexity": _exp(-log_probs.sum() / max(1.0, tokens.sum())),
-        "bytes": int(counted[:, 0].sum()),
-        "tokens": int(tokens.sum()),
     }
+    for name, sizes in (("byte", counted[:, 0]), ("word", counted[:, 1]), ("token", tokens)):
+        nats, error = _rate(-log_probs, sizes)
+        found[f"{name}_perplexity"] = _exp(nats)
+        found[f"{name}_perplexity_stderr"] = _exp(nats) * error
+    return found | {"bytes": int(counted[:, 0].sum()), "tokens": int(tokens.sum())}
+
+
+def _rate(nats: Floats, sizes: Floats) -> tuple[float, float]:
+    """Return the nats per unit of the texts' sizes, and the standard error of this ratio."""
+    total = max(1.0, float(sizes.sum()))
+    rate = float(nats.sum()) / total
+    if len(nats) < 2:
+        return rate, 0.0
+    # By the delta method: the residuals of the texts.
+    residuals = nats - rate * sizes
+    return rate, math.sqrt(len(nats)) * float(residuals.std(ddof=1)) / total
 
 
 def _exp(nats: float) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_distill.config import (
+    EvaluationConfig,
     FeatureConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -21,8 +22,9 @@ from megatron_distill.config import (
     is_aligned,
     matched_layers,
 )
-from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.losses import (
     FeaturePair,
     RatioBalance,
@@ -47,6 +49,7 @@ from megatron_distill.train.assemble.models import (
 from megatron_distill.train.assemble.routing import sample_routing
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -73,7 +76,10 @@ from megatron_distill.train.validation import HeldOut, read_held_out
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run's models and samples; its student is a source, which `site` says how to build."""
+    """A run's models, samples and tasks; its student is a source, which `site` says how to build.
+
+    tasks_of_student: the tasks in the student's tokens.
+    """
 
     vocabulary: Vocabulary
     student: ModelSource
@@ -81,6 +87,8 @@ class OpenRun:
     objective: TokenObjective
     samples: RunSamples
     site: Site
+    tasks: OpenTasks = NO_TASKS
+    tasks_of_student: tuple[PreparedTask, ...] = ()
 
     def throughput(self, train: TrainConfig) -> Throughput:
         """Return what turns the seconds of a training step into figures."""
@@ -102,12 +110,12 @@ class OpenRun:
         return replace(self.objective, source_names=names if len(names) > 1 else ())
 
 
-def open_run(config: RunConfig, site: Site) -> OpenRun:
+def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> OpenRun:
     """Open the tokenizer and the teacher; all checks run before the teacher's weights are read.
 
     Raises a MegatronDistillError on all ranks.
 
-    Collective: world, short objects.
+    Collective: world, short objects, and with tasks one broadcast of their tokens.
     """
     section, groups, execution = config.objective, site.groups, site.execution
     options = data_options(config.data, Path(config.output), shows_progress=config.logging.progress)
@@ -119,6 +127,7 @@ def open_run(config: RunConfig, site: Site) -> OpenRun:
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
         options = replace(options, teacher=own.reading)
+    tasks_of_student = _tasks_of_student(config.evaluation, tasks, tokenizer, student, own, site)
     if config.teachers:
         options = replace(options, routing=sample_routing(config))
     teacher = open_teacher(config, TeacherFit(terms, student, vocabulary, own), site)
@@ -157,7 +166,27 @@ def open_run(config: RunConfig, site: Site) -> OpenRun:
         units=teacher.units,
     )
     site = replace(site, execution=replace(execution, layers_per_stage=layers))
-    return OpenRun(vocabulary, source, teacher, objective, samples, site)
+    return OpenRun(vocabulary, source, teacher, objective, samples, site, tasks, tasks_of_student)
+
+
+def _tasks_of_student(
+    section: EvaluationConfig,
+    tasks: OpenTasks,
+    tokenizer: Tokenizer | None,
+    student: Architecture,
+    own: TeacherTokens | None,
+    site: Site,
+) -> tuple[PreparedTask, ...]:
+    """Encode the tasks for the student; raises where a teacher's tokens do not fit them either.
+
+    `own`: of a teacher with a tokenizer of its own.
+    """
+    if not tasks.tasks:
+        return ()
+    if own is not None and section.teacher:
+        tasks.check_template(None if own.reading is None else own.reading.tokenizer)
+    positions = longest_input(student, section)
+    return tasks.encoded(tokenizer, positions, site.execution.device)
 
 
 def open_held_out(train: TrainConfig, section: ObjectiveConfig, opened: OpenRun) -> HeldOut:

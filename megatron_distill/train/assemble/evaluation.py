@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,27 +25,31 @@ from megatron_distill.config import (
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
-from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
-from megatron_distill.evaluation.tasks.record import Task, load_task
+from megatron_distill.evaluation.tasks.paired import TaskItems, differences
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
+from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Execution
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.sharded_weights import has_sharded_weights
-from megatron_distill.runtime.collectives import from_first_rank, on_first_rank
+from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.distillation import OpenRun
 from megatron_distill.train.assemble.models import (
+    has_model,
     job_groups,
     resolve_model,
     teacher_execution,
     teacher_seed,
 )
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input, open_tasks
 from megatron_distill.train.checkpoint.best import BestRule
+from megatron_distill.train.evaluation.baselines import Baselines
 from megatron_distill.train.evaluation.phase import (
     EvaluatedModel,
     Results,
@@ -54,6 +58,7 @@ from megatron_distill.train.evaluation.phase import (
 )
 from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
 from megatron_distill.train.evaluation.writing import ModelWriter
+from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -63,7 +68,6 @@ from megatron_distill.train.validation import evaluating
 
 __all__ = [
     "best_rule",
-    "configured_tasks",
     "evaluate_by_harness",
     "evaluate_weights",
     "open_evaluation",
@@ -77,32 +81,14 @@ def best_rule(section: KeepBestConfig) -> BestRule:
     return BestRule(section.metric, section.mode)
 
 
-def configured_tasks(section: EvaluationConfig) -> tuple[Task, ...]:
-    """Read the tasks of the configuration; raises ConfigError."""
-    found: list[Task] = []
-    for index, entry in enumerate(section.tasks):
-        task = load_task(entry.task, entry.changes)
-        if task.limit is None:
-            task = replace(task, limit=section.limit)
-        if task.name in [one.name for one in found]:
-            raise ConfigError(
-                f"evaluation.tasks.{index}: a second task has the name {task.name!r}; give it "
-                "another `name`"
-            )
-        found.append(task)
-    return tuple(found)
-
-
 def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunEvaluation:
-    """Read the tasks, encode them for student and teachers, and return the run's evaluation.
+    """Encode the tasks for the teachers, and return the run's evaluation.
 
     Raises ConfigError or DataError on all ranks.
 
-    Collective: world, one broadcast of the tasks' tokens per model.
+    Collective: world, one broadcast of the tasks' tokens per teacher.
     """
     section, log = config.evaluation, Path(config.output) / "metrics.jsonl"
-    tasks = from_first_rank(lambda: configured_tasks(section))
-    _check_metric(config.checkpoint.keep_best, tasks)
     groups, device = opened.site.groups, opened.site.execution.device
     student = state.student
     shape = state.architecture
@@ -115,36 +101,23 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         device,
     )
     tokenizer = opened.samples.tokenizer
-    prepared = _prepared(tasks, tokenizer, _positions(shape, section), device)
+    tasks, cache_gib = opened.tasks_of_student, config.generation.cache_gib
     found = EvaluatedModel(
         "student",
         _scorer(scored, section),
-        prepared,
+        tasks,
         partial(evaluating, student),
-        _writer(scored, student.chunks, prepared, tokenizer, cache_gib=config.generation.cache_gib),
+        _writer(scored, student.chunks, tasks, tokenizer, cache_gib=cache_gib),
     )
-    teachers = list(_teachers(config, tasks, opened)) if section.teacher else []
+    teachers = list(_teachers(config, opened)) if section.teacher else []
     return RunEvaluation(
         found,
         teachers,
         interval=section.interval,
         at_start=section.at_start,
+        baselines=Baselines.of_run(Path(config.output)),
         logged=from_first_rank(lambda: _logged(log)),
     )
-
-
-def _check_metric(keep_best: KeepBestConfig | None, tasks: Sequence[Task]) -> None:
-    """Raise ConfigError where the best checkpoint's metric is none of these tasks."""
-    if keep_best is None:
-        return
-    name, _, measure = keep_best.metric.partition(".")
-    measures = {task.name: task.measures for task in tasks}
-    if name != "validation" and measure not in measures.get(name, ()):
-        known = [f"{task}.{one}" for task, own in measures.items() for one in own]
-        raise ConfigError(
-            f"checkpoint.keep_best.metric = {keep_best.metric!r} is no measure of this run; give "
-            f"one of {', '.join([*known, 'validation.ce_loss'])}"
-        )
 
 
 def _logged(path: Path) -> frozenset[tuple[str, int]]:
@@ -161,9 +134,7 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def _teachers(
-    config: RunConfig, tasks: Sequence[Task], opened: OpenRun
-) -> Iterator[EvaluatedModel]:
+def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
     """Yield the teachers whose models are on these ranks."""
     section, teacher = config.evaluation, opened.teacher
     for role in (*teacher.stored_samples, *teacher.remotes):
@@ -173,11 +144,13 @@ def _teachers(
         _LOGGER.info("no baseline of %s: its model is not on the student's ranks%s", name, measured)
     reading = opened.samples.options.teacher
     device = opened.site.execution.device
+    tasks, opened = opened.tasks, replace(opened, tasks=NO_TASKS)  # no text outlives its tokens
     for role, model in teacher.models.items():
         tokenizer = opened.samples.tokenizer
         if reading is not None and role == aligned_role(config):
             tokenizer = reading.tokenizer
-        prepared = _prepared(tasks, tokenizer, _positions(model.architecture, section), device)
+        positions = longest_input(model.architecture, section)
+        prepared = tasks.encoded(tokenizer, positions, device)
         prepared = _without_texts(role, model.model, prepared)
         if not prepared:
             continue
@@ -252,7 +225,7 @@ def _without_texts(
 
 
 def _scorer(model: ScoredModel, section: EvaluationConfig) -> ModelScorer:
-    positions = _positions(model.architecture, section)
+    positions = longest_input(model.architecture, section)
     return ModelScorer(model, positions, section.batch_tokens, stop_requested=is_requested)
 
 
@@ -294,37 +267,6 @@ def _shared(tokenizer: Tokenizer | None) -> Tokenizer:
     return shared[0]
 
 
-def _positions(shape: Architecture, section: EvaluationConfig) -> int:
-    """The longest input of a model."""
-    most = shape.max_position_embeddings
-    return most if section.max_length is None else min(most, section.max_length)
-
-
-def _prepared(
-    tasks: Sequence[Task], tokenizer: Tokenizer | None, positions: int, device: torch.device
-) -> tuple[PreparedTask, ...]:
-    """Encode the tasks on the first rank, which has the tokenizer, and share them.
-
-    Collective: world, those of `on_first_rank`, and a broadcast of the tasks' tokens.
-    """
-
-    def prepared() -> tuple[PreparedTask, ...]:
-        assert tokenizer is not None, "the first rank has it"
-        return tuple(prepare_task(task, tokenizer, positions=positions) for task in tasks)
-
-    found = [on_first_rank(prepared, device=device)]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    for task in found[0]:
-        if task.truncated and dist.get_rank() == 0:
-            _LOGGER.warning(
-                "task %s: %d of %d prompts are longer than the %d positions of the model and lose "
-                "tokens on the left; lower its shots, or raise evaluation.max_length",
-                *(task.task.name, task.truncated, len(task.items), positions),
-            )
-    return found[0]
-
-
 @dataclass(frozen=True)
 class _Role:
     """A model of a configuration that is evaluated.
@@ -341,35 +283,108 @@ class _Role:
     vocabulary: Vocabulary
 
 
-def _teacher_role(config: RunConfig, student: _Role) -> _Role:
-    """Return the teacher in the tokens and with the computation that it has in the run.
+def _teacher_roles(config: RunConfig, student: _Role) -> Iterator[_Role]:
+    """Yield the teachers in the tokens and with the computation that they have in the run.
+
+    Raises ConfigError on all ranks where no teacher has a model.
 
     Collective: with a tokenizer of its own those of `own_tokens`.
     """
-    layers = config.parallel.layers_per_stage.teacher
-    execution = teacher_execution(student.execution, config.models["teacher"], layers)
-    role = replace(student, name="teacher", seed=teacher_seed(config.seed), execution=execution)
-    if not is_aligned(config):
-        return role
-    own = own_tokens(config, student.vocabulary)
-    tokenizer = None if own.reading is None else own.reading.tokenizer
-    return replace(role, tokenizer=tokenizer, vocabulary=own.vocabulary)
+    roles = sorted(role for role in config.models if role != "student")
+    live = [role for role in roles if has_model(config.models[role])]
+    if not live:
+        stores = f"{' and '.join(roles)}: a store, which has no model"
+        missing = "the run has no `teacher` or `teachers`"
+        raise ConfigError(f"--teacher: {stores if roles else missing}; leave it out")
+    for number, role in enumerate(roles):
+        if role not in live:
+            _LOGGER.info("%s: no results: it is a store, which has no model", role)
+            continue
+        layers = config.parallel.layers_per_stage.teacher if role == "teacher" else None
+        found = replace(
+            student,
+            name=role,
+            seed=teacher_seed(config.seed) + number,
+            execution=teacher_execution(student.execution, config.models[role], layers, role),
+        )
+        if is_aligned(config) and role == aligned_role(config):
+            own = own_tokens(config, student.vocabulary)
+            tokenizer = None if own.reading is None else own.reading.tokenizer
+            found = replace(found, tokenizer=tokenizer, vocabulary=own.vocabulary)
+        yield found
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """A model that fits the layout and is not built yet, and the tasks in its tokens."""
+
+    role: _Role
+    source: ModelSource
+    tasks: tuple[PreparedTask, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, role: _Role, tasks: OpenTasks) -> _Resolved:
+        """Find a model and encode the tasks for it; raises a MegatronDistillError on all ranks."""
+        source = resolve_model(config, role.name, role.vocabulary)
+        positions = longest_input(source.architecture, config.evaluation)
+        return cls(role, source, tasks.encoded(role.tokenizer, positions, role.execution.device))
+
+    def built(
+        self,
+        section: EvaluationConfig,
+        groups: Groups,
+        *,
+        cache_gib: float,
+        writes: bool = False,
+    ) -> EvaluatedModel:
+        """Read the weights; `writes`: the model writes text whatever its tasks are."""
+        role, shape = self.role, self.source.architecture
+        execution = role.execution
+        (model,) = self.source.build(execution, groups=groups, seed=role.seed, interleaved=False)
+        model.requires_grad_(False)
+        model.eval()
+        tasks = _without_texts(role.name, model, self.tasks)
+        scored = ScoredModel(
+            [model],
+            lambda: model.head_weight().detach(),
+            shape,
+            vocab_shard(shape, groups, tokens=role.vocabulary.size),
+            groups,
+            execution.device,
+        )
+        writer = _writer(
+            scored,
+            [model],
+            tasks,
+            role.tokenizer,
+            cache_gib=cache_gib,
+            writes=writes,
+        )
+        return EvaluatedModel(role.name, _scorer(scored, section), tasks, writer=writer)
 
 
 def evaluate_weights(
-    config: RunConfig, device: Device, tasks: Sequence[Task], *, teacher: bool
+    config: RunConfig,
+    device: Device,
+    tasks: Sequence[Task],
+    *,
+    teacher: bool,
+    against: Mapping[str, Mapping[str, TaskItems]] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the student of a configuration, and its teacher if asked for, without training.
+    """Evaluate the student of a configuration, and its teachers if asked for, without training.
 
-    Returns the results by role and the facts of the models. Raises a MegatronDistillError on all
-    ranks together; Interrupted on all ranks where a signal asked for it.
+    Returns the results by role, the facts of the models, the student's differences to the other
+    models under `student_minus`, and under `items` the measures of each item by role and task. All
+    tasks are read, and all models found, before the first one is built.
+
+    against: items of earlier evaluations by name. Raises a MegatronDistillError on all ranks
+    together; Interrupted on all ranks where a signal asked for it.
     """
-    if teacher and config.teacher is None:
-        raise ConfigError("--teacher: the run has no `teacher` section; leave it out")
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         device.alone,
     ):
+        read = open_tasks(tasks, device.torch_device)
         options = data_options(
             config.data, Path(config.output), shows_progress=config.logging.progress
         )
@@ -377,23 +392,51 @@ def evaluate_weights(
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         roles = [_Role("student", config.seed, execution, tokenizer, vocabulary)]
         if teacher:
-            roles.append(_teacher_role(config, roles[0]))
+            roles += _teacher_roles(config, roles[0])
+        models = [_Resolved.of(config, role, read) for role in roles]
+        for named, earlier in (against or {}).items():
+            _check_same_items(models[0].tasks, earlier, named)
         results: dict[str, Results] = {}
-        prompts: dict[str, str] = {}
-        for role in roles:
-            model = _opened(config, role, tasks, groups)
-            results[role.name] = evaluate_model(model)
-            prompts = {task.task.name: task.first_prompt for task in model.tasks} | prompts
+        items: dict[str, dict[str, TaskItems]] = {}
+        for model in models:
+            own = items.setdefault(model.role.name, {})
+            built = model.built(config.evaluation, groups, cache_gib=config.generation.cache_gib)
+            results[model.role.name] = evaluate_model(built, items=own)
+            del built  # before the next one has its weights
+    others: dict[str, Mapping[str, TaskItems]] = {**items, **(against or {})}
+    student = others.pop("student")
     found: dict[str, Any] = {
         "version": __version__,
         "precision": config.train.precision,
         "tokenizer": vocabulary.identity,
         "results": results,
-        "first_prompts": prompts,
+        "first_prompts": {task.task.name: task.first_prompt for task in models[0].tasks},
+        "items": items,
     }
-    if roles[-1].vocabulary != vocabulary:
-        found["teacher_tokenizer"] = roles[-1].vocabulary.identity
+    if others:
+        found["student_minus"] = {name: differences(student, one) for name, one in others.items()}
+    for role in roles:
+        if role.vocabulary != vocabulary:
+            found["teacher_tokenizer"] = role.vocabulary.identity
     return found
+
+
+def _check_same_items(
+    tasks: Sequence[PreparedTask], others: Mapping[str, TaskItems], named: str
+) -> None:
+    """Raise ConfigError where a task is not there, or has other prompts."""
+    for task in tasks:
+        other = others.get(task.task.name)
+        if other is None:
+            raise ConfigError(
+                f"{named}: it has no task {task.task.name}, only {', '.join(others)}; evaluate "
+                "both models on the same tasks"
+            )
+        if other.prompt_hash != task.prompt_hash:
+            raise ConfigError(
+                f"{named}: its task {task.task.name} has other prompts or items; evaluate both "
+                "models with the same files, shots, limit and longest input"
+            )
 
 
 def evaluate_by_harness(
@@ -407,7 +450,8 @@ def evaluate_by_harness(
     """Evaluate the student of a configuration on tasks of lm-evaluation-harness.
 
     `include`: folder of further tasks of the harness. Returns the harness's results on the first
-    rank of a node, None elsewhere. Raises a MegatronDistillError on all ranks together.
+    rank of a node, None elsewhere. Raises a MegatronDistillError on all ranks together; one for a
+    task that cannot be loaded comes before the model is built.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -415,10 +459,11 @@ def evaluate_by_harness(
             "give --tasks"
         )
     import lm_eval
-    from lm_eval.tasks import TaskManager
 
-    from megatron_distill.evaluation.lm_eval_model import ScorerLM
+    from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks
 
+    with together():
+        tasks = harness_tasks(names, include=include)
     with (
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         device.alone,
@@ -427,12 +472,13 @@ def evaluate_by_harness(
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         role = _Role("student", config.seed, execution, tokenizer, vocabulary)
-        model = _opened(config, role, (), groups, writes=True)
+        model = _Resolved.of(config, role, NO_TASKS).built(
+            config.evaluation, groups, cache_gib=config.generation.cache_gib, writes=True
+        )
         tokenizer = _shared(tokenizer)
         return lm_eval.simple_evaluate(
             model=ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer),
-            tasks=list(names),
-            task_manager=TaskManager(include_path=include),
+            tasks=tasks,
             limit=limit,
             bootstrap_iters=0,
             log_samples=False,
@@ -440,44 +486,3 @@ def evaluate_by_harness(
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-
-
-def _opened(
-    config: RunConfig,
-    role: _Role,
-    tasks: Sequence[Task],
-    groups: Groups,
-    *,
-    writes: bool = False,
-) -> EvaluatedModel:
-    """Build the model of a role and encode the tasks for it; `writes`: it writes text anyway."""
-    tokenizer, vocabulary, execution = role.tokenizer, role.vocabulary, role.execution
-    source = resolve_model(config, role.name, vocabulary)
-    shape, section = source.architecture, config.evaluation
-    # Before the weights are read: a wrong task shows at once.
-    prepared = _prepared(tasks, tokenizer, _positions(shape, section), execution.device)
-    (model,) = source.build(execution, groups=groups, seed=role.seed, interleaved=False)
-    model.requires_grad_(False)
-    model.eval()
-    prepared = _without_texts(role.name, model, prepared)
-    scored = ScoredModel(
-        [model],
-        lambda: model.head_weight().detach(),
-        shape,
-        vocab_shard(shape, groups, tokens=vocabulary.size),
-        groups,
-        execution.device,
-    )
-    return EvaluatedModel(
-        role.name,
-        _scorer(scored, section),
-        prepared,
-        writer=_writer(
-            scored,
-            [model],
-            prepared,
-            tokenizer,
-            cache_gib=config.generation.cache_gib,
-            writes=writes,
-        ),
-    )

@@ -41,6 +41,7 @@ from megatron_distill.train.assemble.own_ranks import publish_data, publish_star
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
+from megatron_distill.train.assemble.tasks import open_run_tasks
 from megatron_distill.train.banner import memory_of_run, run_banner, steps_row
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
@@ -59,6 +60,7 @@ from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_fo
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.several import on_own_ranks
+from megatron_distill.train.throughput import PeakMemory
 
 _LOGGER = get_logger(__name__)
 
@@ -96,8 +98,10 @@ def _assemble(
     with device.meet("tokenizer"):
         found = _checked_folder(config, resources)
         publish_data(config.data, device)
+        keep_best = config.checkpoint.keep_best
+        tasks = open_run_tasks(config.evaluation, keep_best, device.torch_device)
         site = Site(groups, _execution(config.train, device), device, resources)
-        opened = open_run(config, site)
+        opened = open_run(config, site, tasks)
     with device.meet("student"):
         parts, plan = _build(config, opened, found)
         if device.bridge is not None:
@@ -153,6 +157,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
         ),
         profiler=profiler,
         device=device,
+        memory=PeakMemory(device),
         evaluation=evaluation,
     )
     return parts, loop_plan(config)

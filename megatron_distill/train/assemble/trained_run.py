@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
@@ -59,11 +60,26 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
         return found | {"comparison": compare_held_out(student, held_out)}
 
 
+@dataclass(frozen=True)
+class TextWriter:
+    """A student that is found but not built, for checks of a prompt before its weights are read.
+
+    Attributes:
+        tokenizer: on the first rank, or on all that asked for it.
+        positions: the most tokens of a text.
+        build: reads the weights. Raises a MegatronDistillError on all ranks together.
+    """
+
+    tokenizer: Tokenizer | None
+    positions: int
+    build: Callable[[], CachedGPT]
+
+
 @contextmanager
-def writer(
+def text_writer(
     config: RunConfig, device: Device, *, tokenizer_everywhere: bool = False
-) -> Iterator[tuple[CachedGPT, Tokenizer | None]]:
-    """Build the student for text generation; the tokenizer is on the first rank only.
+) -> Iterator[TextWriter]:
+    """Open the tokenizer of a student that generates text, and find its model.
 
     tokenizer_everywhere: on all ranks, which stop strings need. Raises a MegatronDistillError on
     all ranks together.
@@ -81,14 +97,16 @@ def writer(
                 tokenizer = tokenizer or read_tokenizer(config, options)
         source = resolve_model(config, "student", vocabulary)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        chunks = source.build(execution, groups=groups, seed=config.seed)
-        model = CachedGPT(
-            chunks,
-            source.architecture,
-            groups,
-            device.torch_device,
-            vocab_size=vocabulary.size,
-            cache_gib=config.generation.cache_gib,
-            decode=None if tokenizer is None else tokenizer.decode,
-        )
-        yield model, tokenizer
+
+        def build() -> CachedGPT:
+            return CachedGPT(
+                source.build(execution, groups=groups, seed=config.seed),
+                source.architecture,
+                groups,
+                device.torch_device,
+                vocab_size=vocabulary.size,
+                cache_gib=config.generation.cache_gib,
+                decode=None if tokenizer is None else tokenizer.decode,
+            )
+
+        yield TextWriter(tokenizer, source.architecture.max_position_embeddings, build)

@@ -17,13 +17,20 @@ from megatron_distill.errors import counted
 from megatron_distill.evaluation.requests import Interrupted, Scorer, Writer
 from megatron_distill.evaluation.tasks.graders import grader_named
 from megatron_distill.evaluation.tasks.grading import grade_texts
+from megatron_distill.evaluation.tasks.paired import TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
-from megatron_distill.evaluation.tasks.results import task_result, written_result
+from megatron_distill.evaluation.tasks.results import (
+    scored_items,
+    task_result,
+    written_items,
+    written_result,
+)
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import repeated_dropout
 from megatron_distill.runtime.progress import duration
 from megatron_distill.runtime.termination import is_requested
+from megatron_distill.train.evaluation.baselines import Baselines
 
 __all__ = [
     "EvaluatedModel",
@@ -56,10 +63,11 @@ class EvaluatedModel:
     writer: Writer | None = None
 
 
-def evaluate_model(model: EvaluatedModel) -> Results:
+def evaluate_model(model: EvaluatedModel, *, items: dict[str, TaskItems] | None = None) -> Results:
     """Return the results of a model by task, the same on every rank but for the seconds.
 
-    Raises Interrupted on all ranks together, where a signal asked for it.
+    items: is given the measures of each item, by task. Raises Interrupted on all ranks together,
+    where a signal asked for it.
 
     Collective: those of the scorer.
     """
@@ -69,15 +77,19 @@ def evaluate_model(model: EvaluatedModel) -> Results:
             began = time.perf_counter()
             noted = _Noted(f"{model.role}: {task.task.name}", len(task.requests))
             if task.task.kind == "generation":
-                result = _written(model, task, noted)
+                result, own = _written(model, task, noted)
             else:
                 scores = model.scorer.score(task.requests, advanced=noted.advanced)
-                result = task_result(task, scores)
+                result, own = task_result(task, scores), scored_items(task, scores)
+            if items is not None:
+                items[task.task.name] = own
             found[task.task.name] = {**result, "seconds": time.perf_counter() - began}
     return found
 
 
-def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[str, Any]:
+def _written(
+    model: EvaluatedModel, task: PreparedTask, noted: _Noted
+) -> tuple[dict[str, Any], TaskItems]:
     """Generate a task's texts and grade them on the first rank.
 
     Raises Interrupted on all ranks together, where a signal to the first rank asked for it.
@@ -95,7 +107,7 @@ def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[s
     )
     pairs = [(one.text, item.target) for one, item in zip(texts, task.items, strict=True)]
 
-    def graded() -> dict[str, Any] | None:
+    def graded() -> tuple[dict[str, Any], TaskItems] | None:
         graders = {name: grader_named(name) for name in record.graders}
         try:
             grades = {
@@ -104,7 +116,7 @@ def _written(model: EvaluatedModel, task: PreparedTask, noted: _Noted) -> dict[s
             }
         except Interrupted:
             return None  # all ranks raise it together, below
-        return written_result(task, texts, grades)
+        return written_result(task, texts, grades), written_items(task, grades)
 
     found = [on_first_rank(graded, device=torch.device(torch.cuda.current_device()))]
     dist.broadcast_object_list(found, src=0)
@@ -155,6 +167,7 @@ class RunEvaluation:
         interval: steps between evaluations; 0: only at the end.
         at_start: whether the student is evaluated before the first step.
         teachers: evaluated once, before the first step or after a resume.
+        baselines: the teachers' items, to which the student is compared under `minus`.
         logged: roles with the steps of their results that the log of an earlier start has.
     """
 
@@ -162,6 +175,7 @@ class RunEvaluation:
     teachers: Sequence[EvaluatedModel]
     interval: int
     at_start: bool
+    baselines: Baselines
     logged: frozenset[tuple[str, int]] = frozenset()
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -186,8 +200,17 @@ class RunEvaluation:
         return self._results([self.student])
 
     def _results(self, models: Sequence[EvaluatedModel]) -> dict[str, Results]:
+        found: dict[str, Results] = {}
         with kept_random_states():
-            return {model.role: evaluate_model(model) for model in models}
+            for model in models:
+                items: dict[str, TaskItems] = {}
+                results = found[model.role] = evaluate_model(model, items=items)
+                if model is not self.student:
+                    self.baselines.keep(model.role, items)
+                    continue
+                for task, minus in self.baselines.compared(items).items():
+                    results[task]["minus"] = minus
+        return found
 
 
 def named_measures(results: Mapping[str, Results]) -> dict[str, float]:

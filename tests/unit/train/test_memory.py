@@ -35,3 +35,20 @@ def test_both_ways_of_asking_a_cpu_agree(monkeypatch, tmp_path) -> None:
     from_usage = memory.peak_memory_bytes(CPU)
     # The second may be a parent's peak, so it may be larger, by less than a wrong unit makes it.
     assert 0.9 * from_kernel <= from_usage < 100 * from_kernel
+
+
+def test_the_memory_of_a_block_that_is_left_out_does_not_count() -> None:
+    peak = memory.PeakMemory(CPU)
+    with peak.left_out():
+        pass  # the peak of the tests before
+    peak = memory.PeakMemory(CPU)
+    before = peak.bytes
+    with peak.left_out():
+        block = torch.ones(SIZE, dtype=torch.uint8)
+        assert memory.peak_memory_bytes(CPU) - before > 0.9 * SIZE
+        del block
+    assert peak.bytes - before < 0.1 * SIZE
+    block = torch.ones(SIZE // 2, dtype=torch.uint8)
+    assert 0.4 * SIZE < peak.bytes - before < 0.6 * SIZE
+    del block
+    assert peak.bytes - before > 0.4 * SIZE, "it is that of the run so far"

@@ -14,7 +14,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
 from megatron_distill.evaluation.requests import Score
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import load_task
-from megatron_distill.evaluation.tasks.results import task_result
+from megatron_distill.evaluation.tasks.results import scored_items, task_result
 from tests.unit.evaluation.tasks import published
 from tests.unit.evaluation.tasks.test_prompts import lines
 
@@ -50,8 +50,10 @@ def test_accuracy_its_error_and_the_mass_of_the_letters(tmp_path: Path) -> None:
     assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
     high, low = math.exp(-1) + 3 * math.exp(-3), math.exp(-4) + 3 * math.exp(-3)
     assert found["letter_mass"] == pytest.approx((high + low) / 2)
-    assert found["acc_where_mass"] == 1.0
-    assert found["groups"]["virology"] == {"acc": 0.0, "n": 4}
+    assert found["letter_mass_stderr"] == pytest.approx((high - low) / 2 / math.sqrt(7))
+    assert (found["acc_where_mass"], found["acc_where_mass_n"]) == (1.0, 4)
+    assert found["acc_where_mass_stderr"] == 0.0
+    assert set(found["groups"]["virology"]) == {"acc", "acc_stderr", "n"}
     assert found["not_comparable"] == ["letter_mass"]
     assert (found["shots_dropped"], found["truncated"]) == (0, 0)
 
@@ -106,4 +108,12 @@ def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
         math.exp(0.5 * tokens / sum(len(text.split()) for text in texts))
     )
     assert (found["tokens"], found["bytes"]) == (tokens, size)
-    assert np.isfinite(found["bits_per_byte_stderr"])
+    for name, scale in (("bits_per_byte", 1 / math.log(2)), ("byte_perplexity", None)):
+        nats = found["bits_per_byte"] * math.log(2)
+        sizes = np.array([len(text.encode()) for text in texts])
+        lost = np.array([0.5 * len(ids) for ids in tokenizer().encode_batch(texts)])
+        error = math.sqrt(3) * (lost - nats * sizes).std(ddof=1) / size
+        expected = error * (found["byte_perplexity"] if scale is None else scale)
+        assert found[f"{name}_stderr"] == pytest.approx(expected)
+    items = scored_items(task, scored).measures["bits_per_byte"]
+    assert items.values.sum() / items.weights.sum() == pytest.approx(found["bits_per_byte"])

@@ -1,0 +1,152 @@
+"""From a configuration to tasks: read before any model is built, and encoded for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_distill.config import EvaluationConfig, KeepBestConfig
+from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.tasks.encode import TextEncoder
+from megatron_distill.evaluation.tasks.graders import grader_named
+from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
+from megatron_distill.evaluation.tasks.prompts import Item, read_task
+from megatron_distill.evaluation.tasks.record import Task, load_task
+from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
+
+__all__ = [
+    "NO_TASKS",
+    "OpenTasks",
+    "configured_tasks",
+    "longest_input",
+    "open_run_tasks",
+    "open_tasks",
+]
+
+_LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenTasks:
+    """Tasks whose files have been read; the first rank has the items of each, in their order."""
+
+    tasks: tuple[Task, ...]
+    items: tuple[tuple[Item, ...], ...] | None
+
+    def check_template(self, tokenizer: Tokenizer | None) -> None:
+        """Raise DataError on all ranks for prompts in a chat template that does not exist.
+
+        The first rank has the tokenizer. Collective: world, as `together`.
+        """
+        with together():
+            if tokenizer is not None:
+                for task in self.tasks:
+                    TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
+
+    def encoded(
+        self, tokenizer: Tokenizer | None, positions: int, device: torch.device
+    ) -> tuple[PreparedTask, ...]:
+        """Encode the tasks on the first rank, which has the tokenizer, and share them.
+
+        Raises ConfigError or DataError on all ranks. A warning tells of prompts that lose tokens.
+
+        Collective: world, those of `on_first_rank`, and a broadcast of the tasks' tokens.
+        """
+
+        def prepared() -> tuple[PreparedTask, ...]:
+            assert tokenizer is not None, "the first rank has it"
+            assert self.items is not None, "the first rank has them"
+            return tuple(
+                prepare_task(task, tokenizer, positions=positions, items=items)
+                for task, items in zip(self.tasks, self.items, strict=True)
+            )
+
+        found = [on_first_rank(prepared, device=device)]
+        dist.broadcast_object_list(found, src=0)
+        assert found[0] is not None
+        for task in found[0]:
+            if task.truncated and dist.get_rank() == 0:
+                _LOGGER.warning(
+                    "task %s: %d of %d prompts are longer than the %d positions of the model and "
+                    "lose tokens on the left; lower its shots, or raise evaluation.max_length",
+                    *(task.task.name, task.truncated, len(task.items), positions),
+                )
+        return found[0]
+
+
+NO_TASKS: Final = OpenTasks((), ())
+
+
+def open_tasks(tasks: Sequence[Task], device: torch.device) -> OpenTasks:
+    """Read the tasks' files and build their prompts as text, on the first rank.
+
+    Raises ConfigError or DataError on all ranks: a file or a column is missing, a row has no
+    answer, a template is wrong, or a grader does not exist.
+
+    Collective: those of `on_first_rank`.
+    """
+
+    def read() -> tuple[tuple[Item, ...], ...]:
+        for task in tasks:
+            for name in task.graders:
+                grader_named(name)
+        return tuple(tuple(read_task(task)) for task in tasks)
+
+    return OpenTasks(tuple(tasks), on_first_rank(read, device=device))
+
+
+def open_run_tasks(
+    section: EvaluationConfig, keep_best: KeepBestConfig | None, device: torch.device
+) -> OpenTasks:
+    """Return the tasks of a run; raises as `open_tasks`, and for a metric that none of them has.
+
+    Collective: those of `open_tasks`, and world, one broadcast of the tasks' records.
+    """
+    if not section.tasks:
+        return NO_TASKS
+    tasks = from_first_rank(lambda: configured_tasks(section))
+    _check_metric(keep_best, tasks)
+    return open_tasks(tasks, device)
+
+
+def configured_tasks(section: EvaluationConfig) -> tuple[Task, ...]:
+    """Read the tasks of the configuration; raises ConfigError."""
+    found: list[Task] = []
+    for index, entry in enumerate(section.tasks):
+        task = load_task(entry.task, entry.changes)
+        if task.limit is None:
+            task = replace(task, limit=section.limit)
+        if task.name in [one.name for one in found]:
+            raise ConfigError(
+                f"evaluation.tasks.{index}: a second task has the name {task.name!r}; give it "
+                "another `name`"
+            )
+        found.append(task)
+    return tuple(found)
+
+
+def longest_input(shape: Architecture, section: EvaluationConfig) -> int:
+    """Return the longest input of a model in tokens."""
+    most = shape.max_position_embeddings
+    return most if section.max_length is None else min(most, section.max_length)
+
+
+def _check_metric(keep_best: KeepBestConfig | None, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError where the best checkpoint's metric is none of these tasks."""
+    if keep_best is None:
+        return
+    name, _, measure = keep_best.metric.partition(".")
+    measures = {task.name: task.measures for task in tasks}
+    if name != "validation" and measure not in measures.get(name, ()):
+        known = [f"{task}.{one}" for task, own in measures.items() for one in own]
+        raise ConfigError(
+            f"checkpoint.keep_best.metric = {keep_best.metric!r} is no measure of this run; give "
+            f"one of {', '.join([*known, 'validation.ce_loss'])}"
+        )
