@@ -56,6 +56,7 @@ SUBMIT: Final = Group(
     {
         "slurm": Entry("write a batch script, submit it, print the job's number", "submit_slurm"),
         "kubernetes": Entry("write the manifest of a JobSet", "submit_kubernetes"),
+        "ssh": Entry("run a job on machines without a scheduler", "submit_ssh"),
     },
 )
 COMMANDS: Final[Mapping[str, Entry | Group]] = {

@@ -137,7 +137,8 @@ def node_name() -> str:
 
 
 def _stop_at_end_of_input() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -17,6 +17,8 @@ from megatron_distill.launching.records import LAUNCHES, Launches
 __all__ = ["Program"]
 
 _CLI: Final = ("-m", "megatron_distill.cli")
+# Commands with settings, which show them by --print-config.
+_JOBS: Final = ("train", "capture")
 # Commands whose first word is the folder of a run that they read.
 _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
 _SECONDS: Final = 300.0  # an import from a slow shared disk
@@ -66,6 +68,9 @@ class Program:
             folder = Path(self.words[0] if self.words else "runs")
             kind = name.removesuffix(".py")
             return Launches(folder / f"{LAUNCHES}_{kind}", folder, f"{kind} {folder}")
+        if name not in _JOBS and not name.endswith(".py"):
+            known = ", ".join((*_JOBS, *_READERS[:2]))
+            raise ConfigError(f"{name}: is no command for a cluster; {known} are, and scripts")
         text = self._answer(run, "--print-config")
         settings, digest = yaml.safe_load(text), hashlib.sha256(text.encode()).hexdigest()
         assert isinstance(settings, dict), "--print-config writes a mapping"

@@ -115,6 +115,10 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     assert not (tmp_path / "a").exists()
     assert main([*words, "--dry-run", "train.stops=7"]) == 1
     assert "train.stops" in capsys.readouterr().err
+    assert main([*words, "--command", "convert"]) == 1
+    assert "convert: is no command for a cluster; train, capture, evaluate, generate are" in (
+        capsys.readouterr().err
+    )
     for wrong in (["--chain", "2", "--array", "2"], ["--nodes", "0"], ["--spare-nodes", "-1"]):
         with pytest.raises(SystemExit):
             main([*words, *wrong])

@@ -1,0 +1,104 @@
+"""Run a job on machines without a scheduler, from here, over ssh."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megatron_distill import log
+from megatron_distill.commands.command import Command
+from megatron_distill.launching.batch_script import python_path
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import EXIT_STATUS, Status
+from megatron_distill.launching.ssh import SSH, Hosts
+from megatron_distill.launching.supervisor import Policy, supervise
+
+_DESCRIPTION = """Run a job on machines without a scheduler, and start it again after a failure.
+
+    megatron-distill submit ssh llama31_8b_to_1b.yaml output=runs/a --hosts a,b
+    megatron-distill submit ssh tiny.yaml --hosts a=10.0.0.1,b=10.0.0.2 --ranks-per-node 4
+    megatron-distill submit ssh cache.yaml --command capture --hosts a,b --dry-run
+
+ssh must log in without a password, and all machines must have this folder and this Python under the
+same paths. The command stays here; Ctrl-C lets the ranks save and leave. Its exit status is 0
+(done), 75 (saved, and more to do), 78 (an error in the settings) or 1 (a failure)."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hosts", required=True, metavar="A,B", help="NAME or NAME=ADDRESS of each machine"
+    )
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one per GPU")
+    parser.add_argument(
+        "--max-starts", type=int, default=3, metavar="N",
+        help="launches without a new checkpoint before the end (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--no-requeue", action="store_true", help="one launch alone")
+    parser.add_argument("--spare-hosts", type=int, default=0, metavar="N", help="the last of them")
+    parser.add_argument("--health-command", metavar="COMMAND", help="a host is bad if it fails")
+    parser.add_argument(
+        "--variable", action="append", default=[], metavar="NAME=VALUE",
+        help="of the ranks' environment, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shell", default=SSH, help="that runs a line on {host} (default: %(default)s)"
+    )
+    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="show the remote command, stop")
+    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
+
+
+def _objection(given: argparse.Namespace) -> str | None:
+    names = [host.partition("=")[0] for host in given.hosts.split(",")]
+    if "" in names or len(set(names)) < len(names):
+        return f"--hosts {given.hosts}: write different names with commas between them"
+    if not 0 <= given.spare_hosts < len(names):
+        return f"--spare-hosts {given.spare_hosts}: must be from 0 to {len(names) - 1}"
+    wrong = [one for one in given.variable if not one.partition("=")[1]]
+    return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else None
+
+
+def _run(given: argparse.Namespace) -> int:
+    log.configure(0, name="job")
+    program = Program(given.command, tuple(given.words))
+    pairs = [host.partition("=") for host in given.hosts.split(",")]
+    hosts = Hosts(
+        names=[name for name, _, _ in pairs],
+        wanted=len(pairs) - given.spare_hosts,
+        addresses={name: address or name for name, _, address in pairs},
+        shell=given.shell,
+        environment=_environment(given.variable),
+    )
+    policy = Policy(
+        python=sys.executable,
+        submission=hosts.job,
+        ranks_per_node=given.ranks_per_node,
+        wanted_nodes=hosts.wanted,
+        max_starts=given.max_starts,
+        requeues=not given.no_requeue,
+        health_command=given.health_command,
+    )
+    if given.dry_run:
+        launches = program.launches([sys.executable])
+        words = [*hosts.on_nodes(hosts.nodes), policy.python, *program.torchrun_words]
+        sys.stdout.write(f"{shlex.join(words)}\n# records and logs: {launches.folder}\n")
+        return EXIT_STATUS[Status.DONE]
+    while True:
+        hosts.again = False
+        status = supervise(hosts, program, policy)
+        if not hosts.again:
+            return status
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """Return the variables of the ranks: those given, and where to import the package from."""
+    path = python_path()
+    own = {} if path is None else {"PYTHONPATH": path}
+    return own | dict(one.split("=", 1) for one in given)
+
+
+COMMAND = Command(
+    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+)

@@ -1,0 +1,153 @@
+"""Machines without a scheduler: one remote shell for each, and a launch after a failure."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+__all__ = ["SSH", "Hosts", "main"]
+
+SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=20 {host}"
+_POLL_SECONDS: Final = 0.2
+_LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
+
+
+@dataclass
+class Hosts:
+    """A job on some machines; its "requeue" lets `submit ssh` start the next launch.
+
+    Attributes:
+        names: of the machines. wanted: how many of them a launch needs.
+        addresses: that they reach each other by.
+        shell: a command that runs a line of a shell on {host}.
+        environment: variables of the ranks.
+        again: whether the launch asked for another one.
+    """
+
+    names: list[str]
+    wanted: int
+    addresses: dict[str, str]
+    shell: str
+    environment: dict[str, str]
+    job: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
+    restart: int = 0
+    end: float | None = None
+    node_options: tuple[str, ...] = ("--stops-with-input",)
+    again: bool = False
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The machines."""
+        return self.names
+
+    def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
+        """Return the start of a command that runs once on each machine."""
+        words = [sys.executable, "-m", "megatron_distill.launching.ssh"]
+        words += ["--shell", self.shell, "--hosts", ",".join(nodes), "--waits", str(waits)]
+        variables = [f"--variable={name}={value}" for name, value in self.environment.items()]
+        return [*words, *variables, "--"]
+
+    def stop(self, step: subprocess.Popen[bytes]) -> None:
+        """Tell the processes of a command of `on_nodes` to stop."""
+        step.send_signal(signal.SIGUSR1)
+
+    def address(self, node: str) -> str:
+        """Return the address of a machine."""
+        return self.addresses[node]
+
+    def endpoint(self, address: str) -> str:
+        """Return host and a new port for the rendezvous, which nobody here can probe."""
+        return f"{address}:{_LEAST_PORT + random.SystemRandom().randrange(_PORTS)}"
+
+    def requeue(self, *, without: Sequence[str]) -> str | None:
+        """Ask for another launch, on other machines than these."""
+        left = [name for name in self.names if name not in without]
+        if len(left) < self.wanted:
+            return f"{len(left)} of {self.wanted} hosts are left: name more in --hosts"
+        self.again, self.names = True, left
+        self.restart += 1
+        return None
+
+    def is_running(self, job: str) -> bool:
+        """Return whether another job runs; the lock of the folder answers that here."""
+        del job
+        return False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command on all machines; return the first status that is not 0, or 0."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--shell", required=True)
+    parser.add_argument("--hosts", required=True)
+    parser.add_argument("--waits", type=int, required=True)
+    parser.add_argument("--variable", action="append", default=[])
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    given = parser.parse_args(arguments)
+    words = given.words[1:] if given.words[:1] == ["--"] else given.words
+    clients: list[subprocess.Popen[bytes]] = []
+
+    def tell(number: int, _: FrameType | None) -> None:
+        """Close the input of the remote processes, which take that for a request to stop."""
+        for client in clients:
+            if client.stdin is not None:
+                client.stdin.close()
+            if number != signal.SIGUSR1:
+                client.terminate()
+
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, tell)
+    for index, host in enumerate(given.hosts.split(",")):
+        variables = [*given.variable, f"NODE_INDEX={index}", f"NODE_NAME={host}"]
+        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*variables, *words])}"
+        shell = [part.replace("{host}", host) for part in shlex.split(given.shell)]
+        clients.append(
+            subprocess.Popen(
+                [*shell, *_as_line(shell, line)], stdin=subprocess.PIPE, start_new_session=True
+            )  # fmt: skip
+        )
+    return _wait(clients, waits=given.waits)
+
+
+def _as_line(shell: Sequence[str], line: str) -> list[str]:
+    """Return a line of a shell as arguments; ssh itself gives it to the remote shell."""
+    return [line] if Path(shell[0]).name == "ssh" else ["sh", "-c", line]
+
+
+def _wait(clients: Sequence[subprocess.Popen[bytes]], *, waits: int) -> int:
+    """Wait for all clients, some time after the first has ended; kill those that are left."""
+    first_end: float | None = None
+    while any(client.poll() is None for client in clients):
+        ended = [client for client in clients if client.poll() is not None]
+        if ended and first_end is None:
+            first_end = time.monotonic()
+        is_late = first_end is not None and waits and time.monotonic() > first_end + waits
+        if is_late or any(client.returncode for client in ended):
+            _end(clients)
+            break
+        time.sleep(_POLL_SECONDS)
+    return next((client.returncode for client in clients if client.returncode), 0)
+
+
+def _end(clients: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the clients, whose remote processes then stop by themselves."""
+    for client in clients:
+        client.terminate()
+        try:
+            client.wait(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            client.kill()
+            client.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
