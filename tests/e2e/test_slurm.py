@@ -6,15 +6,14 @@ its check, all nodes failing it, an error in the configuration, two jobs side by
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.launching.records import Launches, Status, bad_nodes
+from megatron_distill.launching.run_status import read_status
 from tests.distributed.pool import Pool
 from tests.e2e.captures import contents, run_in, write_capture
 from tests.e2e.runs import Inputs, course, run, step_records
@@ -233,21 +232,28 @@ def test_jobs_share_nodes_but_not_a_folder(
     done = [steps_done(output) for output in outputs]
     for job, output, before in zip((first, second), outputs, done, strict=True):
         job.wait_for(lambda output=output, before=before: steps_done(output) > before)
+    assert [read_status(output).state for output in outputs] == ["running", "running"]
     first.cancel()
     second.cancel()
+    assert [read_status(output).state for output in outputs] == ["stopped", "stopped"]
     for output in outputs:
         assert [one.nodes for one in launches_of(output).all()] == [["n1", "n2"]]
 
 
-def test_a_capture_writes_the_store_of_one_process(
+def test_a_capture_goes_on_without_a_bad_node_where_one_is_spare(
     cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config, store = write_capture(inputs, "slurm-capture"), tmp_path / "store"
-    job = cluster.submit(("capture", str(config), f"store.path={store}"))
+    words = ("--wanted-nodes", "2", "--health-command", 'test "$SLURMD_NODENAME" != n2', "--",
+             "capture", str(config), f"store.path={store}")  # fmt: skip
+    job = cluster.submit(words, nodes=3)
     assert job.wait_for_end() == "COMPLETED 0:0", job.log
     run_in(pool, 1, config, tmp_path / "alone")
     assert contents(store) == contents(tmp_path / "alone")
-    launches = tmp_path / "store.launches"
-    (outcome,) = launches.glob("*/outcome.json")
-    assert json.loads(outcome.read_text())["status"] == "done"
-    shutil.rmtree(launches)
+    launches = Launches(tmp_path / "store.launches", store, "")
+    (launch,) = launches.all()
+    assert (launch.restart, launch.nodes) == (0, ["n1", "n3"])
+    outcome = launches.outcome(launch)
+    assert outcome is not None
+    assert outcome.status is Status.DONE
+    assert [one.node for one in bad_nodes(launches.folder)] == ["n2"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import io
 from pathlib import Path
 
 import pytest
 
+from megatron_distill import log
 from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status
 from megatron_distill.launching.supervisor import _classified, _end_of, _report
 
@@ -51,9 +52,7 @@ def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> No
     assert _classified([lost], [], 1, was_told=False)[1] == "of n0"
 
 
-def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path: Path) -> None:
     nodes = [
         node(0, FAILED, seconds=10.0, order=LOST_PEER + 1, rank=0),  # lost a peer
         node(1, FAILED, seconds=12.0, order=0, rank=5),
@@ -62,13 +61,14 @@ def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(
     ]
     trace = 'Traceback (most recent call last)\n  File "step.py"\nValueError: the cause'
     (tmp_path / "rank_00009.err").write_text(f"a warning\n{trace}\n")
-    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
-    with caplog.at_level(logging.ERROR):
-        _report(nodes, tmp_path, shows_traceback=True)
-    first, last = (record.getMessage() for record in caplog.records)
-    assert first.startswith("rank 9 on n2 failed first, at ")
-    assert first.endswith(trace)
-    assert last == "of n2"
+    stream = io.StringIO()
+    log.configure(0, name="job", stream=stream)
+    _report(nodes, tmp_path, shows_traceback=True)
+    log.configure(0)
+    text = stream.getvalue()
+    assert text.count("rank 9 on n2 failed first, at ") == 1
+    assert "a warning" not in text
+    assert text.index(trace) < text.index("supervisor: of n2\n")
 
 
 def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
