@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -58,13 +59,16 @@ def attend_with(
         ("flex", rule.window, query.device),
         partial(block_mask, segments, rule.window, query.device),
     )
-    attended = kernel(
-        *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-        score_mod=capped,
-        block_mask=mask,
-        scale=rule.scale,
-        enable_gqa=key.shape[2] != query.shape[2],
-    )
+    # Student and teacher may have other caps and scales. Dynamo makes a number that changes a
+    # tensor, with which it cannot trace the gradient of `capped`.
+    with dynamo_config.patch(specialize_float=True):
+        attended = kernel(
+            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+            score_mod=capped,
+            block_mask=mask,
+            scale=rule.scale,
+            enable_gqa=key.shape[2] != query.shape[2],
+        )
     return attended.permute(2, 0, 1, 3)
 
 

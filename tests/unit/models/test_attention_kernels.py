@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,12 @@ from megatron_distill.models.attention_kernels.choice import kernel_for
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
-from tests.reference.attention import documented_varlen_attn, masked_attention, visible_keys
+from tests.reference.attention import (
+    blockwise_gradients,
+    documented_varlen_attn,
+    masked_attention,
+    visible_keys,
+)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Segments, AttentionRule], Tensor]
 SCALE = 0.4
@@ -149,21 +154,52 @@ def test_a_flash_kernel_that_takes_groups_unasked_is_used(monkeypatch: pytest.Mo
         varlen.arguments.cache_clear()
 
 
+@pytest.fixture
+def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch differentiate FlexAttention on a CPU: it refuses, but has the dense backward."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("backward_on_cpu")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("seed", range(6))
 def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
-    case = random_case(seed, softcap=True)
     attend = partial(flex.attend_with, flex_attention.flex_attention)
-    *inputs, _ = case.tensors(torch.float64)
-    out = attend(*inputs, case.segments, case.rule)  # torch has no gradient for it on CPUs
-    torch.testing.assert_close(out, case.definition()[0], atol=1e-12, rtol=0)
+    assert_is_definition(attend, random_case(seed, softcap=True))
+
+
+BLOCKS = ((0, 130, 512), (0, 300, 512))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("backward_on_cpu")
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("rank", [None, 1])
+def test_the_compiled_graphs_of_flex_have_the_gradients(
+    window: int | None, rank: int | None
+) -> None:
+    # The graphs that torch compiles into kernels, of the forward and of the backward pass.
+    kernel = torch.compile(flex_attention.flex_attention, backend="aot_eager", fullgraph=True)
+    case = Case(BLOCKS, window, softcap=2.0, rank=rank or 0, size=1 if rank is None else 2)
+    assert_is_definition(partial(flex.attend_with, kernel), case)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_blocks_of_the_flex_backward_have_the_gradients(seed: int) -> None:
+    """The compiled kernel goes through these lists, which the dense backward does not read."""
+    case = replace(random_case(seed, softcap=True), bounds=BLOCKS, window=(None, 200)[seed % 2])
+    *inputs, gradient = case.tensors(torch.float64)
+    mask = flex.block_mask(case.segments, case.window, torch.device("cpu"))
+    ours = blockwise_gradients(mask, *inputs, gradient, scale=SCALE, softcap=case.softcap)
+    for found, exact in zip(ours, case.definition()[1:], strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("window", [None, 200])
 def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window: int | None) -> None:
-    case = Case(((0, 130, 512), (0, 300, 512)), window, softcap=2.0, head_size=32)
+    case = Case(BLOCKS, window, softcap=2.0, head_size=32)
     *inputs, _ = case.tensors(torch.float32)
     with torch.no_grad():
         out = flex.attend(*inputs, case.segments, case.rule)
