@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_distill.train.step import Student
 
 ROWS = 4
+LONG = 1024
 SEQUENCE = {"tensor": 2, "sequence": True}
 
 
@@ -114,9 +115,60 @@ def peak_of_step(
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
     pool: Pool, world: int, layout: dict[str, Any], with_features: bool
 ) -> None:
-    few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (2, 12))
+    few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (4, 32))
     for own_few, own_many in zip(few, many, strict=True):
         assert own_many <= 1.05 * own_few, (few, many)
+
+
+def packed_step(documents: int) -> StepBatches:
+    """Two micro-batches of a sample of so many equal documents."""
+    generator = torch.Generator().manual_seed(5)
+    whole, each = whole_batch(), LONG // documents
+    batches = []
+    for _ in range(2):
+        tokens = torch.randint(0, 200, (1, LONG), generator=generator)
+        mask = torch.ones(1, LONG, dtype=torch.bool)
+        batch = replace(
+            whole,
+            tokens_bs=tokens,
+            labels_bs=tokens.roll(-1, 1),
+            ce_mask_bs=mask,
+            kd_mask_bs=mask,
+            position_ids_bs=torch.arange(LONG)[None] % each,
+            document_ids_bS=torch.arange(LONG)[None] // each,
+            sequence_index_s=torch.arange(LONG),
+            sample_ids_b=torch.arange(1),
+            documents=None,
+        )
+        batches.append(batch.with_trained_rows())
+    return StepBatches(tuple(batches), ce_tokens=2 * LONG, kd_tokens=2 * LONG, positions=2 * LONG)
+
+
+def peak_of_documents(rank: int, world: int, documents: int) -> int:
+    """Peak bytes of tensors of a step, above those alive before."""
+    with megatron_groups() as groups:
+        from benchmarks.harness.peak import LiveStorages
+        from megatron_distill.train.step import run_student
+
+        step = packed_step(documents)
+        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        student = replace(student, sequence_length=LONG)
+        teacher = replace(teacher, sequence_length=LONG)
+        objective = objective_of(groups, None)
+
+        def take() -> None:
+            run_student(student, teacher.signals(step.micro_batches), [objective] * 2, step)
+
+        take()
+        with LiveStorages() as live:
+            take()
+        return live.peak
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_is_that_of_one_document_a_sample(pool: Pool) -> None:
+    (one,), (eight,) = (pool.run(1, peak_of_documents, count) for count in (1, 8))
+    assert eight == pytest.approx(one, rel=0.05)
 
 
 def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, int]:
