@@ -76,6 +76,8 @@ def test_a_run_is_shipped_for_each_subject_that_people_look_for():
 def test_a_shipped_config_loads_opens_with_a_comment_and_survives_printing(path, tmp_path):
     assert path.read_text(encoding="utf-8").startswith("# ")
     config = load(path)
+    if isinstance(config, RunConfig):
+        assert config.objective.chunk_tokens is None, "the default is that of the device"
     printed = tmp_path / "printed.yaml"
     printed.write_text(to_yaml(config), encoding="utf-8")
     assert load(printed) == config
