@@ -70,6 +70,7 @@ class Run:
     length: int
     document: int  # tokens of a document, at most the length
     sequences: int  # global batch
+    overlap: bool = False  # runtime.tp_comm_overlap
 
     @property
     def data(self) -> int:
@@ -91,7 +92,9 @@ RUNS = (
     Run(1024, 8, 4, 8192, 8192, 1024),
     Run(64, 8, 1, 32_768, 32_768, 256),
     Run(64, 8, 1, 32_768, 2048, 256),
+    Run(64, 8, 1, 8192, 8192, 1024, overlap=True),
 )
+USER_BUFFERS = 12  # of each model, with the overlap
 
 
 def micro_batch_seconds(run: Run) -> dict[str, float]:
@@ -104,6 +107,9 @@ def micro_batch_seconds(run: Run) -> dict[str, float]:
     message = {model: tokens * model.hidden * 2 * (split - 1) / split for model in attention}
     # Per layer: two gathers and two scatters forward; the same and two gathers again backward.
     teacher_messages, student_messages = 4 * TEACHER.layers, 10 * STUDENT.layers
+    if run.overlap:
+        # All of the student's behind products; of the teacher's, without gradients, the scatters.
+        teacher_messages, student_messages = 2 * TEACHER.layers, 0
     return {
         "teacher products": tokens * TEACHER.product_flops() / split / PRODUCTS,
         "teacher attention": tokens * attention[TEACHER] / split / FLASH_FORWARD,
@@ -148,6 +154,8 @@ def memory_bytes(run: Run) -> dict[str, float]:
         # One micro-batch inside the student's forward step; all of them with stages.
         "teacher's hidden states": hidden * (1 if run.pipeline == 1 else run.micro_batches),
         "logits of a chunk": 2 * 2**28 * 2,
+        "user buffers": run.overlap
+        * (USER_BUFFERS * run.length * (TEACHER.hidden + STUDENT.hidden) * 2),
     }
 
 
@@ -162,7 +170,8 @@ def utilisation(run: Run) -> float:
 def _named(run: Run) -> str:
     layout = f"{run.gpus} GPUs, TP{run.tensor} PP{run.pipeline} DP{run.data}"
     documents = "" if run.document == run.length else f", documents of {run.document:,}"
-    return f"{layout}, {run.length:,}{documents}"
+    overlap = ", tp_comm_overlap" if run.overlap else ""
+    return f"{layout}, {run.length:,}{documents}{overlap}"
 
 
 def _table(title: str, rows: list[tuple[str, dict[str, str]]]) -> list[str]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from megatron_distill.models.pipeline_stages import StageLayers, even_layers, stage_layers
+from megatron_distill.models.user_buffers import TensorOverlap
 from megatron_distill.runtime.groups import Layout
 
 
@@ -214,6 +215,7 @@ class Execution:
     # Layers of each pipeline stage, virtual stages in the order of the forward pass; None: even.
     layers_per_stage: tuple[int, ...] | None = None
     weight_shards: WeightShards | None = None
+    tensor_overlap: TensorOverlap | None = None  # None: tensor-parallel messages are waited for
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -291,6 +293,7 @@ def transformer_config(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1 if expert > 1 else layout.tensor,
         sequence_parallel=layout.sequence,
+        tp_comm_overlap=execution.tensor_overlap is not None and layout.tensor > 1,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=overlap_p2p,

@@ -22,7 +22,7 @@ from megatron_distill.models.experts import prepare_experts
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.models.layers import layer_specs, transformer_engine_runs
 from megatron_distill.models.taps import LayerCall
-from megatron_distill.models.transformer_engine import check_fp8
+from megatron_distill.models.transformer_engine import check_fp8, overlap_shape
 from megatron_distill.models.weights import initialise
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
@@ -128,6 +128,7 @@ def empty_gpt(
         layout = layout.without_virtual_stages()
     engine_runs = transformer_engine_runs(execution.device)
     check_fp8(architecture, layout, execution, engine_runs=engine_runs)
+    buffers = overlap_shape(architecture, layout, execution, engine_runs=engine_runs)
     config = transformer_config(architecture, layout, execution)
     # Interleaved schedules number the chunks by virtual stage; a single chunk has None.
     stages: list[int | None] = list(range(layout.virtual_pipeline or 0)) or [None]
@@ -152,6 +153,8 @@ def empty_gpt(
         )
         for parameter in chunk.parameters():  # upstream leaves position embeddings in fp32
             parameter.data = parameter.data.to(device=execution.device, dtype=execution.dtype)
+        if buffers is not None and execution.tensor_overlap is not None:
+            execution.tensor_overlap.buffers.attach(chunk.decoder, buffers)
         chunks.append(chunk)
     return chunks
 

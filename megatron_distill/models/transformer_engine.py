@@ -1,8 +1,7 @@
 """Transformer Engine's attention, fusions and FP8, where Megatron-Core has imported it.
 
 Not yet run on a GPU: written against the source of Megatron-Core 0.16.1, and tested with a stand-in
-for its modules. Overlap of tensor-parallel communication (`tp_comm_overlap`) is not among them: its
-buffers have one shape in a process, and student and teacher have two.
+for its modules. The overlap of tensor-parallel messages is in `user_buffers`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.layer_kinds import LayerKinds
+from megatron_distill.models.user_buffers import BufferShape
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.runtime.segments import Segments
 
@@ -127,6 +127,31 @@ def check_fp8(
                 f"{setting}: the model's {name} is {width} on a rank; FP8 needs multiples of "
                 f"{_FP8_MULTIPLE}: set {fp8.key}=null or lower parallel.tensor"
             )
+
+
+def overlap_shape(
+    architecture: Architecture, layout: Layout, execution: Execution, *, engine_runs: bool
+) -> BufferShape | None:
+    """Return the shape of a model's user buffers; None without overlap or tensor parallelism.
+
+    Raises ConfigError where Transformer Engine is missing.
+    """
+    overlap = execution.tensor_overlap
+    if overlap is None or layout.tensor == 1:
+        return None
+    if not engine_runs:
+        raise ConfigError(
+            "runtime.tp_comm_overlap = true: needs Transformer Engine on a CUDA device, and it is "
+            "missing or off; install megatron-distill[gpu], see docs/running.md, or set "
+            "runtime.tp_comm_overlap=false"
+        )
+    assert layout.sequence, "without sequence parallelism there is nothing to gather"
+    return BufferShape(
+        overlap.samples * overlap.length // layout.context,
+        architecture.hidden_size,
+        layout.tensor,
+        is_fp8=execution.fp8 is not None,
+    )
 
 
 def _widths(architecture: Architecture, layout: Layout) -> list[tuple[str, int]]:

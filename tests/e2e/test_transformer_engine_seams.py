@@ -1,7 +1,8 @@
-"""What changes where Transformer Engine is installed: its Adam, its extra state, its absence."""
+"""What changes where Transformer Engine is installed: its Adam, extra state, buffers, absence."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.runtime import mcore_patches
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, Inputs, course, step_records, train_here
+from tests.distributed.test_tensor_overlap import overlapping_layers
+from tests.e2e.runs import SECONDS, Inputs, course, failure_here, step_records, train_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,3 +197,51 @@ def test_a_release_that_does_not_fit_is_named_and_not_used(pool: Pool) -> None:
     assert not is_used
     assert len(text) == 1
     assert "the layers are torch's: Transformer Engine cannot be used: No module named" in text[0]
+
+
+def overlapped(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[list[Any], set[int]]:
+    """Shapes of the user buffers of a run, and the hidden sizes of the layers that used them."""
+    mcore_patches.prepare_megatron_core(on_cuda=False)
+    with overlapping_layers() as found:
+        assert train_here(rank, world, config, overrides)
+        assert vars(found.base)["_ub_communicators"] is None
+        return found.made, {hidden for hidden, _ in found.calls}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_run_overlaps_the_messages_of_both_models(
+    pool: Pool, inputs: Inputs, tmp_path: Path, context: int
+) -> None:
+    overrides = [
+        f"output={tmp_path}",
+        "train.steps=2",
+        "train.precision=bf16",
+        f"parallel={{tensor: 2, sequence: true, context: {context}}}",
+        "runtime.tp_comm_overlap=true",
+    ]
+    config = inputs.folder / "dense.yaml"
+    for made, used in pool.run(2 * context, overlapped, config, overrides, timeout=SECONDS):
+        positions, tensor = {shape[0] for shape in made}, {shape[2] for shape in made}
+        assert positions == {2 * 32 // context}  # samples, length
+        assert tensor == {2}
+        assert {shape[1] for shape in made} == used
+        assert len(used) == len(made) == 2
+    assert all(math.isfinite(record["total_loss"]) for record in step_records(tmp_path))
+
+
+def test_overlap_without_transformer_engine_is_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    overrides = [
+        f"output={tmp_path / 'run'}",
+        "train.precision=bf16",
+        "parallel={tensor: 2, sequence: true}",
+        "runtime.tp_comm_overlap=true",
+    ]
+    config = inputs.folder / "dense.yaml"
+    for text in pool.run(2, failure_here, config, overrides, timeout=SECONDS):
+        assert text.startswith("ConfigError: runtime.tp_comm_overlap = true: needs Transformer")
+        assert "set runtime.tp_comm_overlap=false" in text

@@ -18,6 +18,7 @@ from megatron_distill.config.rules.teacher_parallel import (
 )
 from megatron_distill.config.rules.teacher_ranks import TeacherRanks
 from megatron_distill.config.rules.teacher_tokenizers import aligned_role
+from megatron_distill.config.rules.tensor_overlap import tensor_overlap_problems
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
@@ -283,6 +284,7 @@ _RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _tokenizer,
     _backend,
     fp8_problems,
+    tensor_overlap_problems,
     teacher_parallel_problems,
 )
 

@@ -343,6 +343,11 @@ class RuntimeConfig(Section):
         description="Transformer Engine's layers and Adam on `cuda`, or torch's. `auto`: if "
         "Megatron-Core can import it; `on`: an error if it cannot.",
     )
+    tp_comm_overlap: bool = Field(
+        default=False,
+        description="Overlap tensor-parallel messages with products, in Transformer Engine's user "
+        "buffers. Needs sequence parallelism and bf16; not yet run on a GPU.",
+    )
 
     @field_validator("transformer_engine", mode="before")
     @classmethod

@@ -47,6 +47,7 @@ from megatron_distill.train.assemble.models import (
     resolve_model,
     teacher_execution,
     teacher_seed,
+    tensor_overlap,
 )
 from megatron_distill.train.assemble.sources import (
     data_options,
@@ -306,6 +307,24 @@ def _order(job: _Job, passes: CapturePassConfig) -> CaptureOrder:
     )
 
 
+def _execution(
+    config: CaptureConfig, length: int, device: Device, resources: ExitStack
+) -> Execution:
+    overlap = tensor_overlap(
+        config.runtime,
+        samples=config.capture.micro_batch_size,
+        length=length,
+        resources=resources,
+    )
+    return teacher_execution(
+        Execution(
+            PRECISIONS[config.capture.precision], device.torch_device, tensor_overlap=overlap
+        ),
+        config.models["teacher"],
+        config.parallel.layers_per_stage.teacher,
+    )
+
+
 def _assemble(
     config: CaptureConfig,
     job: _Job,
@@ -314,11 +333,7 @@ def _assemble(
     resources: ExitStack,
 ) -> CaptureParts:
     groups, data, plan = job.groups, config.data, job.plan.settings
-    execution = teacher_execution(
-        Execution(PRECISIONS[config.capture.precision], device.torch_device),
-        config.models["teacher"],
-        config.parallel.layers_per_stage.teacher,
-    )
+    execution = _execution(config, plan.sequence_length, device, resources)
     places = StreamPositions(working_folder(job.folder), job.plan.uid)
     source = _open_source(job.samples, places, order, execution.device)
     loader = open_loader(

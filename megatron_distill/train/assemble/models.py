@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term, TermTeachers
 from megatron_distill.models.architecture import Architecture, Execution, Fp8, WeightShards
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
+from megatron_distill.models.user_buffers import TensorOverlap, UserBuffers
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import (
     Groups,
@@ -199,6 +200,20 @@ def teacher_seed(seed: int) -> int:
     return seed + _TEACHER_SEED_OFFSET
 
 
+def tensor_overlap(
+    runtime: RuntimeConfig, *, samples: int, length: int, resources: ExitStack
+) -> TensorOverlap | None:
+    """Return the overlap of a job's tensor-parallel messages, if it is on.
+
+    Its buffers are freed with `resources`. samples, length: of a micro-batch.
+    """
+    if not runtime.tp_comm_overlap:
+        return None
+    buffers = UserBuffers()
+    resources.callback(buffers.close)
+    return TensorOverlap(buffers, samples, length)
+
+
 def teacher_execution(
     run: Execution, section: ModelConfig, layers: tuple[int, ...] | None, key: str = "teacher"
 ) -> Execution:
@@ -208,7 +223,12 @@ def teacher_execution(
     """
     fp8 = Fp8(section.fp8, f"{key}.fp8") if section.fp8 else None
     shards = WeightShards(section.offload) if section.shard_weights else None
-    return replace(run, fp8=fp8, layers_per_stage=layers, weight_shards=shards)
+    overlap = run.tensor_overlap
+    if overlap is not None:
+        overlap = replace(overlap, length=section.sequence_length or overlap.length)
+    return replace(
+        run, fp8=fp8, layers_per_stage=layers, weight_shards=shards, tensor_overlap=overlap
+    )
 
 
 def build_terms(sections: Sequence[TermConfig], vocab_size: int) -> tuple[Term | ChunkTerm, ...]:

@@ -49,6 +49,7 @@ from megatron_distill.train.assemble.models import (
     resolve_model,
     teacher_execution,
     teacher_seed,
+    tensor_overlap,
 )
 from megatron_distill.train.assemble.routing import members, sample_routing, share_of_units
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
@@ -306,7 +307,7 @@ def run_teacher(config: RunConfig, device: Device) -> None:
         with bridge.meet("tokenizer"):
             pass  # the student's first rank may have to train it
         with bridge.meet("student"):
-            opened = _open_teacher(config, groups, device)
+            opened = _open_teacher(config, groups, device, resources)
         start = bridge.published("start")
         with bridge.meet("teacher"):
             server = _open_server(config, groups, device, opened, start, resources)
@@ -329,7 +330,9 @@ class _Opened:
     share: Share
 
 
-def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
+def _open_teacher(
+    config: RunConfig, groups: Groups, device: Device, resources: ExitStack
+) -> _Opened:
     """Open the tokenizer and build the model. Raises on all ranks of the teacher."""
     bridge = device.bridge
     assert bridge is not None
@@ -347,7 +350,16 @@ def _open_teacher(config: RunConfig, groups: Groups, device: Device) -> _Opened:
     options = replace(options, routing=sample_routing(config))
     source = resolve_model(config, role.name, tokens)
     execution = teacher_execution(
-        Execution(PRECISIONS[config.train.precision], device.torch_device),
+        Execution(
+            PRECISIONS[config.train.precision],
+            device.torch_device,
+            tensor_overlap=tensor_overlap(
+                config.runtime,
+                samples=config.train.micro_batch_size,
+                length=length,
+                resources=resources,
+            ),
+        ),
         section,
         teacher_parallel(config, role.name).layers_per_stage.teacher,
         role.name,

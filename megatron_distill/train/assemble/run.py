@@ -24,6 +24,7 @@ from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Execution, Fp8, Recompute
+from megatron_distill.models.user_buffers import TensorOverlap
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -36,7 +37,7 @@ from megatron_distill.train.assemble.distillation import (
     open_run,
 )
 from megatron_distill.train.assemble.evaluation import best_rule, open_evaluation
-from megatron_distill.train.assemble.models import export_source, job_groups
+from megatron_distill.train.assemble.models import export_source, job_groups, tensor_overlap
 from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
@@ -100,7 +101,14 @@ def _assemble(
         publish_data(config.data, device)
         keep_best = config.checkpoint.keep_best
         tasks = open_run_tasks(config.evaluation, keep_best, device.torch_device)
-        site = Site(groups, _execution(config.train, device), device, resources)
+        overlap = tensor_overlap(
+            config.runtime,
+            samples=config.train.micro_batch_size,
+            length=config.data.sequence_length,
+            resources=resources,
+        )
+        execution = _execution(config.train, device, overlap)
+        site = Site(groups, execution, device, resources)
         opened = open_run(config, site, tasks)
     with device.meet("student"):
         parts, plan = _build(config, opened, found)
@@ -163,10 +171,16 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
     return parts, loop_plan(config)
 
 
-def _execution(train: TrainConfig, device: Device) -> Execution:
+def _execution(train: TrainConfig, device: Device, overlap: TensorOverlap | None) -> Execution:
     recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
     fp8 = Fp8(train.fp8, "train.fp8") if train.fp8 else None
-    return Execution(PRECISIONS[train.precision], device.torch_device, recompute, fp8)
+    return Execution(
+        PRECISIONS[train.precision],
+        device.torch_device,
+        recompute,
+        fp8,
+        tensor_overlap=overlap,
+    )
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:

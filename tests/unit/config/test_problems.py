@@ -29,7 +29,7 @@ from tests.support.sample_configs import MINIMAL, complaints, load_tree
         (
             "runtime.zzzz=1",
             "runtime.zzzz: unknown key; the keys here are device, backend, "
-            "timeout_seconds, threads, transformer_engine",
+            "timeout_seconds, threads, transformer_engine, tp_comm_overlap",
         ),
         (
             "student.norm_epsilon=2",
