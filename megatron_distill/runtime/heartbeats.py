@@ -11,7 +11,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-__all__ = ["SILENT_SECONDS", "Heartbeats", "give_sign"]
+__all__ = ["SILENT_SECONDS", "Heartbeats", "SignsOfOne", "give_sign", "take_leave"]
 
 SILENT_SECONDS: Final = 20.0  # several signs are missing then
 
@@ -19,6 +19,34 @@ SILENT_SECONDS: Final = 20.0  # several signs are missing then
 def give_sign(store: dist.Store, rank: int) -> None:
     """Count a rank's sign of life."""
     store.add(_key(rank), 1)
+
+
+def take_leave(store: dist.Store, rank: int) -> None:
+    """Let the others know that a rank gives no further signs."""
+    store.set(_leave_key(rank), "left")
+
+
+class SignsOfOne:
+    """The signs of one rank, looked at again and again."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._count = b""
+        self._silent = 0
+
+    def silent_looks(self) -> int:
+        """Return the number of looks since the last new sign; 0 before the first, or after leave.
+
+        Not the time: this process may have been stopped as well, and then sees old signs first.
+        """
+        key = _key(self._rank)
+        if not self._store.check([key]) or self._store.check([_leave_key(self._rank)]):
+            return 0
+        count = self._store.get(key)
+        self._silent = self._silent + 1 if count == self._count else 0
+        self._count = count
+        return self._silent
 
 
 class Heartbeats:
@@ -48,3 +76,7 @@ class Heartbeats:
 
 def _key(rank: int) -> str:
     return f"sign/{rank}"
+
+
+def _leave_key(rank: int) -> str:
+    return f"leave/{rank}"

@@ -356,7 +356,10 @@ def joined_world(
     alone = LoneFailure(launch.rank, launch.roles, store)
     leaves_together = launch.size == 1
     try:
-        with PeerWatch(rank=launch.rank, roles=launch.roles, store=store), alone:
+        watch = PeerWatch(
+            rank=launch.rank, roles=launch.roles, store=store, patience_seconds=timeout_seconds
+        )
+        with watch, alone:
             start_distributed(selected, launch, timeout_seconds=timeout_seconds)
             yield replace(selected, alone=alone, bridge=_bridge(launch, timeout_seconds))
         leaves_together = True

@@ -26,7 +26,7 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.heartbeats import give_sign
+from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, take_leave
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
@@ -228,13 +228,18 @@ class PeerWatch:
     """A block during which a thread ends this process soon after another rank has failed.
 
     It looks every few seconds; without a store it does nothing. With several roles it notes its
-    host, and gives signs of life for `Launch.together`.
+    host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
+    rank has given no sign for `patience_seconds`: a role may wait without limit for another, and a
+    process that is stopped, or a machine that is gone, closes no connection.
     """
 
-    def __init__(self, *, rank: int, roles: Roles, store: dist.Store | None) -> None:
+    def __init__(
+        self, *, rank: int, roles: Roles, store: dist.Store | None, patience_seconds: float
+    ) -> None:
         self._rank = rank
         self._roles = roles
         self._store = store
+        self._patience = patience_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
 
@@ -252,20 +257,44 @@ class PeerWatch:
         frames: TracebackType | None,
     ) -> None:
         self._ended.set()
+        if self._store is not None and self._roles.are_split:
+            with suppress(dist.DistError):
+                take_leave(self._store, self._rank)
 
     def _watch(self) -> None:
         assert self._store is not None
+        watched = (self._rank + 1) % self._roles.size
+        signs = SignsOfOne(self._store, watched)
         # A store that is gone says nothing: torchrun keeps it until its own ranks have ended.
         with suppress(dist.DistError):
             while not self._ended.wait(_WATCH_SECONDS):
                 if self._roles.are_split:
                     give_sign(self._store, self._rank)
+                    if signs.silent_looks() * _WATCH_SECONDS > self._patience:
+                        self._end_without(watched)
                 if self._store.check([_FAILED]):
                     failed = self._store.get(_FAILED).decode()
                     if failed != str(self._rank):
                         name = self._roles.name
                         _end_after(name(int(failed)), name(self._rank))
                     return
+
+    def _end_without(self, silent: int) -> None:
+        assert self._store is not None
+        name = self._roles.name
+        try:
+            host = self._store.get(host_key(silent)).decode()
+            text = (
+                f"error: {name(silent)} on {host} gave no sign of life for "
+                f"runtime.timeout_seconds = {self._patience:g} s, and {name(self._rank)} ends: "
+                "look whether its process is stopped or its machine gone"
+            )
+            if not tell_torchrun(text):
+                sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+            self._store.set(_FAILED, str(silent))
+        finally:
+            os._exit(FAILED_STATUS)
 
 
 def _end_anyway(status: int) -> None:

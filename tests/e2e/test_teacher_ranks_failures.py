@@ -12,21 +12,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
 from tests.e2e.test_kill import hold_during_a_save, send_to_all
-from tests.e2e.test_lone_failures import command, started
+from tests.e2e.test_lone_failures import command, descendants_of, started
 from tests.e2e.test_teacher_ranks import run_apart, train_in_roles
 
 APART = "teacher.ranks=1"
 SECONDS_TO_THE_END = 60.0
 SILENT_SECONDS = 6
 
-# Python imports this in every process; one role's rank fails at a command.
-FAULTY_ROLE = """
+# Python imports this in every process; one rank fails at a message of one kind.
+FAULTY_RANK = """
 import os
 if os.environ.get("RANK") == "RANK_NUMBER":
     import signal, sys, time
@@ -35,22 +36,36 @@ if os.environ.get("RANK") == "RANK_NUMBER":
     usual, asked = Bridge.METHOD, 0
     def failing(self, tensor, peer, *, tag):
         global asked
-        asked += tag == 1
-        if asked == int(os.environ["FAULT_COMMAND"]):
+        asked += tag == KIND
+        if asked == int(os.environ["FAULT_MESSAGE"]):
             Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
             FAULT
         return usual(self, tensor, peer, tag=tag)
     Bridge.METHOD = failing
 """
-HOOKS = {
-    role: FAULTY_ROLE.replace("RANK_NUMBER", rank).replace("METHOD", method)
-    for role, rank, method in (("student", "0", "send"), ("teacher", "1", "receive"))
+
+
+def hook(rank: int, method: str, kind: int) -> str:
+    """The module for a rank that fails when it sends or receives a message of a kind."""
+    named = FAULTY_RANK.replace("RANK_NUMBER", str(rank)).replace("METHOD", method)
+    return named.replace("KIND", str(kind))
+
+
+COMMAND, HEADER = 1, 2
+HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
+EXCEPTION, KILLED = "raise LookupError('no such thing')", "os.kill(os.getpid(), signal.SIGKILL)"
+TP2_AND_DP2 = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")
+# The rank that fails, its message, the fault, ranks of each role, and their layout. The first
+# command is of step 1; the sixth is of step 6, one ahead, after a checkpoint of step 2.
+FAILURES: dict[str, tuple[str, str, int, str, int, Sequence[str]]] = {
+    "student raises at step 1": ("student.0", HOOKS["student"], 1, EXCEPTION, 1, ()),
+    "teacher raises at step 1": ("teacher.0", HOOKS["teacher"], 1, EXCEPTION, 1, ()),
+    "student killed later": ("student.0", HOOKS["student"], 6, KILLED, 1, ()),
+    "teacher killed later": ("teacher.0", HOOKS["teacher"], 6, KILLED, 1, ()),
+    # A step has four answers for each rank of the student.
+    "second of the student": ("student.1", hook(1, "receive", HEADER), 22, KILLED, 2, TP2_AND_DP2),
+    "second of the teacher": ("teacher.1", hook(3, "receive", COMMAND), 6, KILLED, 2, TP2_AND_DP2),
 }
-FAULTS = {
-    "exception": "raise LookupError('no such thing')",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-}
-COMMANDS = {"exception": "1", "killed": "3"}  # the first step, and one in the middle
 # Between two meetings of a start: the teacher has its model and opens its data, or the student
 # has its own and has not yet told the teacher where it begins.
 FAULTY_START = """
@@ -77,17 +92,26 @@ STARTS = {
 }
 
 
-def words(inputs: Inputs, output: Path, *overrides: str) -> list[str]:
-    """The command line of a student's and a teacher's rank."""
-    return command("processes", inputs.folder / "dense.yaml", output, APART, *overrides)
+def words(inputs: Inputs, output: Path, *overrides: str, ranks: int = 1) -> list[str]:
+    """The command line of a student and a teacher with as many ranks each."""
+    own = f"teacher.ranks={ranks}"
+    given = command("processes", inputs.folder / "dense.yaml", output, own, *overrides)
+    given[given.index("--processes") + 1] = str(2 * ranks)
+    return given
 
 
 def fail(
-    inputs: Inputs, folder: Path, fault: str, *overrides: str, hook: str, command: str = "3"
+    inputs: Inputs,
+    folder: Path,
+    fault: str,
+    *overrides: str,
+    hook: str,
+    message: int = 3,
+    ranks: int = 1,
 ) -> tuple[str, float]:
     """Run until a role's fault has ended it; returns the output and the seconds to the end."""
-    given = words(inputs, folder / "run", *overrides)
-    with started(folder, given, fault, hook=hook, FAULT_COMMAND=command) as launch:
+    given = words(inputs, folder / "run", *overrides, ranks=ranks)
+    with started(folder, given, fault, hook=hook, FAULT_MESSAGE=str(message)) as launch:
         launch.wait_for_the_fault()
         assert launch.process.wait(timeout=240) != 0
         failed = float(launch.fault.read_text().split()[1])
@@ -100,24 +124,6 @@ def shared_files() -> set[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", HOOKS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_failed_rank_ends_the_launch(
-    inputs: Inputs, tmp_path: Path, fault: str, role: str
-) -> None:
-    before = shared_files()
-    given = (inputs, tmp_path, FAULTS[fault], "teacher.transfer.backend=ipc")
-    text, seconds = fail(*given, hook=HOOKS[role], command=COMMANDS[fault])
-    assert seconds < SECONDS_TO_THE_END, text
-    assert not shared_files() - before
-    cause = text.splitlines()[-1]
-    assert cause.startswith("error: "), text
-    assert f"{role}.0 on " in cause, text
-    assert re.search(r"at step [123]\b", cause), text
-    assert ("LookupError" if fault == "exception" else "died of SIGKILL") in cause
-
-
-@pytest.mark.slow
 def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
     text, _ = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
@@ -125,6 +131,34 @@ def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path:
     assert "no answer for unit " in cause, text
     assert "route teacher.0 to student.0" in cause
     assert cause.startswith("error: student.0 on ")
+
+
+# Looks at the signs of life of other ranks each second.
+QUICK_WATCH = """
+if "RANK" in os.environ:
+    from megatron_distill.runtime import lone_failure
+    lone_failure._WATCH_SECONDS = 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Path) -> None:
+    given = words(inputs, tmp_path / "run", f"runtime.timeout_seconds={SILENT_SECONDS}")
+    stopped, quick = "os.kill(os.getpid(), signal.SIGSTOP)", HOOKS["student"] + QUICK_WATCH
+    with started(tmp_path, given, stopped, hook=quick, FAULT_MESSAGE="3") as launch:
+        student = psutil.Process(launch.wait_for_the_fault())
+        # The teacher waits for the next command; a wait of its own would have no limit.
+        (teacher,) = (
+            one for one in descendants_of(launch.process.pid) if one.environ().get("RANK") == "1"
+        )
+        gone, _ = psutil.wait_procs([teacher], timeout=SECONDS_TO_THE_END)
+        assert gone, launch.output()
+        student.kill()  # the launcher would give it half a minute
+        assert launch.process.wait(timeout=240) != 0
+    (cause,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
+    assert cause.startswith("error: student.0 on "), cause
+    assert f"no sign of life for runtime.timeout_seconds = {SILENT_SECONDS} s" in cause
+    assert "teacher.0 ends" in cause
 
 
 @pytest.mark.slow
@@ -169,13 +203,34 @@ def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
 STEPS = ("train.steps=40", "checkpoint.asynchronous=false", "checkpoint.interval=2")
 
 
-def goes_on(pool: Pool, inputs: Inputs, folder: Path) -> bool:
+def goes_on(pool: Pool, inputs: Inputs, folder: Path, *layout: str, ranks: int = 1) -> bool:
     """Whether a further start comes to the end that an undisturbed run has."""
     config = inputs.folder / "dense.yaml"
-    given = ("checkpoint.save=true", *STEPS)
-    run_apart(pool, 1, 1, config, folder / "run", *given)
-    expected = run(pool, 1, config, folder / "shared", *given)
-    return course(step_records(folder / "run")) == course(expected)
+    given = ("checkpoint.save=true", *STEPS, *layout)
+    for name in ("run", "undisturbed"):
+        run_apart(pool, ranks, ranks, config, folder / name, *given)
+    found, expected = (course(step_records(folder / name)) for name in ("run", "undisturbed"))
+    return len(expected) == 40 and found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    before = shared_files()
+    name, hook, message, fault, ranks, layout = FAILURES[case]
+    own = ("teacher.transfer.backend=ipc", *STEPS, *layout)
+    text, seconds = fail(inputs, tmp_path, fault, *own, hook=hook, message=message, ranks=ranks)
+    assert seconds < SECONDS_TO_THE_END, text
+    assert not shared_files() - before
+    cause = text.splitlines()[-1]
+    assert cause.startswith("error: "), text
+    assert f"{name} on " in cause, text
+    assert re.search(r"at step [1-6]\b", cause), text
+    assert ("LookupError" if fault == EXCEPTION else "died of SIGKILL") in cause
+    assert bool(checkpoints(tmp_path / "run")) == (message > 1)
+    assert goes_on(pool, inputs, tmp_path, *layout, ranks=ranks)
 
 
 @pytest.mark.slow
@@ -183,7 +238,7 @@ def goes_on(pool: Pool, inputs: Inputs, folder: Path) -> bool:
 def test_killed_while_it_loads_it_starts_again(
     pool: Pool, inputs: Inputs, tmp_path: Path, role: str
 ) -> None:
-    text, seconds = fail(inputs, tmp_path, FAULTS["killed"], *STEPS, hook=STARTS[role])
+    text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[role])
     assert seconds < SECONDS_TO_THE_END, text
     cause = text.splitlines()[-1]
     assert cause.startswith(f"error: rank {list(STARTS).index(role)} died of SIGKILL; "), text
