@@ -168,4 +168,5 @@ def test_a_stored_teacher_is_asked_once_whether_it_failed(
     stored = (f"teacher.store={store}", "teacher.architecture=null")
     seen = train(stub, inputs, tmp_path / "run", "dense", 0, 1, *stored)
     assert seen["waits"] == {**STEP_WAITS, "collectives.py:highest": STEPS}
+    assert seen["copies"].keys() == {"collectives.py:highest"}  # records come from pinned memory
     assert seen["from_host"] == {}

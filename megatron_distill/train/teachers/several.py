@@ -54,9 +54,9 @@ class SeveralTeachers:
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
 
-        Collective: those of the teachers that run, one after the other in the order of names, after
-        those on ranks of their own. Which of them run follows from the samples, the same on all
-        ranks that run a teacher together.
+        Collective: those of the teachers that run, one after the other: those on ranks of their
+        own, stores, and then the live ones, each in the order of names. Which of them run follows
+        from the samples, the same on all ranks that run a teacher together.
         """
         taken: dict[str, tuple[Mapping[int, int], Signals]] = {}
         wanted = [self.needed(batch) for batch in batches]
@@ -103,9 +103,13 @@ class SeveralTeachers:
         named = self.teachers.items()
         return frozenset(name for name, one in named if isinstance(one, _ASKED_ALWAYS))
 
-    def _turn(self, name: str) -> tuple[bool, str]:
-        """Order a teacher elsewhere before those whose work it may do its own beside."""
-        return not isinstance(self.teachers[name], _ELSEWHERE), name
+    def _turn(self, name: str) -> tuple[bool, bool, str]:
+        """Order a teacher elsewhere before those whose work it may do its own beside.
+
+        Stores are next: the host waits for the vote on their records, not behind a live pass.
+        """
+        teacher = self.teachers[name]
+        return not isinstance(teacher, _ELSEWHERE), not isinstance(teacher, StoredTeacher), name
 
     def held_out(self, batches: int) -> SeveralTeachers:
         """Return the teachers of so many held-out batches."""

@@ -458,8 +458,13 @@ def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
 
 
 def on_device(signal: Recorded, device: torch.device) -> Recorded:
-    """The same signal in device memory; tensors shared between terms stay shared."""
-    return signal if device.type == "cpu" else signal.map(lambda values: values.to(device))
+    """The same signal in device memory; the host does not wait for the stream.
+
+    Tensors shared between terms stay shared.
+    """
+    if device.type == "cpu":
+        return signal
+    return signal.map(lambda values: values.pin_memory().to(device, non_blocking=True))
 
 
 def stored_metrics(settings: CaptureSettings, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
