@@ -234,7 +234,7 @@ def _student_way(
     }
     slots = private_slots(plan, bridge.rank, places)
     if backend == "nccl" and not is_record:
-        return NcclWay(bridge.nccl(plan.role)), slots, None
+        return NcclWay(bridge.nccl(plan.role), device.torch_device), slots, None
     return HostWay(bridge), slots, None
 
 
@@ -249,7 +249,7 @@ def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> 
     if backend == "ipc":
         return SharedMemoryWay(_mapped_slots(plan, bridge))
     if backend == "nccl" and transfer.what == "hidden":
-        return NcclWay(bridge.nccl(plan.role))
+        return NcclWay(bridge.nccl(plan.role), device.torch_device)
     return HostWay(bridge)
 
 
@@ -313,6 +313,8 @@ def run_teacher(config: RunConfig, device: Device) -> None:
             server = _open_server(config, groups, device, opened, start, resources)
         if start["steps_done"] >= start["last_step"]:
             return
+        if server.sender is not None:
+            server.sender.connect()
         send_head(opened.teacher, opened.head_parts, bridge)
         device.alone.progress.begin(start["steps_done"] + 1)
         server.serve()

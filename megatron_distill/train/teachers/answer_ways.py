@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
-from megatron_distill.train.teachers.answers import ROWS_TAG, AnswerPlan, Part
+from megatron_distill.train.teachers.answers import CONNECT_TAG, ROWS_TAG, AnswerPlan, Part
 
 __all__ = [
     "AnswerWay",
@@ -31,6 +31,7 @@ __all__ = [
     "SharedMemoryWay",
     "SlotPlace",
     "Slots",
+    "connect_routes",
     "create_shared",
     "map_shared",
     "own_stream",
@@ -69,6 +70,10 @@ class AnswerWay(Protocol):
         """Whether the sender writes into the slots, and the header follows the rows."""
         ...
 
+    def connect(self, source: int, destination: int) -> None:
+        """Make what the route needs; called once on both of its ranks, one of which this is."""
+        ...
+
     def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """Begin to send rows of the columns ``[s, b, ...]``, which the device has computed."""
         ...
@@ -84,6 +89,9 @@ class HostWay:
 
     bridge: Bridge
     writes_slots: ClassVar[bool] = False
+
+    def connect(self, source: int, destination: int) -> None:
+        """Nothing: `connect_routes` has used the bridge."""
 
     def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`.
@@ -117,6 +125,9 @@ class SharedMemoryWay:
     slots: Mapping[int, Slots]
     writes_slots: ClassVar[bool] = True
 
+    def connect(self, source: int, destination: int) -> None:
+        """Nothing: the slots are mapped."""
+
     def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`; the rows are in the slot on return."""
         slot = self.slots[to.rank][to.block][to.micro_batch]
@@ -131,10 +142,23 @@ class SharedMemoryWay:
 
 @dataclass(frozen=True)
 class NcclWay:
-    """From GPU to GPU; each pair of ranks has a communicator of its own, made when first used."""
+    """From GPU to GPU; each pair of ranks has a communicator of its own, made by `connect`."""
 
     group: dist.ProcessGroup
+    device: torch.device
     writes_slots: ClassVar[bool] = False
+
+    def connect(self, source: int, destination: int) -> None:
+        """Make the communicator of the two ranks, which NCCL does in their first message.
+
+        Collective: pair of ranks, one message of 4 bytes.
+        """
+        word = torch.zeros(1, device=self.device)
+        if self.group.rank() == source:
+            self.group.send([word], destination, ROWS_TAG).wait()
+        else:
+            self.group.recv([word], source, ROWS_TAG).wait()
+        _wait_for_stream(word)
 
     def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
         """See `AnswerWay`.
@@ -152,7 +176,8 @@ class NcclWay:
         rows = [columns[part.column][part.message.received] for part in parts]
         for one in [self.group.recv([row], source, ROWS_TAG) for row in rows]:
             one.wait()
-        torch.cuda.current_stream().synchronize()
+        for row in rows:
+            _wait_for_stream(row)
 
 
 @dataclass(frozen=True)
@@ -164,8 +189,33 @@ class _OnStream:
 
     def wait(self, timeout: timedelta | None = None) -> object:  # noqa: ARG002
         self.work.wait()
-        torch.cuda.current_stream().synchronize()
+        _wait_for_stream(self.rows)
         return self.rows
+
+
+def _wait_for_stream(rows: Tensor) -> None:
+    """Let the host wait for the current stream of a GPU; elsewhere messages have waited."""
+    if rows.is_cuda:
+        torch.cuda.current_stream(rows.device).synchronize()
+
+
+def connect_routes(plan: AnswerPlan, way: AnswerWay, bridge: Bridge) -> None:
+    """Use each route of this rank once, before the first round, while its GPU is idle.
+
+    Both sides call it, and all ranks have one order. A communicator made in the first round would
+    allocate beside kernels that wait for a peer, which may itself be making another one.
+
+    Collective: the bridge, one message of 8 bytes per route; then `AnswerWay.connect`.
+    """
+    for source, destination in plan.routes:
+        if bridge.rank not in (source, destination):
+            continue
+        word = torch.zeros(1, dtype=torch.int64)
+        if bridge.rank == source:
+            bridge.send(word, destination, tag=CONNECT_TAG).wait()
+        else:
+            bridge.receive(word, source, tag=CONNECT_TAG).wait()
+        way.connect(source, destination)
 
 
 def private_slots(plan: AnswerPlan, rank: int, places: Mapping[int, torch.device]) -> Slots:

@@ -22,6 +22,7 @@ from megatron_distill.train.teachers.units import Grid, Holding, Message, Units,
 
 __all__ = [
     "COMMAND_TAG",
+    "CONNECT_TAG",
     "HEADER_TAG",
     "HEAD_TAG",
     "ROWS_TAG",
@@ -40,6 +41,7 @@ COMMAND_TAG: Final = 1
 HEADER_TAG: Final = 2
 ROWS_TAG: Final = 3
 HEAD_TAG: Final = 4
+CONNECT_TAG: Final = 5
 
 _HASH_BYTES: Final = 7  # fits an int64 without its sign
 
@@ -240,6 +242,11 @@ class AnswerPlan:
     def columns(self) -> tuple[tuple[Output, Column], ...]:
         """The tensors of an answer by number, each with its output."""
         return tuple((output, column) for output in self.outputs for column in output.columns)
+
+    @property
+    def routes(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of a sending and a receiving rank, in order."""
+        return tuple(sorted(self.step_bytes()))
 
     @property
     def has_features(self) -> bool:

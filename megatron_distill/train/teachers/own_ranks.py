@@ -22,7 +22,13 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.termination import request_termination
 from megatron_distill.signals import OnDemand, Signal, Signals, WithFeatures
-from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, Slots, own_stream
+from megatron_distill.train.teachers.answer_ways import (
+    AnswerWay,
+    Columns,
+    Slots,
+    connect_routes,
+    own_stream,
+)
 from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
@@ -92,6 +98,10 @@ class AnswerRing:
     def slot_bytes(self) -> int:
         """Bytes of all slots."""
         return self._plan.slot_bytes(self._bridge.rank)
+
+    def connect(self) -> None:
+        """See `connect_routes`; before the first round."""
+        connect_routes(self._plan, self._way, self._bridge)
 
     def open(self, command: Command) -> None:
         """Expect the answers of a round, whose block is free."""
@@ -367,14 +377,16 @@ class OwnRanksTeacher:
     def start(self, *, steps_done: int, last_step: int) -> None:
         """Receive the head, and begin after the steps done; the teacher's ranks are ready.
 
-        Collective: the bridge, the rows of the head to each rank of the student's last stage; then
-        that of `RemoteHead.has_arrived`.
+        Collective: that of `connect_routes`; the bridge, the rows of the head to each rank of the
+        student's last stage; then that of `RemoteHead.has_arrived`.
         """
         self._step, self._last_step, self._has_started = steps_done, last_step, True
         self._alone.progress.begin(steps_done + 1)
         if self._shared_file is not None:
             # All sides have mapped it: without a name its memory ends with the processes.
             self._shared_file.unlink(missing_ok=True)
+        if self._asking.ring is not None:
+            self._asking.ring.connect()
         weight = self.head.head_weight
         if weight is None:
             return

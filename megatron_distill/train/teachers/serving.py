@@ -22,7 +22,13 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.step import run_schedule
-from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, SlotPlace, own_stream
+from megatron_distill.train.teachers.answer_ways import (
+    AnswerWay,
+    Columns,
+    SlotPlace,
+    connect_routes,
+    own_stream,
+)
 from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
@@ -77,6 +83,10 @@ class AnswerSender:
         self._work: Queue[_Answer | None] = Queue()
         self._thread = Thread(target=self._send_all, name="answers", daemon=True)
         self._thread.start()
+
+    def connect(self) -> None:
+        """See `connect_routes`; before the first round."""
+        connect_routes(self._plan, self._way, self._bridge)
 
     def put(self, command: Command, unit: int, columns: Columns, batch: Batch) -> None:
         """Send a unit's answer; `batch` is whole, as on the host."""
