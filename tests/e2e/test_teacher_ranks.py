@@ -146,11 +146,19 @@ def test_the_course_is_that_of_shared_ranks(
         assert_same(found, expected, first=0.0, later=0.0)
 
 
-WAYS = {
-    "0 ahead": ("teacher.steps_ahead=0",),
-    "2 ahead": ("teacher.steps_ahead=2",),
-    "shared memory": ("teacher.transfer.backend=ipc",),
-    "shared memory, 2 ahead": ("teacher.steps_ahead=2", "teacher.transfer.backend=ipc"),
+TOP_K = (
+    "objective.terms=[{top_k: 8}, {top_k: 6, temperature: 2.0, divergence: reverse_kl}, "
+    "{top_k: 8, temperature: 3.0, support: renormalized}]"
+)
+SENT = "teacher.transfer={what: top_k, k: 8}"
+AHEAD, SHARED_MEMORY = "teacher.steps_ahead=2", "teacher.transfer.backend=ipc"
+# Settings of both runs, and of the second alone.
+WAYS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "0 ahead": ((), ("teacher.steps_ahead=0",)),
+    "2 ahead": ((), (AHEAD,)),
+    "shared memory": ((), (SHARED_MEMORY,)),
+    "shared memory, 2 ahead": ((), (AHEAD, SHARED_MEMORY)),
+    "top-k, shared memory, 2 ahead": ((SENT, TOP_K), (AHEAD, SHARED_MEMORY)),
 }
 
 
@@ -159,17 +167,11 @@ WAYS = {
 def test_neither_steps_ahead_nor_the_way_change_a_bit(
     pool: Pool, inputs: Inputs, tmp_path: Path, way: str
 ) -> None:
-    config, layout = inputs.folder / "dense.yaml", LAYOUTS["TP2+sequence and 1"][2]
-    expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *SHORT, *layout)
-    found = run_apart(pool, 2, 1, config, tmp_path / "other", *SHORT, *layout, *WAYS[way])
+    (common, other), config = WAYS[way], inputs.folder / "dense.yaml"
+    given = (*SHORT, *LAYOUTS["TP2+sequence and 1"][2], *common)
+    expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *given)
+    found = run_apart(pool, 2, 1, config, tmp_path / "other", *given, *other)
     assert_same(found, expected, first=0.0, later=0.0)
-
-
-TOP_K = (
-    "objective.terms=[{top_k: 8}, {top_k: 6, temperature: 2.0, divergence: reverse_kl}, "
-    "{top_k: 8, temperature: 3.0, support: renormalized}]"
-)
-SENT = "teacher.transfer={what: top_k, k: 8}"
 
 
 @pytest.mark.parametrize(
@@ -294,12 +296,18 @@ def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_replicas_ask_three_under_torchrun(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("students", "teachers"), [pytest.param(2, 3, id="d3 to d2"), pytest.param(3, 2, id="d2 to d3")]
+)
+def test_numbers_of_replicas_need_not_divide_each_other(
+    pool: Pool, inputs: Inputs, tmp_path: Path, students: int, teachers: int
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
-    given = (f"output={output}", "teacher.ranks=3", *SHORT)
+    common = (*SHORT, "train.global_batch_size=12")
+    given = (f"output={output}", f"teacher.ranks={teachers}", *common)
     program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "5")
     run_python(*program, *given, seconds=SECONDS)
-    expected = shared(pool, 2, config, tmp_path / "shared", *SHORT)
+    expected = shared(pool, students, config, tmp_path / "shared", *common)
     assert_same(records(output), expected, first=0.0, later=0.0)
 
 

@@ -8,11 +8,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.store import SampleRecord, StoreReader
+from megatron_distill.store.records import trained_positions
 from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import SCRIPT
 from tests.e2e.runs import (
     SECONDS,
@@ -21,9 +27,10 @@ from tests.e2e.runs import (
     course,
     environment,
     failure,
+    run,
     step_records,
 )
-from tests.e2e.test_teacher_ranks import train_in_roles
+from tests.e2e.test_teacher_ranks import run_apart, train_in_roles
 
 SAVED = ("train.steps=200", "checkpoint.save=true", "checkpoint.interval=2")
 
@@ -120,3 +127,96 @@ def test_other_data_on_the_teachers_machine_is_named(
     assert cause.startswith(f"error: student.0 on {host} failed at step "), text
     assert "is for other tokens than this rank's: their hash is " in cause
     assert "give all machines the same files" in cause
+
+
+# The settings of `write_capture`.
+SENT_RECORDS = (
+    "teacher.transfer={what: top_k, k: 12}",
+    "objective.terms=[{top_k: 12}, {top_k: 12, temperature: 0.5}, {top_k: 12, temperature: 2.0}]",
+)
+
+
+def records_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> list[SampleRecord]:
+    """Run one training; returns every record that this rank has received."""
+    from megatron_distill.train.teachers import sent_topk
+
+    found: list[SampleRecord] = []
+    usual = sent_topk.signal_of_records
+
+    def noted(records: Sequence[SampleRecord], *given: Any, **named: Any) -> Any:
+        found.extend(records)
+        return usual(records, *given, **named)
+
+    with patch.object(sent_topk, "signal_of_records", noted):
+        train_in_roles(rank, world, config, overrides, None)
+    return found
+
+
+# Layouts of the student, and of the teacher and its capture.
+OF_RECORDS: dict[str, tuple[int, tuple[str, ...], int, str]] = {
+    "1 and 1": (1, (), 1, "{}"),
+    "TP2+sequence and TP2": (2, ("parallel.tensor=2", "parallel.sequence=true"), 2, "{tensor: 2}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_RECORDS)
+def test_a_sent_top_k_is_a_capture_of_the_teacher_record_by_record(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    students, layout, teachers, own = OF_RECORDS[case]
+    store, samples = tmp_path / "store", 6 * 8
+    written = write_capture(inputs, "sent", samples=samples)
+    assert run_in(pool, teachers, written, store, f"parallel={own}") is True
+    captured = StoreReader.open(store).read(range(samples))
+
+    given = [f"output={tmp_path / 'run'}", "train.steps=6", *SENT_RECORDS, *layout]
+    given += [f"teacher.ranks={teachers}", f"teacher.parallel={own}"]
+    world = students + teachers
+    config = inputs.folder / "dense.yaml"
+    of_rank = pool.run(world, records_in_roles, config, given, timeout=SECONDS)
+    assert [len(found) for found in of_rank] == [samples] * students + [0] * teachers
+    for sent in of_rank[:students]:
+        assert [record.sample_id for record in sent] == list(range(samples))
+        for ours, theirs in zip(sent, captured, strict=True):
+            assert_same_values(ours, theirs)
+
+
+def assert_same_values(ours: SampleRecord, theirs: SampleRecord) -> None:
+    """Compare every value of the trained positions, bit by bit."""
+    assert ours.scalars is not None
+    # The last token of a document has no label here, and has values in the store.
+    trained = trained_positions(theirs) & (ours.scalars.log_sum_exp_S != 0)
+    assert trained.mean() > 0.5
+    for part in ("entries", "scalars"):
+        values, expected = (vars(getattr(record, part)) for record in (ours, theirs))
+        assert values.keys() == expected.keys()
+        assert len(values) >= 3
+        for name, value in values.items():
+            if not isinstance(value, np.ndarray):
+                assert value == expected[name], name
+                continue
+            of_temperatures = name.endswith("_TS")
+            pair = (
+                x[:, trained] if of_temperatures else x[trained] for x in (value, expected[name])
+            )
+            np.testing.assert_array_equal(*pair, err_msg=f"{ours.sample_id} {name}")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_sent_top_k_goes_on_from_a_store(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    store, config = tmp_path / "store", inputs.folder / "dense.yaml"
+    written = write_capture(inputs, "sent", samples=6 * 8)
+    assert run_in(pool, 1, written, store) is True
+    sent, terms = SENT_RECORDS
+    saved = ("train.steps=6", "checkpoint.save=true", terms)
+    undisturbed = run_apart(pool, 1, 1, config, tmp_path / "undisturbed", sent, *saved)
+    run_apart(pool, 1, 1, config, tmp_path / "run", sent, *saved, stop_after=3)
+    stored = (f"teacher.store={store}", "teacher.architecture=null")
+    run(pool, 1, config, tmp_path / "run", *saved, *stored)
+    assert len(undisturbed) == 6
+    assert course(step_records(tmp_path / "run")) == course(undisturbed)
