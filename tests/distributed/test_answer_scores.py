@@ -33,6 +33,10 @@ def requests(seed: int = 5) -> list[Request]:
         found += [Request(context, ids(count)) for count in (2, 5)]
     found += [Request(ids(POSITIONS + 9), ids(3)), Request(ids(1), ids(POSITIONS + 4))]
     found.append(Request(ids(4), ids(0)))
+    examples = ids(12)  # that several contexts begin with
+    for _ in range(5):
+        context = np.concatenate([examples, ids(3)])
+        found += [Request(context, ids(count)) for count in (1, 1, 3, 4)]
     return found
 
 
@@ -77,30 +81,34 @@ def _scored(
     changes: dict[str, Any],
     batch_tokens: int,
     order: int,
+    by_passes: bool = False,
 ) -> tuple[list[tuple[float, bool]], list[int]]:
-    """The scores of a layout, and the largest tensor that a collective moved."""
+    """The scores of a layout, and the numbers of requests that were told to be done."""
     with megatron_groups(**layout) as groups:
+        from megatron_distill.evaluation.requests import Scorer
+        from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import vocab_shard
-        from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
+        from megatron_distill.train.evaluation.pass_scoring import PassScorer
+        from megatron_distill.train.evaluation.scoring import ModelScorer
 
         architecture = _architecture(changes)
         chunks = build(architecture, groups, seed=11)
         for chunk in chunks:
             chunk.eval()
-        model = ScoredModel(
-            chunks,
-            lambda: chunks[-1].head_weight().detach(),
-            architecture,
-            vocab_shard(architecture, groups, tokens=TOKENS),
-            groups,
-            torch.device("cpu"),
-        )
+        device = torch.device("cpu")
+        scorer: Scorer
+        if by_passes:
+            shard = vocab_shard(architecture, groups, tokens=TOKENS)
+            scorer = PassScorer(
+                chunks[0], architecture, shard, groups, device, POSITIONS, batch_tokens
+            )
+        else:
+            model = CachedGPT(chunks, architecture, groups, device, vocab_size=TOKENS)
+            scorer = ModelScorer(model, POSITIONS, batch_tokens)
         shuffled = np.random.default_rng(order).permutation(len(requests()))
         asked = requests()
         told: list[int] = []
-        scores = ModelScorer(model, POSITIONS, batch_tokens).score(
-            [asked[place] for place in shuffled], advanced=told.append
-        )
+        scores = scorer.score([asked[place] for place in shuffled], advanced=told.append)
         found: list[Score] = [Score(0.0, False)] * len(asked)
         for place, score in zip(shuffled, scores, strict=True):
             found[place] = score
@@ -133,21 +141,26 @@ def dense(pool: Pool) -> Callable[[dict[str, Any]], list[tuple[float, bool]]]:
     return of
 
 
-@pytest.mark.parametrize(("layout", "changes"), CASES, ids=str)
-@pytest.mark.parametrize("batch_tokens", [1, 200])
+WAYS = [(case, batch_tokens, False) for case in CASES for batch_tokens in (1, 200)]
+# The scorer of models with sharded weights, on models without.
+WAYS += [(case, 200, True) for case in CASES[1:2] + CASES[5:]]
+
+
+@pytest.mark.parametrize(("case", "batch_tokens", "by_passes"), WAYS, ids=str)
 def test_scores_equal_a_dense_log_softmax(
     pool: Pool,
     dense: Callable[[dict[str, Any]], list[tuple[float, bool]]],
-    layout: dict[str, Any],
-    changes: dict[str, Any],
+    case: tuple[dict[str, Any], dict[str, Any]],
     batch_tokens: int,
+    by_passes: bool,
 ) -> None:
+    layout, changes = case
     expected = dense(changes)
     world = max(
         layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1),
         layout.get("expert", 1),
     )
-    for found, told in pool.run(world, _scored, layout, changes, batch_tokens, 3):
+    for found, told in pool.run(world, _scored, layout, changes, batch_tokens, 3, by_passes):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
         for (log_prob, _), (own, _) in zip(found, expected, strict=True):
             assert log_prob == pytest.approx(own, abs=1e-5 * max(1.0, abs(own)))
@@ -161,3 +174,58 @@ def test_scores_do_not_depend_on_ranks_order_or_batches(pool: Pool) -> None:
     for found, _ in pool.run(4, _scored, {}, {}, 31, 1):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
         np.testing.assert_allclose([one for one, _ in found], [one for one, _ in alone], rtol=1e-5)
+
+
+SUBJECTS, QUESTIONS = 3, 6
+
+
+def _few_shot() -> list[Request]:
+    """Subjects with 150 tokens of examples each, and questions with four answers."""
+    rng = np.random.default_rng(2)
+
+    def ids(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return rng.integers(0, TOKENS, count).astype(np.int32)
+
+    found = []
+    for _ in range(SUBJECTS):
+        examples = ids(150)
+        for _ in range(QUESTIONS):
+            context = np.concatenate([examples, ids(int(rng.integers(8, 20)))])
+            found += [Request(context, ids(1)) for _ in range(4)]
+    return found
+
+
+def _positions(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, list[float]]:
+    """Positions that this rank computes in its layers, and the log-probabilities."""
+    with megatron_groups(**layout) as groups, pytest.MonkeyPatch.context() as patch:
+        from megatron_distill.models.generation.layer import Layer
+        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.train.evaluation.scoring import ModelScorer
+
+        architecture = small_architecture(vocab_size=VOCAB, max_position_embeddings=192)
+        chunks = build(architecture, groups, seed=11)
+        counted = [0]
+        plain = Layer.__call__
+
+        def counting(layer: Layer, hidden_NH: torch.Tensor, *rest: Any) -> torch.Tensor:
+            counted[0] += hidden_NH.shape[0]
+            return plain(layer, hidden_NH, *rest)
+
+        patch.setattr(Layer, "__call__", counting)
+        model = CachedGPT(chunks, architecture, groups, torch.device("cpu"), vocab_size=TOKENS)
+        scores = ModelScorer(model, 192, 1024).score(_few_shot())
+        return counted[0] // architecture.num_layers, [score.log_prob for score in scores]
+
+
+def test_the_examples_of_a_subject_are_computed_once(pool: Pool) -> None:
+    contexts = {request.context.tobytes(): len(request.context) for request in _few_shot()}
+    ((alone, expected),) = pool.run(1, _positions, {})
+    assert alone == sum(contexts.values()) - 150 * SUBJECTS * (QUESTIONS - 1)
+    assert sum(contexts.values()) >= 3 * alone
+    for layout in ({}, {"tensor": 2}, {"pipeline": 2}):
+        found = pool.run(2, _positions, layout)
+        # Data ranks share the subjects; a subject that both have a part of is computed twice.
+        most = alone + 150 if not layout else 2 * alone // layout.get("pipeline", 1)
+        assert sum(positions for positions, _ in found) <= most
+        for _, log_probs in found:
+            np.testing.assert_allclose(log_probs, expected, atol=1e-5)

@@ -67,11 +67,12 @@ def _peaks(rank: int, world: int, layout: dict[str, Any], prefix: int) -> dict[s
         found["write"] = stores.peak / bound
         found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
         assert not stores.live
+        contexts = [(first, *row.ids[1:]) for first, row in enumerate(rows)]  # that share nothing
         with Stores() as stores:
-            model.score([ScoreRow(row.ids, ((1, 2, 3),)) for row in rows])
+            model.score([ScoreRow(ids, ((1, 2, 3),)) for ids in contexts])
         found["score"] = stores.peak / bound
         with Stores() as stores:
-            model.score([ScoreRow(row.ids, ((1, 2), (2, 3))) for row in rows])
+            model.score([ScoreRow(ids, ((1, 2), (2, 3))) for ids in contexts])
         found["score copies"] = stores.peak / bound
         return found
 
@@ -86,8 +87,37 @@ def test_keys_and_values_stay_within_the_bound(
 ) -> None:
     for found in pool.run(world, _peaks, layout, prefix):
         assert found["batches"] > 3, "the rows should not fit one batch"
-        for name in ("write", "score", "score copies"):
+        assert found["score"] == 0.0, "keys without a continuation are not stored"
+        for name in ("write", "score copies"):
             assert 0.5 < found[name] <= 1.1, found
+
+
+def _on_uneven_stages(rank: int, world: int, layers: tuple[int, ...] | None) -> list[Any]:
+    """Ids and scores where the memory of the stages would hold different numbers of rows."""
+    with megatron_groups(pipeline=world) as groups:
+        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.gpt import build_gpt
+
+        shape = small_architecture()
+        device = torch.device("cpu")
+        execution = Execution(torch.float32, device, layers_per_stage=layers)
+        chunks = build_gpt(shape, groups=groups, execution=execution, seed=11)
+        model = CachedGPT(chunks, shape, groups, device, cache_gib=BOUND / 4 / 2**30)
+        ids = [tuple(range(3, 5 + row)) for row in range(12)]
+        texts = model.write(
+            [WriteRow(one, row, 3) for row, one in enumerate(ids)],
+            sampling=Sampling(),
+            stops=Stops(),
+        )
+        scores = model.score([ScoreRow(one, ((1, 2), (2, 3))) for one in ids])
+        return [text.ids for text in texts] + [one.is_greedy for row in scores for one in row]
+
+
+def test_stages_of_unequal_layers_have_the_same_batches(pool: Pool) -> None:
+    (alone,) = pool.run(1, _on_uneven_stages, None)
+    assert pool.run(2, _on_uneven_stages, (1, 3)) == [alone] * 2
 
 
 def _largest_scores(rank: int, world: int, bound: int) -> int:

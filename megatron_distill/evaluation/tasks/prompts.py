@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
@@ -95,6 +95,11 @@ class TaskTemplates:
             undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
         )
         self._environment.filters["regex_replace"] = _regex_replace
+        # Compiled once: a task renders them for each item and each of its examples.
+        self._template = cache(self._environment.from_string)
+        self._compiled = cache(
+            partial(self._environment.compile_expression, undefined_to_none=False)
+        )
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
@@ -193,15 +198,14 @@ class TaskTemplates:
         if "{" not in template:
             return template
         try:
-            return self._environment.from_string(template).render(self._values(row))
+            return self._template(template).render(self._values(row))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise self._missing(str(error), row) from error
 
     def _expression(self, key: str, source: str, row: TaskRow) -> Any:
         """Return the value of an expression over the columns."""
         try:
-            compiled = self._environment.compile_expression(source, undefined_to_none=False)
-            found = compiled(**self._values(row))
+            found = self._compiled(source)(**self._values(row))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise self._missing(f"{key}: {error}", row) from error
         if isinstance(found, StrictUndefined) or found is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.models.generation.cache import Cache
+from megatron_distill.models.generation.cache import Cache, LayerCache
 from megatron_distill.runtime.segments import Segments
 
 __all__ = ["Append", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
@@ -227,6 +227,13 @@ class FirstRows(_Rows):
     ) -> Tensor:
         """See `Step`."""
         store = self.cache.layers[layer]
+        if store.slots:
+            self._store(store, key, value)
+        heads = query.flatten(1, 2)[:, None]
+        attended = core.attend(heads, key[:, None], value[:, None], self.segments, _rule(core))
+        return attended[:, 0].view_as(query)
+
+    def _store(self, store: LayerCache, key: Tensor, value: Tensor) -> None:
         if store.slots not in self._stored:
             chosen = (self.columns_N >= self.most - store.slots).nonzero().squeeze(1)
             slots = self.columns_N[chosen] % store.slots
@@ -234,9 +241,6 @@ class FirstRows(_Rows):
         chosen, rows, slots = self._stored[store.slots]
         store.keys[rows, :, slots] = key[chosen]
         store.values[rows, :, slots] = value[chosen]
-        heads = query.flatten(1, 2)[:, None]
-        attended = core.attend(heads, key[:, None], value[:, None], self.segments, _rule(core))
-        return attended[:, 0].view_as(query)
 
 
 class Extend(_Rows):
@@ -245,6 +249,7 @@ class Extend(_Rows):
     def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:
         super().__init__(cache, counts, padding)
         self._visible: dict[tuple[int | None, int], Tensor] = {}
+        self._with_prefix: dict[tuple[int | None, int, int], Tensor] = {}
 
     def attend(
         self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
@@ -256,19 +261,16 @@ class Extend(_Rows):
             self._joined(before, after[new])
             for before, after in zip(old, (key, value), strict=True)
         )
-        earlier = old[0].shape[2]
         groups, repeats, size = query.shape[1:]
         # [b, g, r, S, d]; the places before a row's first new position stay zero.
         padded = query.new_zeros(self.cache.rows, groups, repeats, self.most, size)
         padded[self.rows_N, :, :, self.columns_N] = query[new]
-        before = 0 if self.cache.prefix is None else self.cache.prefix.layers[layer][0].shape[2]
-        per_query = 4 * self.cache.rows * groups * repeats * (before + earlier + self.most)
+        seen = self._seen(layer, keys, values, rule.window)
+        per_query = 4 * self.cache.rows * groups * repeats * seen.keys.shape[2]
         length = max(1, BLOCK_BYTES // max(1, per_query))
         attended = torch.cat(
             [
-                self._block(
-                    padded[:, :, :, start : start + length], start, keys, values, layer, rule
-                )
+                _block(padded[:, :, :, start : start + length], start, seen, rule)
                 for start in range(0, self.most, length)
             ],
             dim=3,
@@ -277,6 +279,27 @@ class Extend(_Rows):
         found = torch.zeros_like(query)
         found[new] = attended[self.rows_N, :, :, self.columns_N]
         return found
+
+    def _seen(self, layer: int, keys: Tensor, values: Tensor, window: int | None) -> Keys:
+        """Return all keys of each row, with those of the prefix, and which each position sees.
+
+        The prefix is copied to each row: then one fused attention has all keys, without scores in
+        memory. Visible is [b, S, K].
+        """
+        own = self._own(window, keys.shape[2])
+        prefix = self.cache.prefix
+        if prefix is None:
+            return Keys(keys, values, own)
+        before = [part.expand(self.cache.rows, -1, -1, -1) for part in prefix.layers[layer]]
+        earlier = before[0].shape[2]
+        kind = window, keys.shape[2], earlier
+        if kind not in self._with_prefix:
+            seen = self._of_prefix(window, earlier)
+            if seen is None:
+                seen = own.new_ones(1, 1, 1).expand(*own.shape[:2], earlier)
+            self._with_prefix[kind] = torch.cat([seen, own], 2)
+        joined = (torch.cat(pair, 2) for pair in zip(before, (keys, values), strict=True))
+        return Keys(*joined, self._with_prefix[kind])
 
     def _joined(self, old: Tensor, new: Tensor) -> Tensor:
         """Return old [b, g, t, d] and new [N, g, d] as [b, g, t + S, d], rows ending together."""
@@ -290,29 +313,6 @@ class Extend(_Rows):
             joined[:, :, :earlier] = old
         joined[self.rows_N, :, earlier + self.columns_N] = new
         return joined
-
-    def _block(
-        self,
-        query: Tensor,
-        start: int,
-        keys: Tensor,
-        values: Tensor,
-        layer: int,
-        rule: AttentionRule,
-    ) -> Tensor:
-        """Return the attention of a block of columns, [b, g, r, q, d]."""
-        rows, groups, repeats, count, size = query.shape
-        columns = slice(start, start + count)
-        visible = self._own(rule.window, keys.shape[2])[:, columns]
-        parts = [Keys(keys, values, _for_heads(visible, repeats))]
-        prefix = self.cache.prefix
-        if prefix is not None:
-            before, of_values = prefix.layers[layer]
-            seen = self._of_prefix(rule.window, before.shape[2])
-            chosen = None if seen is None else _for_heads(seen[:, columns], repeats)
-            parts.append(Keys(before, of_values, chosen))
-        flat = attend_to(query.reshape(rows, groups, repeats * count, size), parts, rule)
-        return flat.view(rows, groups, repeats, count, size)
 
     def _own(self, window: int | None, keys: int) -> Tensor:
         """Return which stored and new keys each new position sees, bool [b, S, K]."""
@@ -337,6 +337,16 @@ class Extend(_Rows):
         positions = prefix.length + columns - self.starts_b[:, None]
         places = torch.arange(prefix.length - keys, prefix.length, device=self.rows_N.device)
         return places > (positions - window)[..., None]
+
+
+def _block(query: Tensor, start: int, seen: Keys, rule: AttentionRule) -> Tensor:
+    """Return the attention of a block of columns from `start` on, [b, g, r, q, d]."""
+    rows, groups, repeats, count, size = query.shape
+    assert seen.visible is not None
+    visible = _for_heads(seen.visible[:, start : start + count], repeats)
+    flat = query.reshape(rows, groups, repeats * count, size)
+    found = attend_to(flat, [Keys(seen.keys, seen.values, visible)], rule)
+    return found.view(rows, groups, repeats, count, size)
 
 
 def _for_heads(visible: Tensor, repeats: int) -> Tensor:

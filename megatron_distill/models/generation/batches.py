@@ -46,13 +46,17 @@ def batches_of(
     positions `positions`. `row_bytes` of a capacity; see `capacity_of`.
     """
     batches: list[list[int]] = []
+    given = added = total = 0
     for row in rows:
-        joined = [*(sizes[other] for other in (batches[-1] if batches else ())), sizes[row]]
-        is_small = len(joined) * row_bytes(capacity_of(joined)) <= cache_bytes
-        if batches and is_small and sum(size.given for size in joined) <= positions:
+        size = sizes[row]
+        given, added, total = max(given, size.given), max(added, size.added), total + size.given
+        rows_then = len(batches[-1]) + 1 if batches else 1
+        is_small = total <= positions and rows_then * row_bytes(given + added) <= cache_bytes
+        if batches and is_small:
             batches[-1].append(row)
-        else:
-            batches.append([row])
+            continue
+        batches.append([row])
+        given, added, total = size.given, size.added, size.given
     return batches
 
 
@@ -92,11 +96,13 @@ def plan_batches(
     in_step: bool,
     row_bytes: Callable[[int], int],
     cache_bytes: float,
+    positions: int = PREFILL_POSITIONS,
 ) -> Plan:
     """Divide all rows over the data ranks, longest first, and each rank's rows into batches.
 
-    groups: rows in flight through the pipeline at the same time. With `in_step`, a row has memory
-    for the most positions that a row of any rank adds, because it may have to step along.
+    positions: as in `batches_of`. groups: rows in flight through the pipeline at the same time.
+    With `in_step`, a row has memory for the most positions that a row of any rank adds, because it
+    may have to step along.
     """
     order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].total, row))
     if in_step:
@@ -104,7 +110,13 @@ def plan_batches(
         sizes = [RowSize(size.given, most_added) for size in sizes]
     everyone = []
     for other in range(ranks):
-        found = batches_of(sizes, order[other::ranks], row_bytes=row_bytes, cache_bytes=cache_bytes)
+        found = batches_of(
+            sizes,
+            order[other::ranks],
+            row_bytes=row_bytes,
+            cache_bytes=cache_bytes,
+            positions=positions,
+        )
         everyone.append([split_rows(batch, groups) for batch in found])
     if in_step:
         most = max(len(batches) for batches in everyone)

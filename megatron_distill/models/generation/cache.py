@@ -52,7 +52,7 @@ class LayerCache:
 
     def ordered(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the stored part of `length` slots in their order, [b, g, stored, d]."""
-        if length <= self.slots:
+        if length <= self.slots or not self.slots:
             return self.keys[:, :, :length], self.values[:, :, :length]
         shift = -(length % self.slots)
         return self.keys.roll(shift, 2), self.values.roll(shift, 2)
@@ -68,6 +68,8 @@ class LayerCache:
     def replace(self, keys_bgtd: Tensor, values_bgtd: Tensor, length: int) -> None:
         """Store the last of the slots that end at `length`."""
         count = min(self.slots, keys_bgtd.shape[2])
+        if not count:
+            return
         index = torch.arange(length - count, length, device=self.keys.device) % self.slots
         self.keys[:, :, index] = keys_bgtd[:, :, -count:]
         self.values[:, :, index] = values_bgtd[:, :, -count:]
@@ -121,7 +123,10 @@ class Cache:
         device: torch.device,
         prefix: Prefix | None = None,
     ) -> Cache:
-        """Allocate the memory of `rows` with up to `capacity` positions after the prefix."""
+        """Allocate the memory of `rows` with up to `capacity` positions after the prefix.
+
+        With a capacity of 0 one step may run, whose keys and values are not stored.
+        """
         layers = []
         for shape in shapes:
             size = (rows, shape.heads, shape.slots(capacity), shape.head_size)
@@ -150,6 +155,29 @@ class Cache:
             self.length,
             self.prefix,
         )
+
+    def drop_last(self, counts: Sequence[int]) -> None:
+        """Forget the last positions of each row; every store has a slot per position.
+
+        Rows still end at the same slot: those that lose more than the least move towards the end.
+        """
+        least = min(counts)
+        moves = [count - least for count in counts]
+        starts = [start + move for start, move in zip(self.starts, moves, strict=True)]
+        unused, end = min(starts), self.length - least
+        device = self.starts_b.device
+        moves_b = torch.tensor(moves, dtype=torch.int64, device=device)
+        slots_bt = torch.arange(unused, end, device=device) - moves_b[:, None]
+        index = slots_bt.clamp_(min=0)[:, None, :, None]
+        for layer in self.layers:
+            assert layer.slots >= self.length, (layer.slots, self.length)
+            for store in (layer.keys, layer.values):
+                _, heads, _, size = store.shape
+                moved = store.gather(2, index.expand(-1, heads, -1, size))
+                store[:, :, : end - unused] = moved
+        self.length = end - unused
+        self.starts = [start - unused for start in starts]
+        self.starts_b = self.starts_b + moves_b - unused
 
     def reduce_to(self, rows: Sequence[int]) -> None:
         """Drop all but some of the rows, in place; one store at a time exists twice."""

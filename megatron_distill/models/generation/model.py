@@ -22,9 +22,16 @@ from torch import Tensor
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.generation.attend import Append, Step, step_for
-from megatron_distill.models.generation.batches import RowSize, capacity_of, plan_batches
-from megatron_distill.models.generation.cache import Cache, Prefix, bytes_per_row
+from megatron_distill.models.generation.batches import (
+    PREFILL_POSITIONS,
+    Plan,
+    RowSize,
+    capacity_of,
+    plan_batches,
+)
+from megatron_distill.models.generation.cache import Cache, KeyShape, Prefix, bytes_per_row
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
+from megatron_distill.models.generation.families import Family, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
 from megatron_distill.models.generation.request import (
     OnTokens,
@@ -35,7 +42,13 @@ from megatron_distill.models.generation.request import (
     WriteRow,
     Written,
 )
-from megatron_distill.models.generation.scoring import Scoring, score_batches
+from megatron_distill.models.generation.scoring import (
+    Found,
+    Looks,
+    Scoring,
+    score_batch,
+    shared_scores,
+)
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.models.generation.text import Decode
 from megatron_distill.models.gpt import HiddenStateGPT
@@ -118,7 +131,7 @@ class CachedGPT:
             for index in written
         }
         sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
-        run.prepare(sizes, prefix)
+        run.take(prefix, sizes, run.planned(sizes, prefix))
         for number in range(run.plan.most):
             if run.is_asked_to_stop(self.groups.world):
                 break
@@ -131,25 +144,59 @@ class CachedGPT:
 
     @torch.inference_mode()
     def score(
-        self, rows: Sequence[ScoreRow], *, prefix: Sequence[int] = ()
+        self,
+        rows: Sequence[ScoreRow],
+        *,
+        prefix: Sequence[int] = (),
+        batch_positions: int = PREFILL_POSITIONS,
+        between: Callable[[float], None] | None = None,
     ) -> list[tuple[Score, ...]]:
         """Return the scores of each row's answers; raises as `write`.
 
-        Collective: those of one forward pass per batch, tensor group two reductions of 24 bytes
-        per position of an answer, at the end the scores over the pipeline and the data x context
-        group.
+        Without a prefix, beginnings that many rows share are found, and computed once; see
+        `families_of`. `batch_positions`: most new positions of one pass, unless a row has more.
+        `between` is called now and then, on all ranks together, with the share of the batches that
+        are done; it may communicate and raise.
+
+        Collective: those of one forward pass per batch and per prefix, tensor group 12 bytes per
+        position of an answer and 8 per id, at the end the scores over the pipeline and the data x
+        context group; with `between` one all-reduce of 8 bytes in the world.
         """
-        for row in rows:
-            if not row.answers or not all(row.answers):
-                raise ConfigError("a row to score has no answer, or an empty one; leave it out")
+        self._check_answers(rows)
         longest = [max(len(answer) for answer in row.answers) - 1 for row in rows]
         self._check([(row.context, more) for row, more in zip(rows, longest, strict=True)], prefix)
         run = _Run(self, Sampling(), None)
-        scoring = Scoring([row.context for row in rows], [row.answers for row in rows])
-        run.prepare(scoring.sizes, prefix, copies=scoring.most_copies)
-        found = score_batches(scoring, run.stage, run.plan, run.empty_cache)
+        families = run.families(rows, prefix)
+        parts = [
+            Scoring(
+                family.rows,
+                [rows[row].context[0 if prefix else len(family.prefix) :] for row in family.rows],
+                [rows[row].answers for row in family.rows],
+            )
+            for family in families
+        ]
+        plans = [
+            run.planned(
+                part.sizes,
+                family.prefix,
+                copies=part.most_copies,
+                positions=batch_positions,
+                is_own=not run.in_step,
+            )
+            for family, part in zip(families, parts, strict=True)
+        ]
+        looks = Looks.of(between, sum(len(plan.mine) for plan in plans), self.groups, self.device)
+        found: list[Found] = []
+        for family, part, plan in zip(families, parts, plans, strict=True):
+            run.take(family.prefix, part.sizes, plan)
+            for number in range(len(plan.mine)):
+                looks.before_batch()
+                found += score_batch(part, run.stage, plan, number, run.empty_cache)
+        looks.finish()
         run.stage.finish()
-        scores, is_broken = scoring.shared(found, self.groups, self.device)
+        scores, is_broken = shared_scores(
+            found, [row.answers for row in rows], self.groups, self.device
+        )
         shared: list[dict[int, tuple[Score, ...]] | None]
         shared = [None] * self.groups.data_context.size()
         dist.all_gather_object(shared, scores, group=self.groups.data_context)
@@ -158,6 +205,19 @@ class CachedGPT:
             index: score for part in shared if part is not None for index, score in part.items()
         }
         return [merged[index] for index in range(len(rows))]
+
+    def _check_answers(self, rows: Iterable[ScoreRow]) -> None:
+        """Raise ConfigError for answers that are missing, or that the model never writes."""
+        known = self.architecture.vocab_size if self.vocab_size is None else self.vocab_size
+        for row in rows:
+            if not row.answers or not all(row.answers):
+                raise ConfigError("a row to score has no answer, or an empty one; leave it out")
+            for answer in row.answers:
+                if not 0 <= min(answer) <= max(answer) < known:
+                    raise ConfigError(
+                        f"an answer has token id {min(answer) if min(answer) < 0 else max(answer)}"
+                        f", and there are {known:,} ids; use the model's tokenizer"
+                    )
 
     def _check(self, rows: Iterable[tuple[Sequence[int], int]], prefix: Sequence[int]) -> None:
         """Raise ConfigError for rows that the model cannot read; the same on every rank."""
@@ -208,28 +268,70 @@ class _Run:
         self.interval = _STEPS_BETWEEN_LOOKS[model.device.type]
         # Ranks with different experts and different rows.
         self.in_step = model.architecture.moe is not None and model.groups.layout.expert > 1
+        self.shapes_of_stages: list[list[KeyShape]] = [self.stage.key_shapes]
+        if self.groups.pipeline.size() > 1:  # stages may have different numbers of layers
+            self.shapes_of_stages *= self.groups.pipeline.size()
+            dist.all_gather_object(
+                self.shapes_of_stages, self.stage.key_shapes, group=self.groups.pipeline
+            )
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False
 
-    def prepare(self, sizes: Sequence[RowSize], prefix: Sequence[int], copies: int = 1) -> None:
-        """Plan the batches of rows, and compute the prefix."""
-        self.sizes = sizes
-        self.plan = plan_batches(
+    def planned(
+        self,
+        sizes: Sequence[RowSize],
+        prefix: Sequence[int],
+        *,
+        copies: int = 1,
+        positions: int = PREFILL_POSITIONS,
+        is_own: bool = False,
+    ) -> Plan:
+        """Plan the batches of rows, the same on all stages; `is_own`: they are of this rank alone.
+
+        copies: of a row's cache that exist at the same time.
+        """
+        ranks = self.groups.data_context
+        return plan_batches(
             sizes,
-            rank=self.groups.data_context.rank(),
-            ranks=self.groups.data_context.size(),
+            rank=0 if is_own else ranks.rank(),
+            ranks=1 if is_own else ranks.size(),
             groups=self.groups.pipeline.size(),
             in_step=self.in_step,
-            row_bytes=lambda capacity: (
-                copies * bytes_per_row(self.stage.key_shapes, capacity, self.stage.dtype)
-            ),
-            cache_bytes=self.model.cache_gib * _GIB
-            - bytes_per_row(self.stage.key_shapes, len(prefix), self.stage.dtype),
+            row_bytes=lambda capacity: copies * self._row_bytes(capacity),
+            cache_bytes=self.model.cache_gib * _GIB - self._row_bytes(len(prefix)),
+            positions=positions,
         )
+
+    def _row_bytes(self, capacity: int) -> int:
+        """Return the bytes of a row's cache on the stage with the most."""
+        return max(
+            bytes_per_row(shapes, capacity, self.stage.dtype) for shapes in self.shapes_of_stages
+        )
+
+    def families(self, rows: Sequence[ScoreRow], prefix: Sequence[int]) -> list[Family]:
+        """Return the families of rows that this rank scores; in step all ranks share each."""
+        ranks = self.groups.data_context
+        if prefix:
+            found = [Family(tuple(prefix), tuple(range(len(rows))))] if rows else []
+        else:
+            copies = ranks.size() if self.in_step else 1
+            found = families_of([row.context for row in rows], copies=copies)
+        if self.in_step:
+            return found
+        cuts = {row: 0 if prefix else len(one.prefix) for one in found for row in one.rows}
+        lengths = [
+            len(row.context) - cuts[number] + sum(len(answer) - 1 for answer in row.answers)
+            for number, row in enumerate(rows)
+        ]
+        return deal(found, lengths, ranks.size())[ranks.rank()]
+
+    def take(self, prefix: Sequence[int], sizes: Sequence[RowSize], plan: Plan) -> None:
+        """Take the plan of rows, and compute their prefix."""
+        self.sizes, self.plan, self.prefix = sizes, plan, None
         largest = capacity_of(sizes) if sizes else 0
         self.stage.reserve(len(prefix) + largest + 1)
-        if prefix and self.plan.everyone and any(self.plan.everyone):
+        if prefix and plan.everyone and any(plan.everyone):
             cache = self.empty_cache(1, len(prefix))
             step = step_for(cache, [len(prefix)])
             ids_N = torch.tensor(prefix, device=self.device)

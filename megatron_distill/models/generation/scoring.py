@@ -1,7 +1,6 @@
-"""Log-probabilities of answers: contexts once, answers as continuations, logits in blocks.
+"""Log-probabilities of answers: contexts once, answers as continuations, logits in chunks.
 
-Shapes: N positions, P positions with a logit, A pairs of such a position and a token, H hidden
-size, V real columns of the head on this rank.
+Shapes: N positions, A pairs of a position and a token, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from megatron_distill.models.generation.batches import Plan, RowSize
 from megatron_distill.models.generation.cache import Cache
 from megatron_distill.models.generation.request import Score
 from megatron_distill.models.generation.stage import Stage
+from megatron_distill.ops.target_scores import target_scores
+from megatron_distill.runtime.collectives import highest
 from megatron_distill.runtime.groups import Groups
 
-__all__ = ["Pairs", "Scoring", "score_batches"]
-
-_LOGIT_BYTES = 2**26  # of one block of logits in fp32
+__all__ = ["Found", "Looks", "Pairs", "Scoring", "score_batch", "shared_scores"]
 
 
 @dataclass
 class Pairs:
-    """Tokens to score, each after a position of a step; `owner` (row, answer) of each token."""
+    """Tokens to score, each after a position of a step; owner: (row of the request, answer)."""
 
     positions: list[int]
     tokens: list[int]
@@ -46,14 +45,22 @@ class Pairs:
         self.owners.append(owner)
 
 
+Found = tuple[Tensor | None, Pairs]
+"""fp64 [2, A] on the last stage, log-probabilities and whether each token was the likeliest."""
+
+
 @dataclass(frozen=True)
 class Scoring:
-    """Contexts and the answers of each.
+    """Contexts, after their prefix, and the answers of each.
 
     A row whose only longer answer is one is read in one piece with it. Otherwise the context is
     read once, and each longer answer continues a copy of its keys and values.
+
+    Attributes:
+        numbers: of the rows in the request.
     """
 
+    numbers: Sequence[int]
     contexts: Sequence[tuple[int, ...]]
     answers: Sequence[tuple[tuple[int, ...], ...]]
 
@@ -94,71 +101,134 @@ class Scoring:
 
     @property
     def most_copies(self) -> int:
-        """The most caches that a row needs at the same time."""
-        return 1 + max((len(self.continued(row)) for row in range(len(self.contexts))), default=0)
-
-    def shared(
-        self, found: list[tuple[Tensor | None, Pairs]], groups: Groups, device: torch.device
-    ) -> tuple[dict[int, tuple[Score, ...]], bool]:
-        """Return this data rank's scores on all its stages, and whether one is no number.
-
-        Collective: pipeline group, one broadcast of 16 bytes per token.
-        """
-        count = sum(len(pairs.tokens) for _, pairs in found)
-        values = torch.zeros(2, count, dtype=torch.float64, device=device)
-        if groups.is_last_stage and count:
-            values = torch.cat([part for part, _ in found if part is not None], 1)
-        if groups.pipeline.size() > 1:
-            dist.broadcast(values, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
-        owners = [owner for _, pairs in found for owner in pairs.owners]
-        log_probs: dict[tuple[int, int], list[float]] = {}
-        greedy: dict[tuple[int, int], bool] = {}
-        for owner, log_prob, is_top in zip(owners, *values.tolist(), strict=True):
-            log_probs.setdefault(owner, []).append(log_prob)
-            greedy[owner] = greedy.get(owner, True) and is_top > 0
-        is_broken = not bool(torch.isfinite(values).all())
-        scores = {
-            row: tuple(
-                Score(tuple(log_probs[row, index]), greedy[row, index])
-                for index in range(len(self.answers[row]))
-            )
-            for row in dict.fromkeys(row for row, _ in owners)
-        }
-        return scores, is_broken
+        """The most caches that a row needs at the same time: none if nothing is continued."""
+        most = max((len(self.continued(row)) for row in range(len(self.contexts))), default=0)
+        return most + 1 if most else 0
 
 
-def score_batches(
-    scoring: Scoring, stage: Stage, plan: Plan, empty_cache: Callable[[int, int], Cache]
-) -> list[tuple[Tensor | None, Pairs]]:
-    """Score the rows of this rank's batches, one group after the other.
+@dataclass
+class Looks:
+    """Calls of a function between batches, in the same number on every rank.
 
-    Returns for each step fp64 [2, A], log-probabilities and whether a token was the likeliest, on
-    the last stage, None elsewhere; and its pairs.
+    A call makes pipeline stages wait for each other, so there are several batches from one to the
+    next.
+
+    Attributes:
+        most: calls of the rank with the most batches.
     """
+
+    call: Callable[[float], None] | None
+    most: int
+    pace: int
+    batches: int = 0
+    calls: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        call: Callable[[float], None] | None,
+        batches: int,
+        groups: Groups,
+        device: torch.device,
+    ) -> Looks:
+        """Plan the calls of `batches` on this rank.
+
+        Collective: with a function, one all-reduce of 8 bytes in the world.
+        """
+        stages = groups.pipeline.size()
+        pace = 1 if stages == 1 else 4 * stages
+        most = 0
+        if call is not None:
+            (most,) = highest(-(-batches // pace), device=device, group=groups.world)
+        return cls(call, most, pace)
+
+    def before_batch(self) -> None:
+        """Count a batch, and call the function where it is time."""
+        if self.batches % self.pace == 0:
+            self._next()
+        self.batches += 1
+
+    def finish(self) -> None:
+        """Make the calls of ranks that have more batches."""
+        while self.calls < self.most:
+            self._next()
+
+    def _next(self) -> None:
+        if self.call is not None:
+            self.call(self.calls / self.most)
+            self.calls += 1
+
+
+def shared_scores(
+    found: Sequence[Found],
+    answers: Sequence[Sequence[object]],
+    groups: Groups,
+    device: torch.device,
+) -> tuple[dict[int, tuple[Score, ...]], bool]:
+    """Return this data rank's scores by row on all its stages, and whether one is no number.
+
+    `answers`: of each row of the request.
+
+    Collective: pipeline group, one broadcast of 16 bytes per token.
+    """
+    count = sum(len(pairs.tokens) for _, pairs in found)
+    values = torch.zeros(2, count, dtype=torch.float64, device=device)
+    if groups.is_last_stage and count:
+        values = torch.cat([part for part, _ in found if part is not None], 1)
+    if groups.pipeline.size() > 1:
+        dist.broadcast(values, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
+    owners = [owner for _, pairs in found for owner in pairs.owners]
+    log_probs: dict[tuple[int, int], list[float]] = {}
+    greedy: dict[tuple[int, int], bool] = {}
+    for owner, log_prob, is_top in zip(owners, *values.tolist(), strict=True):
+        log_probs.setdefault(owner, []).append(log_prob)
+        greedy[owner] = greedy.get(owner, True) and is_top > 0
+    is_broken = not bool(torch.isfinite(values).all())
+    scores = {
+        row: tuple(
+            Score(tuple(log_probs[row, index]), greedy[row, index])
+            for index in range(len(answers[row]))
+        )
+        for row in dict.fromkeys(row for row, _ in owners)
+    }
+    return scores, is_broken
+
+
+def score_batch(
+    scoring: Scoring,
+    stage: Stage,
+    plan: Plan,
+    number: int,
+    empty_cache: Callable[[int, int], Cache],
+) -> list[Found]:
+    """Score the rows of this rank's batch `number`, one group after the other, in its steps."""
     found = []
     in_step = len(plan.everyone) > 1
-    for number, batch in enumerate(plan.mine):
-        for place, rows in enumerate(batch):
-            given = [scoring.given(row) for row in rows]
-            copies = [(row, index) for row in rows for index in scoring.continued(row)]
-            most = max((len(scoring.answers[row][index]) - 1 for row, index in copies), default=1)
-            cache = empty_cache(max(1, len(rows)), max(map(len, given), default=1) + most)
-            least = 0
-            if in_step:
-                least = plan.largest(
-                    number,
-                    place,
-                    lambda others: max(1, sum(len(scoring.given(row)) for row in others)),
-                )
-            found.append(_run(stage, cache, given, _first_pairs(scoring, rows), least))
-            if in_step:
-                least = plan.largest(number, place, lambda others: _continued(scoring, others))
-            if copies or (in_step and least):
-                if copies:
-                    cache = cache.select([rows.index(row) for row, _ in copies])
-                ids = [scoring.answers[row][index][:-1] for row, index in copies]
-                found.append(_run(stage, cache, ids, _later_pairs(scoring, copies), least))
-            del cache  # before the next one is allocated
+    for place, rows in enumerate(plan.mine[number]):
+        given = [scoring.given(row) for row in rows]
+        copies = [(row, index) for row in rows for index in scoring.continued(row)]
+        slots = 0  # keys and values are stored for continuations alone
+        if copies:
+            slots = max(map(len, given)) + max(
+                len(scoring.answers[row][index]) - 1 for row, index in copies
+            )
+        cache = empty_cache(max(1, len(rows)), slots)
+        least = 0
+        if in_step:
+            least = plan.largest(
+                number,
+                place,
+                lambda others: max(1, sum(len(scoring.given(row)) for row in others)),
+            )
+        found.append(_run(stage, cache, given, _first_pairs(scoring, rows), least))
+        if in_step:
+            least = plan.largest(number, place, lambda others: _continued(scoring, others))
+        if copies or (in_step and least):
+            if copies:
+                cache = cache.select([rows.index(row) for row, _ in copies])
+            ids = [scoring.answers[row][index][:-1] for row, index in copies]
+            found.append(_run(stage, cache, ids, _later_pairs(scoring, copies), least))
+        del cache  # before the next one is allocated
     return found
 
 
@@ -176,7 +246,7 @@ def _first_pairs(scoring: Scoring, rows: Sequence[int]) -> Pairs:
         for index, answer in enumerate(scoring.answers[row]):
             tokens = answer if index == scoring.joined[row] else answer[:1]
             for offset, token in enumerate(tokens):
-                pairs.add(last + offset, token, (row, index))
+                pairs.add(last + offset, token, (scoring.numbers[row], index))
         start += len(scoring.given(row))
     return pairs
 
@@ -187,14 +257,14 @@ def _later_pairs(scoring: Scoring, copies: Sequence[tuple[int, int]]) -> Pairs:
     for row, index in copies:
         answer = scoring.answers[row][index]
         for offset, token in enumerate(answer[1:]):
-            pairs.add(start + offset, token, (row, index))
+            pairs.add(start + offset, token, (scoring.numbers[row], index))
         start += len(answer) - 1
     return pairs
 
 
 def _run(
     stage: Stage, cache: Cache, ids: Sequence[Sequence[int]], pairs: Pairs, least: int
-) -> tuple[Tensor | None, Pairs]:
+) -> Found:
     """Run rows through the model; `least`: positions of the step, padding included."""
     if not ids:  # a row that only keeps the ranks in step
         ids = [(0,)] + [()] * (cache.rows - 1)
@@ -212,53 +282,19 @@ def _run(
 def _scored(stage: Stage, hidden_NH: Tensor, pairs: Pairs) -> Tensor:
     """Return fp64 [2, A]: log-probabilities, and whether each token is the likeliest.
 
-    The likeliest is the one with the largest logit, the lowest id among equals.
-
-    Collective: tensor group, per block of positions an all-gather of 24 bytes per position and an
-    all-reduce of 8 bytes per pair.
+    Collective: that of `target_scores`, 12 bytes per position with a token and 8 per token.
     """
-    places: dict[int, int] = {}
-    for position in pairs.positions:
-        places.setdefault(position, len(places))
-    if not places:
+    if not pairs.tokens:
         return torch.zeros(2, 0, dtype=torch.float64, device=stage.device)
-    index_P = torch.tensor(list(places), device=stage.device)
-    row_A = torch.tensor([places[position] for position in pairs.positions], device=stage.device)
-    token_A = torch.tensor(pairs.tokens, device=stage.device)
-    block = max(1, _LOGIT_BYTES // (4 * max(1, stage.shard.width)))
+    index_P, row_A = torch.tensor(pairs.positions).unique(return_inverse=True)
+    order_A = row_A.argsort(stable=True)
+    scores = target_scores(
+        stage.states(hidden_NH[index_P.to(stage.device)]),
+        stage.shard,
+        stage.groups.tensor,
+        rows=row_A[order_A].to(stage.device),
+        ids=torch.tensor(pairs.tokens)[order_A].to(stage.device),
+    )
     found = torch.empty(2, len(pairs.tokens), dtype=torch.float64, device=stage.device)
-    for start in range(0, len(places), block):
-        logits_PV = stage.logits(hidden_NH[index_P[start : start + block]])
-        chosen = ((row_A >= start) & (row_A < start + block)).nonzero().squeeze(1)
-        found[:, chosen] = _of_block(stage, logits_PV, row_A[chosen] - start, token_A[chosen])
+    found[:, order_A.to(stage.device)] = torch.stack([scores.log_prob, scores.is_greedy.double()])
     return found
-
-
-def _of_block(stage: Stage, logits_PV: Tensor, row_A: Tensor, token_A: Tensor) -> Tensor:
-    shard, group = stage.shard, stage.groups.tensor
-    rows = logits_PV.shape[0]
-    mine_P3 = torch.full((rows, 3), -float("inf"), dtype=torch.float64, device=logits_PV.device)
-    if logits_PV.shape[1]:
-        top_P, column_P = logits_PV.max(1)
-        parts = (logits_PV.logsumexp(1), top_P, column_P + shard.start)
-        mine_P3 = torch.stack([part.to(torch.float64) for part in parts], 1)
-    local_A = token_A - shard.start
-    is_mine_A = (local_A >= 0) & (local_A < logits_PV.shape[1])
-    flat = logits_PV.flatten()
-    if flat.numel():
-        own_A = flat[row_A * logits_PV.shape[1] + local_A.masked_fill(~is_mine_A, 0)]
-    else:
-        own_A = torch.zeros_like(token_A, dtype=torch.float32)
-    own_A = own_A.to(torch.float64).masked_fill(~is_mine_A, 0.0)
-    if group.size() == 1:
-        total_P, top_id_P = mine_P3[:, 0], mine_P3[:, 2]
-    else:
-        ranks = [torch.empty_like(mine_P3) for _ in range(group.size())]
-        dist.all_gather(ranks, mine_P3, group=group)
-        ranks_tP3 = torch.stack(ranks)
-        total_P = ranks_tP3[..., 0].logsumexp(0)
-        best_P = ranks_tP3[..., 1].argmax(0)  # the first of equal ones has the lowest ids
-        top_id_P = ranks_tP3[..., 2].gather(0, best_P[None])[0]
-        dist.all_reduce(own_A, group=group)
-    is_top_A = top_id_P[row_A].to(torch.int64) == token_A
-    return torch.stack([own_A - total_P[row_A], is_top_A.to(torch.float64)])

@@ -24,6 +24,7 @@ from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.signals import HiddenState
 
 __all__ = ["Chunk", "Stage"]
 
@@ -51,6 +52,7 @@ class Stage:
     shard: VocabShard
     model: Sequence[HiddenStateGPT]
     final_norm: Norm | None  # on the last stage
+    head: Tensor | None  # this rank's rows, on the last stage
     tables: list[Rotation] = field(default_factory=list)  # by position, of each distinct rotation
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ class Stage:
             None
             if norm is None
             else Norm.of(norm.weight, getattr(norm, "bias", None), model[-1].config),
+            model[-1].head_weight().detach() if groups.is_last_stage else None,
         )
 
     @property
@@ -123,10 +126,22 @@ class Stage:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the logits of this rank's real columns, fp32 [N, V]; on the last stage."""
         assert self.final_norm is not None
-        weight_VH = self.model[-1].head_weight()[: self.shard.real_width]
+        assert self.head is not None
+        weight_VH = self.head[: self.shard.real_width]
         logits_NV = F.linear(self.final_norm(hidden_NH), weight_VH).float()
         rule = LogitRule(self.architecture.logit_softcap, self.architecture.logit_scale)
         return rule.apply_(logits_NV)
+
+    def states(self, hidden_NH: Tensor) -> HiddenState:
+        """Return normalised hidden states with this rank's head; on the last stage."""
+        assert self.final_norm is not None
+        assert self.head is not None
+        return HiddenState(
+            self.final_norm(hidden_NH),
+            self.head,
+            self.architecture.logit_softcap,
+            self.architecture.logit_scale,
+        )
 
     def _embedded(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the embeddings [N, H]. Collective: tensor group, one all-reduce of them."""

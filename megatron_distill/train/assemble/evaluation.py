@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,12 +24,13 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.requests import Scorer
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.architecture import Architecture, Execution
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.sharded_weights import has_sharded_weights
@@ -50,13 +51,14 @@ from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input, open_tasks
 from megatron_distill.train.checkpoint.best import BestRule
 from megatron_distill.train.evaluation.baselines import Baselines
+from megatron_distill.train.evaluation.pass_scoring import PassScorer
 from megatron_distill.train.evaluation.phase import (
     EvaluatedModel,
     Results,
     RunEvaluation,
     evaluate_model,
 )
-from megatron_distill.train.evaluation.scoring import ModelScorer, ScoredModel
+from megatron_distill.train.evaluation.scoring import ModelScorer
 from megatron_distill.train.evaluation.writing import ModelWriter
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.run_state import RunState
@@ -67,6 +69,7 @@ from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.validation import evaluating
 
 __all__ = [
+    "awake",
     "best_rule",
     "evaluate_by_harness",
     "evaluate_weights",
@@ -91,23 +94,18 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
     section, log = config.evaluation, Path(config.output) / "metrics.jsonl"
     groups, device = opened.site.groups, opened.site.execution.device
     student = state.student
-    shape = state.architecture
-    scored = ScoredModel(
-        student.wrapped,
-        lambda: student.head.head_weight().detach(),
-        shape,
-        vocab_shard(shape, groups, tokens=opened.vocabulary.size),
-        groups,
-        device,
-    )
-    tokenizer = opened.samples.tokenizer
-    tasks, cache_gib = opened.tasks_of_student, config.generation.cache_gib
-    found = EvaluatedModel(
+    found = _evaluated(
         "student",
-        _scorer(scored, section),
-        tasks,
-        partial(evaluating, student),
-        _writer(scored, student.chunks, tasks, tokenizer, cache_gib=cache_gib),
+        student.chunks,
+        state.architecture,
+        opened.tasks_of_student,
+        section=section,
+        cache_gib=config.generation.cache_gib,
+        groups=groups,
+        device=device,
+        tokenizer=opened.samples.tokenizer,
+        tokens=opened.vocabulary.size,
+        in_use=partial(evaluating, student),
     )
     teachers = list(_teachers(config, opened)) if section.teacher else []
     return RunEvaluation(
@@ -156,23 +154,18 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
             continue
         size = from_first_rank(partial(_ids, tokenizer))
         groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
-        head = partial(_own_head, model)
-        scored = ScoredModel(
-            [model.model],
-            head,
-            model.architecture,
-            vocab_shard(model.architecture, groups, tokens=size),
-            groups,
-            device,
-        )
-        yield EvaluatedModel(
+        yield _evaluated(
             role,
-            _scorer(scored, section),
+            [model.model],
+            model.architecture,
             prepared,
-            partial(_awake, opened, role, model),
-            _writer(
-                scored, [model.model], prepared, tokenizer, cache_gib=config.generation.cache_gib
-            ),
+            section=section,
+            cache_gib=config.generation.cache_gib,
+            groups=groups,
+            device=device,
+            tokenizer=tokenizer,
+            tokens=size,
+            in_use=partial(awake, opened, role, model),
         )
 
 
@@ -180,12 +173,8 @@ def _ids(tokenizer: Tokenizer | None) -> int:
     return 0 if tokenizer is None else tokenizer.vocab_size
 
 
-def _own_head(model: OnlineTeacher | OwnLayout) -> torch.Tensor:
-    return model.model.head_weight().detach()
-
-
 @contextmanager
-def _awake(opened: OpenRun, role: str, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
+def awake(opened: OpenRun, role: str, model: OnlineTeacher | OwnLayout) -> Iterator[None]:
     """A block with the teacher's weights on the device, and Megatron-Core in its layout."""
     weights = _resting_weights(opened, role)
     if weights is not None:
@@ -224,36 +213,46 @@ def _without_texts(
     return tuple(task for task in tasks if task.task.kind != "generation")
 
 
-def _scorer(model: ScoredModel, section: EvaluationConfig) -> ModelScorer:
-    positions = longest_input(model.architecture, section)
-    return ModelScorer(model, positions, section.batch_tokens, stop_requested=is_requested)
-
-
-def _writer(
-    model: ScoredModel,
+def _evaluated(
+    role: str,
     chunks: Sequence[HiddenStateGPT],
+    shape: Architecture,
     tasks: Sequence[PreparedTask],
-    tokenizer: Tokenizer | None,
     *,
+    section: EvaluationConfig,
     cache_gib: float,
+    groups: Groups,
+    device: torch.device,
+    tokenizer: Tokenizer | None,
+    tokens: int,
+    in_use: Callable[[], AbstractContextManager[object]] = nullcontext,
     writes: bool = False,
-) -> ModelWriter | None:
-    """Return the writer of a model if one of its tasks generates text.
+) -> EvaluatedModel:
+    """Return the model of these chunks with its scorer, and its writer if a task needs one.
 
-    Collective: that of `_shared`, since stop strings need the tokenizer on every rank.
+    tokens: ids of its tokenizer. writes: it writes text without a task.
+
+    Collective: with a writer that of `_shared`, since stop strings need the tokenizer everywhere.
     """
-    if not writes and all(task.task.kind != "generation" for task in tasks):
-        return None
+    settings = (longest_input(shape, section), section.batch_tokens, is_requested)
+    scorer: Scorer
+    if has_sharded_weights(chunks[0]):
+        shard = vocab_shard(shape, groups, tokens=tokens)
+        scorer = PassScorer(chunks[0], shape, shard, groups, device, *settings)
+        return EvaluatedModel(role, scorer, tasks, in_use)
     cached = CachedGPT(
         chunks,
-        model.architecture,
-        model.groups,
-        model.device,
-        vocab_size=model.shard.size,
+        shape,
+        groups,
+        device,
+        vocab_size=tokens,
         cache_gib=cache_gib,
-        decode=_shared(tokenizer).decode,
     )
-    return ModelWriter(cached, stop_requested=is_requested)
+    scorer, writer = ModelScorer(cached, *settings), None
+    if writes or any(task.task.kind == "generation" for task in tasks):
+        decoding = replace(cached, decode=_shared(tokenizer).decode)
+        writer = ModelWriter(decoding, stop_requested=is_requested)
+    return EvaluatedModel(role, scorer, tasks, in_use, writer)
 
 
 def _shared(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -344,23 +343,19 @@ class _Resolved:
         model.requires_grad_(False)
         model.eval()
         tasks = _without_texts(role.name, model, self.tasks)
-        scored = ScoredModel(
+        return _evaluated(
+            role.name,
             [model],
-            lambda: model.head_weight().detach(),
             shape,
-            vocab_shard(shape, groups, tokens=role.vocabulary.size),
-            groups,
-            execution.device,
-        )
-        writer = _writer(
-            scored,
-            [model],
             tasks,
-            role.tokenizer,
+            section=section,
             cache_gib=cache_gib,
+            groups=groups,
+            device=execution.device,
+            tokenizer=role.tokenizer,
+            tokens=role.vocabulary.size,
             writes=writes,
         )
-        return EvaluatedModel(role.name, _scorer(scored, section), tasks, writer=writer)
 
 
 def evaluate_weights(

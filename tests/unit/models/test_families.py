@@ -1,0 +1,64 @@
+"""Families of rows: the largest saving, whole rows, and equal work of the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_distill.models.generation.families import deal, families_of
+
+rows_of_ids = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple), max_size=9)
+Rows = Sequence[tuple[int, ...]]
+
+
+def _most_saved(rows: Rows, copies: int, members: Sequence[int], depth: int) -> int:
+    """The largest saving among rows that share `depth` ids, by trying every division."""
+    own = (len(members) - copies) * depth
+    if own < 0.2 * sum(len(rows[row]) for row in members):
+        own = 0
+    parts = defaultdict(list)
+    for row in members:
+        if len(rows[row]) > depth + 1:
+            parts[rows[row][depth]].append(row)
+    return max(own, sum(_most_saved(rows, copies, one, depth + 1) for one in parts.values()))
+
+
+@given(rows_of_ids, st.integers(1, 3))
+def test_every_row_is_in_one_family_and_no_division_saves_more(rows: Rows, copies: int) -> None:
+    found = families_of(rows, copies=copies)
+    assert sorted(row for one in found for row in one.rows) == list(range(len(rows)))
+    for one in found:
+        for row in one.rows:
+            assert rows[row][: len(one.prefix)] == one.prefix
+            assert len(rows[row]) > len(one.prefix)
+    saved = sum((len(one.rows) - copies) * len(one.prefix) for one in found if one.prefix)
+    assert saved == max(0, _most_saved(rows, copies, range(len(rows)), 0))
+
+
+def test_a_short_beginning_of_long_rows_is_not_shared() -> None:
+    rows = [(1, *[row] * 30) for row in range(8)]
+    assert families_of(rows)[0].prefix == ()
+
+
+@given(rows_of_ids, st.integers(2, 4))
+def test_ranks_share_all_rows_and_whole_families(rows: Rows, ranks: int) -> None:
+    found = families_of(rows)
+    lengths = [len(row) for row in rows]
+    dealt = deal(found, lengths, ranks)
+    assert len(dealt) == ranks
+    assert sorted(row for own in dealt for one in own for row in one.rows) == list(range(len(rows)))
+    for own in dealt:
+        assert len({one.prefix for one in own}) == len(own)
+
+
+def test_subjects_stay_whole_where_each_rank_has_some_and_a_single_one_is_divided() -> None:
+    rows = [(subject, 7, 7, 7, 7, question) for subject in range(12) for question in range(20)]
+    found = families_of(rows)
+    assert [len(one.rows) for one in found] == [20] * 12
+    for own in deal(found, [1] * len(rows), 4):
+        assert [len(one.rows) for one in own] == [20] * 3
+    for own in deal(found[:1], [1] * len(rows), 4):
+        assert [len(one.rows) for one in own] == [5]
