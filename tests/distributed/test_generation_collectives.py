@@ -1,0 +1,121 @@
+"""Bytes of every collective while text is written and scored: none has the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+VOCABULARY = 2**16
+HIDDEN = 4 * 32  # bytes of a hidden state
+LENGTHS = (5, 9, 3)
+ANSWERS = ((4,), (70, 60_000), (9, 8, 7))
+NEW = 4
+# Python objects, which are bytes: results by row, and short answers of every rank.
+OBJECT = 2**12
+
+
+class Moved(NamedTuple):
+    name: str
+    bytes: int
+    is_object: bool
+
+
+class Collectives(TorchDispatchMode):
+    """Records each collective, with the bytes that a rank contributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[Moved] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            given = args[1] if "allgather" in name else args[0]
+            for value in tree_leaves(given):
+                if isinstance(value, Tensor):
+                    is_object = value.dtype is torch.uint8
+                    self.moved.append(Moved(name, value.nbytes, is_object))
+        return func(*args, **(kwargs or {}))
+
+
+def _moved(rank: int, world: int, layout: dict[str, int], sampling: dict[str, Any]) -> Any:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        shape = small_architecture(vocab_size=VOCABULARY)
+        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]  # that share nothing
+        with Collectives() as writing:
+            model.write(
+                [WriteRow(ids, row, NEW) for row, ids in enumerate(rows)],
+                sampling=Sampling(**sampling),
+                stops=Stops(),
+            )
+        with Collectives() as scoring:
+            model.score([ScoreRow(ids, ANSWERS) for ids in rows])
+        return writing.moved, scoring.moved
+
+
+def _sizes(moved: list[Moved], name: str) -> set[int]:
+    for one in moved:
+        if one.is_object:
+            assert one.bytes <= OBJECT
+    return {one.bytes for one in moved if not one.is_object and name in one.name} - {8}
+
+
+GIVEN = sum(LENGTHS)
+ROWS = len(LENGTHS)
+PAIRS = sum(map(len, ANSWERS)) * ROWS
+CONTINUED = sum(len(answer) - 1 for answer in ANSWERS) * ROWS
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}], ids=str
+)
+def test_tensor_ranks_exchange_hidden_states_and_numbers_of_rows(
+    pool: Pool, sampling: dict[str, Any]
+) -> None:
+    for writing, scoring in pool.run(2, _moved, {"tensor": 2}, sampling):
+        sums = {HIDDEN * GIVEN, HIDDEN * ROWS}
+        gathers = {32 * ROWS}
+        if sampling:  # sums by digit, of masses; peaks, and weights at the limit
+            sums |= {2**14 * ROWS, 8 * ROWS}
+            gathers |= {4 * ROWS, 8 * ROWS}
+        assert _sizes(writing, "allreduce") == sums
+        assert _sizes(writing, "allgather") == gathers
+        passes = {HIDDEN * GIVEN, HIDDEN * CONTINUED}
+        first = len(ANSWERS) * ROWS  # tokens after a context
+        assert _sizes(scoring, "allreduce") == passes | {8 * first, 8 * (PAIRS - first)}
+        assert _sizes(scoring, "allgather") == {12 * ROWS, 12 * CONTINUED}
+        assert not _sizes(writing + scoring, "broadcast")
+        assert max(one.bytes for one in scoring) < VOCABULARY
+
+
+def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool: Pool) -> None:
+    for writing, scoring in pool.run(2, _moved, {"pipeline": 2}, {}):
+        # Rows in flight, the longest first: two of them together, and one.
+        groups = (LENGTHS[1] + LENGTHS[2], LENGTHS[0], 2, 1)
+        for name in ("send", "recv"):
+            assert _sizes(writing, name) <= {HIDDEN * positions for positions in groups}
+        assert _sizes(writing, "broadcast") <= {16 * 2, 16}
+        assert _sizes(scoring, "broadcast") == {16 * PAIRS}
+        assert not _sizes(writing + scoring, "allreduce")
+        assert max(one.bytes for one in writing + scoring) < VOCABULARY
+
+
+@pytest.mark.parametrize("layout", [{}, {"context": 2}], ids=str)
+def test_data_and_context_ranks_exchange_results_alone(pool: Pool, layout: dict[str, int]) -> None:
+    for writing, scoring in pool.run(2, _moved, layout, {}):
+        assert not {one for one in writing + scoring if not one.is_object and one.bytes > 8}
+        assert max(one.bytes for one in writing + scoring) <= OBJECT
